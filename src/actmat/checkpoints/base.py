@@ -1,0 +1,155 @@
+"""What a checkpoint is: named tensors in storage, listed from headers, read one at a time.
+
+`Checkpoint` is the contract; `actmat.checkpoints.conformance` is its shipped test-suite. Implementations live in
+the files beside this one (safetensors, torch files, memory); `resolve.open_checkpoint` picks the right one.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "Checkpoint", "FileIdentity", "TensorSpec", "torch_dtype"]
+
+DTYPES: dict[str, tuple[torch.dtype, str]] = {
+    "float64": (torch.float64, "F64"),
+    "float32": (torch.float32, "F32"),
+    "bfloat16": (torch.bfloat16, "BF16"),
+    "float16": (torch.float16, "F16"),
+    "float8_e4m3fn": (torch.float8_e4m3fn, "F8_E4M3"),
+    "float8_e5m2": (torch.float8_e5m2, "F8_E5M2"),
+    "int64": (torch.int64, "I64"),
+    "int32": (torch.int32, "I32"),
+    "int16": (torch.int16, "I16"),
+    "int8": (torch.int8, "I8"),
+    "uint8": (torch.uint8, "U8"),
+    "uint16": (torch.uint16, "U16"),
+    "uint32": (torch.uint32, "U32"),
+    "uint64": (torch.uint64, "U64"),
+    "bool": (torch.bool, "BOOL"),
+}
+"""dtype name -> (torch dtype, safetensors code): the one table of dtypes in the project."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch dtype of a dtype name such as `"bfloat16"`."""
+    return DTYPES[name][0]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype of one stored tensor, and the file that holds it; no data.
+
+    Args:
+        name: key in the checkpoint.
+        shape: sizes, slowest axis first.
+        dtype: a key of `DTYPES`.
+        file: file name relative to the checkpoint (or a label such as `"<memory>"`), for messages and the order of
+            reading.
+        offset: position of the first byte in that file where the format has one, else 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per entry."""
+        return int(torch_dtype(self.dtype).itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether entries are floating point (float8 included)."""
+        return torch_dtype(self.dtype).is_floating_point
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What tells one state of a file from another without reading it.
+
+    `change_ns` (ctime) cannot be set by a user, so an edit that keeps size and modification time still shows.
+    Files of a hub snapshot carry their content hash as `etag` instead of times.
+    """
+
+    path: str
+    size: int
+    modified_ns: int = 0
+    change_ns: int = 0
+    etag: str = ""
+
+
+class Checkpoint(abc.ABC):
+    """Named tensors in storage, read lazily. Thread-safe for reading. Use as a context manager.
+
+    Attributes:
+        location: what the user called it, for messages ("./experts/math", "org/name@rev").
+        directory: local folder of config and tokenizer files, or None (bare file, memory).
+        specs: name -> spec, in storage order (file by file, by offset).
+        aliases: name -> name of the tensor that shares its storage, where the format records that (torch files).
+            An alias has a spec too.
+    """
+
+    location: str
+    directory: Path | None
+    specs: Mapping[str, TensorSpec]
+    aliases: Mapping[str, str]
+
+    @property
+    @abc.abstractmethod
+    def config(self) -> Mapping[str, Any] | None:
+        """Parsed `config.json`, or None where there is none."""
+
+    @abc.abstractmethod
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of every weight file, for fingerprints; reads no tensor."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The whole tensor: CPU, contiguous, storage dtype, memory of its own.
+
+        Raises:
+            CheckpointError: the file ended early or changed under us; names tensor and file.
+        """
+
+    @abc.abstractmethod
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` (writable, one byte per item) with the tensor's row-major bytes from byte `start` on.
+
+        Exactly `len(out)` bytes are read; `start + len(out)` must not pass the tensor's end (`ValueError`).
+        """
+
+    def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
+        """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release files. Reading afterwards is an error. May be called twice."""
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

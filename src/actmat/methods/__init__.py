@@ -1,0 +1,25 @@
+"""Merge rules: one file each, listed once in `METHODS`."""
+
+from __future__ import annotations
+
+from actmat.errors import RecipeError, did_you_mean
+from actmat.methods.average import AVERAGE
+from actmat.methods.contract import Bounds, Merged, MergeMethod, Option, Stages, Survey
+
+__all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "Option", "Stages", "Survey", "get_method"]
+
+METHODS: tuple[MergeMethod, ...] = (AVERAGE,)
+"""All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
+
+
+def get_method(name: str) -> MergeMethod:
+    """The rule called `name`.
+
+    Raises:
+        RecipeError: no such rule; offers the near name and lists all.
+    """
+    for method in METHODS:
+        if method.name == name:
+            return method
+    known = [m.name for m in METHODS]
+    raise RecipeError(f"There is no method '{name}'.{did_you_mean(name, known)} Methods: {', '.join(known)}")

@@ -1,0 +1,61 @@
+"""Average of the experts ("model soup").
+
+M. Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without
+increasing inference time", ICML 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from actmat.methods.contract import Merged, MergeMethod
+
+__all__ = ["AVERAGE", "merge"]
+
+
+def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -> Merged:
+    """`D* = sum_t w_t D_t / sum_t w_t`, all weights 1 unless given.
+
+    Args:
+        weights: one per expert; their sum must not be zero.
+    """
+    share = [1.0] * len(deltas) if weights is None else list(weights)
+    total = sum(share)
+    if total == 0:
+        raise ValueError("average: the weights sum to zero")
+    out: Tensor | None = None
+    for delta, weight in zip(deltas, share, strict=True):
+        if out is None:
+            out = delta * weight
+        else:
+            out.add_(delta, alpha=weight)
+    assert out is not None, "a merge has at least one expert"
+    return Merged(out.div_(total))
+
+
+AVERAGE = MergeMethod(
+    name="average",
+    merge=merge,
+    acts_on="elementwise",
+    summary="Mean of the experts' deltas.",
+    equation="D* = sum_t w_t D_t / sum_t w_t",
+    reference="Wortsman et al., Model soups, ICML 2022",
+    laws=frozenset(
+        {
+            "permutation",
+            "single",
+            "identical",
+            "homogeneous",
+            "odd",
+            "left_orthogonal",
+            "right_orthogonal",
+            "zeros",
+        }
+    ),
+    one_pass=True,
+    workspace=lambda shape, n_experts, options: math.prod(shape),
+    flops="T N^2",
+)
