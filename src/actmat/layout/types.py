@@ -67,7 +67,7 @@ class TensorLayout:
         Linear `O I` -> one; fused -> one per block; stacked `E O I` -> batched; convolution `O I k...` -> `O, I k...`.
         """
         if self.role is Role.CONVOLUTION:
-            return [tensor.reshape(tensor.shape[0], -1)]
+            return [tensor.flatten(1)]
         matrix = tensor.mT if self.orientation == "IO" else tensor
         if not self.blocks:
             return [matrix]
@@ -94,16 +94,20 @@ class TensorLayout:
 def _take(matrix: Tensor, block: Block) -> Tensor:
     if block.groups == 1:
         return matrix[..., block.start : block.stop, :]
-    grouped = matrix.unflatten(-2, (block.groups, -1))
-    return grouped[..., block.start : block.stop, :].flatten(-3, -2)
+    return _grouped(matrix, block.groups)[..., block.start : block.stop, :].flatten(-3, -2)
 
 
 def _put(view: Tensor, block: Block, matrix: Tensor) -> None:
     if block.groups == 1:
         view[..., block.start : block.stop, :] = matrix
     else:
-        grouped = view.unflatten(-2, (block.groups, -1))
-        grouped[..., block.start : block.stop, :] = matrix.unflatten(-2, (block.groups, -1))
+        _grouped(view, block.groups)[..., block.start : block.stop, :] = _grouped(matrix, block.groups)
+
+
+def _grouped(matrix: Tensor, groups: int) -> Tensor:
+    """`*batch O I` -> `*batch groups O/groups I`, as a view (splitting an axis always is one)."""
+    *batch, rows, cols = matrix.shape
+    return matrix.view(*batch, groups, rows // groups, cols)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.average import AVERAGE
-from actmat.methods.contract import Bounds, Merged, MergeMethod, Option, Stages, Survey
+from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
 
-__all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "Option", "Stages", "Survey", "get_method"]
+__all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
 METHODS: tuple[MergeMethod, ...] = (AVERAGE,)
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""

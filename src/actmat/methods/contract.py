@@ -23,11 +23,12 @@ import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.linalg.lowrank import LowRank
 
 __all__ = [
     "NEEDS",
@@ -36,6 +37,7 @@ __all__ = [
     "Law",
     "MergeMethod",
     "Merged",
+    "MergedLowRank",
     "Option",
     "Stages",
     "Survey",
@@ -98,12 +100,12 @@ class Merged:
     stats: Mapping[str, float | int | str | bool] = field(default_factory=dict)
 
 
-class MergeFunction(Protocol):
-    """The form of a merge rule; options are keyword-only."""
+@dataclass(frozen=True, slots=True)
+class MergedLowRank:
+    """A merged delta in factored form, and the same stats that the dense rule would give."""
 
-    def __call__(self, deltas: Sequence[Any], **kwargs: Any) -> Merged:
-        """Merge the deltas of one tensor."""
-        ...
+    value: LowRank
+    stats: Mapping[str, float | int | str | bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ class MergeMethod:
     equation: str
     reference: str
     laws: frozenset[Law] = frozenset()
-    merge_lowrank: Callable[..., Any] | None = None
+    merge_lowrank: Callable[..., MergedLowRank] | None = None
     one_pass: bool = False
     needs_statistics: tuple[str, ...] = ()
     workspace: Callable[[Sequence[int], int, Mapping[str, Any]], int] | None = None
@@ -204,9 +206,7 @@ class MergeMethod:
         """Keyword-only parameters of `merge`."""
         found = inspect.signature(self.merge).parameters
         if any(p.kind is p.VAR_KEYWORD for p in found.values()):
-            raise TypeError(
-                f"{self.name}: a merge function takes no **kwargs; a misspelt option must be an error"
-            )
+            raise TypeError(f"{self.name}: a merge function takes no **kwargs; a misspelt option must be an error")
         return {n: p for n, p in found.items() if p.kind is p.KEYWORD_ONLY}
 
     @cached_property
