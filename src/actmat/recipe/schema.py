@@ -1,0 +1,166 @@
+"""The recipe: everything that decides what the merged model is, strict and frozen.
+
+How a merge is run (threads, device, memory, overwriting) is no part of the recipe: it must not change the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from actmat.errors import RecipeError, did_you_mean
+
+__all__ = ["ExpertRef", "Postprocess", "Recipe", "RoleRule", "Rule", "make_recipe"]
+
+Scope = Literal["linear", "paper", "all"]
+OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ExpertRef(_Strict):
+    """One expert: where it is, what it is called, how much it counts."""
+
+    path: str = Field(description="directory, file or hub id org/name[@revision]")
+    name: str = Field(default="", description="short name for plans and records; default: last part of the path")
+    weight: float = Field(default=1.0, description="weight, for methods that take weights")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @property
+    def label(self) -> str:
+        """The name, or the last part of the path."""
+        return self.name or Path(self.path.partition("@")[0]).name or self.path
+
+
+class Rule(_Strict):
+    """What to do with the tensors that match; the first rule that matches a tensor decides."""
+
+    match: Patterns = Field(description="patterns on tensor names: globs (* crosses dots, {a,b}), or re:REGEX")
+    method: str | None = Field(default=None, description="merge rule for these tensors; default: the recipe's")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of that rule")
+    scale: float | None = Field(default=None, description="factor of the merged delta; default: the recipe's")
+    keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> Rule:
+        if self.keep and (self.method or self.options or self.scale is not None):
+            raise ValueError("a rule either keeps the base's tensor or merges it: drop 'keep', or the other fields")
+        return self
+
+
+class RoleRule(_Strict):
+    """What matching tensors mean, over anything that names, shapes or config.json suggest."""
+
+    match: str
+    role: (
+        Literal["linear", "fused_linear", "stacked_experts", "convolution", "embedding", "vector", "buffer"] | None
+    ) = None
+    orientation: Literal["OI", "IO"] | None = Field(default=None, description="OI as nn.Linear, IO as Conv1D")
+    blocks: dict[str, tuple[int, int]] = Field(
+        default_factory=dict, description="name -> [start, stop] rows of a packed tensor, along its output axis"
+    )
+
+
+class Postprocess(_Strict):
+    """What happens to every merged delta after its rule, in this order."""
+
+    lines: tuple[float, float] | None = Field(
+        default=None,
+        description="LiNeS: factor of the first and of the last layer, linear in depth between; others keep 1",
+    )
+    norm_cap: Literal["mean", "sum"] | float | None = Field(
+        default=None, description="largest ||D*||_F: the mean or the sum of the experts' norms, or that many means"
+    )
+    singular_value_cap: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="largest singular value of D*, in units of the experts' largest singular value"
+    )
+
+
+class Recipe(_Strict):
+    """One merge, completely."""
+
+    base: str = Field(description="the checkpoint that every expert was fine-tuned from")
+    experts: tuple[ExpertRef, ...] = Field(min_length=1)
+    method: str = Field(default="actmat", description="merge rule, see `actmat methods`")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the merge rule")
+    scale: float = Field(default=1.0, description="W* = W_0 + scale * D*, for tensors merged by the method")
+    scope: Scope = Field(
+        default="linear",
+        description="what the method acts on: linear-like tensors (linear), the paper's 2-D rule (paper), "
+        "everything it can act on (all); the rest is the mean of the deltas",
+    )
+    rules: tuple[Rule, ...] = Field(default=(), description="per-pattern choices, first match wins")
+    roles: tuple[RoleRule, ...] = Field(default=(), description="per-pattern meanings, first match wins")
+    keep: Patterns = Field(default=(), description="patterns of tensors copied from the base")
+    postprocess: Postprocess = Postprocess()
+    dtype: OutputDtype | None = Field(default=None, description="dtype of the output; default: the base's, per tensor")
+    compute_dtype: Literal["float32", "float64"] = "float32"
+    seed: int = Field(default=0, description="seed of random rules, combined with each tensor's name")
+    allow_nonfinite: bool = Field(default=False, description="treat NaN and Inf in an expert as 'unchanged'")
+    files_from: str = Field(default="base", description="'base' or an expert's name: tokenizer, generation config")
+    max_shard_size: str = "5GB"
+    out: str | None = None
+
+    @model_validator(mode="after")
+    def _distinct_names(self) -> Recipe:
+        labels = [e.label for e in self.experts]
+        twice = sorted({n for n in labels if labels.count(n) > 1})
+        if twice:
+            raise ValueError(f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name'")
+        if self.files_from != "base" and self.files_from not in labels:
+            raise ValueError(f"files_from names '{self.files_from}'; it must be 'base' or one of {labels}")
+        return self
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the experts, in order."""
+        return tuple(e.label for e in self.experts)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the experts, in order."""
+        return tuple(e.weight for e in self.experts)
+
+
+def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = None) -> Recipe:
+    """Validate `fields` into a `Recipe`.
+
+    Args:
+        fields: the recipe as plain data.
+        where: dotted field path -> "file:line", to point at the place in a file.
+
+    Raises:
+        RecipeError: every problem, with its place and the near name of a misspelt field.
+    """
+    try:
+        return Recipe.model_validate(dict(fields))
+    except ValidationError as error:
+        problems = [_problem(e["loc"], e["msg"], e["type"], where or {}) for e in error.errors()]
+        raise RecipeError("The recipe is not valid.", dict.fromkeys(problems)) from None
+
+
+_MODELS = {"experts": ExpertRef, "rules": Rule, "roles": RoleRule, "postprocess": Postprocess}
+
+
+def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:
+    path = ".".join(str(p) for p in loc)
+    place = next((where[p] for n in range(len(loc), 0, -1) if (p := ".".join(map(str, loc[:n]))) in where), "")
+    if kind == "extra_forbidden":
+        model = _MODELS.get(str(loc[0]), Recipe) if len(loc) > 1 else Recipe
+        known = list(model.model_fields)
+        message = f"there is no field '{loc[-1]}'.{did_you_mean(str(loc[-1]), known)} Fields: {', '.join(known)}"
+    elif kind == "missing":
+        message = "this field is required"
+    message = message.removeprefix("Value error, ")
+    text = f"{path}: {message}" if path else message
+    return f"{place}: {text}" if place else text
