@@ -39,7 +39,7 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     where: dict[str, str] = {}
     duplicates: list[str] = []
     if node is not None:
-        _lines(node, "", str(file), where, duplicates)
+        _lines(node, "", str(file), where, duplicates, set())
     if duplicates:
         raise RecipeError(f"{file} says the same thing twice.", duplicates)
     _resolve_paths(data, file.parent)
@@ -76,8 +76,13 @@ def _scalar(text: str) -> Any:
         return yaml.safe_load(text) if text else text
 
 
-def _lines(node: yaml.Node, path: str, file: str, where: dict[str, str], duplicates: list[str]) -> None:
+def _lines(
+    node: yaml.Node, path: str, file: str, where: dict[str, str], duplicates: list[str], visited: set[int]
+) -> None:
     """Fill `where` with dotted path -> file:line, and note keys that occur twice (YAML would keep the last)."""
+    if id(node) in visited:  # an anchor used again: once is enough, and a nest of anchors must not explode
+        return
+    visited.add(id(node))
     where[path] = f"{file}:{node.start_mark.line + 1}"
     children: Sequence[tuple[str, yaml.Node]] = ()
     if isinstance(node, yaml.MappingNode):
@@ -95,7 +100,7 @@ def _lines(node: yaml.Node, path: str, file: str, where: dict[str, str], duplica
     for key, value in children:
         child = f"{path}.{key}" if path else key
         line = where.get(child)
-        _lines(value, child, file, where, duplicates)
+        _lines(value, child, file, where, duplicates, visited)
         if line is not None:
             where[child] = line
 

@@ -5,6 +5,7 @@ How a merge is run (threads, device, memory, overwriting) is no part of the reci
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,19 @@ __all__ = ["ExpertRef", "Postprocess", "Recipe", "RoleRule", "Rule", "make_recip
 
 Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
+_FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
+
+
+def _numbers(value: Any) -> Any:
+    """YAML 1.1 reads `1e-6` as text (it wants `1.0e-6`); options never mean that, so read it as the number."""
+    if isinstance(value, dict):
+        return {k: _numbers(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers(v) for v in value]
+    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
+
+
+Options = Annotated[dict[str, Any], BeforeValidator(_numbers)]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
 
 
@@ -47,7 +61,7 @@ class Rule(_Strict):
 
     match: Patterns = Field(description="patterns on tensor names: globs (* crosses dots, {a,b}), or re:REGEX")
     method: str | None = Field(default=None, description="merge rule for these tensors; default: the recipe's")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of that rule")
+    options: Options = Field(default_factory=dict, description="options of that rule")
     scale: float | None = Field(default=None, description="factor of the merged delta; default: the recipe's")
     keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
 
@@ -92,7 +106,7 @@ class Recipe(_Strict):
     base: str = Field(description="the checkpoint that every expert was fine-tuned from")
     experts: tuple[ExpertRef, ...] = Field(min_length=1)
     method: str = Field(default="actmat", description="merge rule, see `actmat methods`")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of the merge rule")
+    options: Options = Field(default_factory=dict, description="options of the merge rule")
     scale: float = Field(default=1.0, description="W* = W_0 + scale * D*, for tensors merged by the method")
     scope: Scope = Field(
         default="linear",
@@ -149,14 +163,19 @@ def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = 
         raise RecipeError("The recipe is not valid.", dict.fromkeys(problems)) from None
 
 
-_MODELS = {"experts": ExpertRef, "rules": Rule, "roles": RoleRule, "postprocess": Postprocess}
+_MODELS: dict[str, type[BaseModel]] = {
+    "experts": ExpertRef,
+    "rules": Rule,
+    "roles": RoleRule,
+    "postprocess": Postprocess,
+}
 
 
 def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:
     path = ".".join(str(p) for p in loc)
     place = next((where[p] for n in range(len(loc), 0, -1) if (p := ".".join(map(str, loc[:n]))) in where), "")
     if kind == "extra_forbidden":
-        model = _MODELS.get(str(loc[0]), Recipe) if len(loc) > 1 else Recipe
+        model: type[BaseModel] = _MODELS.get(str(loc[0]), Recipe) if len(loc) > 1 else Recipe
         known = list(model.model_fields)
         message = f"there is no field '{loc[-1]}'.{did_you_mean(str(loc[-1]), known)} Fields: {', '.join(known)}"
     elif kind == "missing":

@@ -1,0 +1,207 @@
+"""Read one tensor of all checkpoints, part by part, as deltas: hashed, checked and subtracted on the way.
+
+Pieces of `CHUNK` entries are read into a warm buffer, hashed, converted to the compute dtype and reduced by the
+base while they are in the cache, so that no second copy of a tensor ever exists in the storage dtype.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.hashing import ContentHash
+from actmat.engine.memory import Scratch, bytes_of
+from actmat.plan.model import TensorPlan
+from actmat.plan.parts import CHUNK, Part
+
+__all__ = ["Findings", "LazyDeltas", "TensorReader"]
+
+
+class Findings:
+    """Non-finite values found so far, in all tensors and experts. Thread-safe."""
+
+    def __init__(self, *, tolerated: bool) -> None:
+        self.tolerated = tolerated
+        self._counts: dict[tuple[str, str], int] = {}
+        self._mutex = threading.Lock()
+
+    def add(self, tensor: str, expert: str, count: int) -> None:
+        """Note `count` non-finite entries."""
+        with self._mutex:
+            self._counts[tensor, expert] = self._counts.get((tensor, expert), 0) + count
+
+    def count(self, tensor: str) -> int:
+        """Non-finite entries of one tensor, over all experts."""
+        with self._mutex:
+            return sum(n for (name, _), n in self._counts.items() if name == tensor)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the merge must be given up."""
+        return bool(self._counts) and not self.tolerated
+
+    def problems(self) -> list[str]:
+        """One sentence per tensor and expert."""
+        return [
+            f"tensor '{name}' of {who} has {n} value{'s' if n > 1 else ''} that {'are' if n > 1 else 'is'} NaN or Inf"
+            for (name, who), n in sorted(self._counts.items())
+        ]
+
+
+class TensorReader:
+    """The bytes of one tensor in the base and in every expert; each byte is read once, in order.
+
+    Args:
+        item: the tensor.
+        base, experts: where it is stored.
+        labels: names of the experts, for findings.
+        compute_dtype: dtype of the deltas.
+        device: where deltas are wanted.
+        scratch: buffers of this worker.
+        findings: where non-finite values are noted.
+    """
+
+    def __init__(
+        self,
+        item: TensorPlan,
+        base: Checkpoint,
+        experts: Sequence[Checkpoint],
+        labels: Sequence[str],
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        scratch: Scratch,
+        findings: Findings,
+    ) -> None:
+        self.item = item
+        self.compute_dtype = compute_dtype
+        self.device = device
+        self._base = base
+        self._experts = experts
+        self._labels = labels
+        self._scratch = scratch
+        self._findings = findings
+        self._base_hash = ContentHash()
+        self._hashes = [ContentHash() for _ in experts]
+        self._base_dtype = torch_dtype(item.base_dtype)
+        self._wide_key: tuple[int, int] | None = None
+
+    def read_base(self, part: Part) -> Tensor:
+        """Entries of the part as stored, flat; the buffer is reused by the next part of a streamed tensor."""
+        if part.numel <= CHUNK:
+            raw = self._scratch.take("base", part.numel, self._base_dtype)
+        else:
+            raw = torch.empty(part.numel, dtype=self._base_dtype)
+        data = bytes_of(raw)
+        self._base.read_into(self.item.name, part.start * raw.itemsize, data)
+        self._base_hash.update(data)
+        return raw
+
+    def deltas(self, part: Part, base_raw: Tensor) -> LazyDeltas:
+        """The deltas of a part, read when asked for, each once."""
+        return LazyDeltas(self, part, base_raw, len(self._experts))
+
+    def load(self, t: int, part: Part, base_raw: Tensor) -> tuple[Tensor, bool]:
+        """Delta of expert `t` on this part, shaped like it, and whether the expert's bytes differ from the base's."""
+        delta = torch.empty(part.numel, dtype=self.compute_dtype)
+        changed = False
+        for low in range(0, part.numel, CHUNK):
+            high = min(low + CHUNK, part.numel)
+            changed |= self._piece(t, part.start + low, base_raw[low:high], delta[low:high])
+        return delta.view(part.shape).to(self.device), changed
+
+    def _piece(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
+        dtype = torch_dtype(self.item.expert_dtypes[t])
+        raw = self._scratch.take("expert", out.numel(), dtype)
+        data = bytes_of(raw)
+        self._experts[t].read_into(self.item.sources[t], start * raw.itemsize, data)
+        self._hashes[t].update(data)
+        if dtype == base_raw.dtype and _same_bits(raw, base_raw):
+            out.zero_()
+            return False
+        torch.sub(out.copy_(raw), self.wide_base(start, base_raw), out=out)
+        self._check(out, raw, base_raw, t)
+        return True
+
+    def wide_base(self, start: int, base_raw: Tensor) -> Tensor:
+        """A piece of the base (from entry `start` on) in the compute dtype; not to be written to.
+
+        While a tensor is streamed, the experts of one piece and the writing share one conversion.
+        """
+        if base_raw.dtype == self.compute_dtype:
+            return base_raw
+        key = (start, base_raw.numel())
+        wide = self._scratch.take("wide", base_raw.numel(), self.compute_dtype)
+        if self._wide_key != key:
+            wide.copy_(base_raw)
+            self._wide_key = key
+        return wide
+
+    def _check(self, delta: Tensor, raw: Tensor, base_raw: Tensor, t: int) -> None:
+        """Note non-finite entries; where they are tolerated, the expert counts as unchanged there.
+
+        A sum is finite only if every entry is (or it overflows, which the exact count then clears): one cheap pass.
+        """
+        if bool(torch.isfinite(delta.sum())):
+            return
+        bad = ~torch.isfinite(raw)
+        bad_base = ~torch.isfinite(base_raw)
+        if raw.dtype == base_raw.dtype:  # the same non-finite bits in both are unchanged, no one's mistake
+            kept = bad & (_bits(raw) == _bits(base_raw))
+            delta.masked_fill_(kept, 0.0)
+            bad, bad_base = bad & ~kept, bad_base & ~kept
+        if n := int((bad & ~bad_base).sum()):
+            self._findings.add(self.item.name, f"expert '{self._labels[t]}'", n)
+        if t == 0 and (n := int(bad_base.sum())):
+            self._findings.add(self.item.name, "the base", n)
+        if self._findings.tolerated:
+            delta.masked_fill_(bad | bad_base, 0.0)
+
+    def hashes(self) -> tuple[str, tuple[str, ...]]:
+        """Content hashes of the base's tensor and of each expert's; all parts must have been read."""
+        return self._base_hash.hexdigest(), tuple(h.hexdigest() for h in self._hashes)
+
+    @property
+    def n_experts(self) -> int:
+        """Number of experts."""
+        return len(self._experts)
+
+
+class LazyDeltas(Sequence[Tensor]):
+    """Deltas of one part; every item is read when it is asked for, and may be asked for once."""
+
+    def __init__(self, reader: TensorReader, part: Part, base_raw: Tensor, n: int) -> None:
+        self._reader = reader
+        self._part = part
+        self._base_raw = base_raw
+        self._n = n
+        self._seen: set[int] = set()
+        self.changed = False
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
+        if not 0 <= t < self._n:
+            raise IndexError(t)
+        if t in self._seen:
+            raise RuntimeError("a rule declared one_pass asked for a delta twice; declare one_pass=False")
+        self._seen.add(t)
+        delta, changed = self._reader.load(t, self._part, self._base_raw)
+        self.changed |= changed
+        return delta
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[t] for t in range(self._n))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same bits; stops at the first difference."""
+    return torch.equal(_bits(a), _bits(b))

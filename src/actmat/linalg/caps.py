@@ -1,0 +1,49 @@
+"""Caps on a merged delta, relative to the experts' own.
+
+Shapes: `*batch O I` or any shape for the norm cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["cap_delta"]
+
+
+def cap_delta(
+    merged: Tensor,
+    deltas: Sequence[Tensor],
+    *,
+    norm_cap: Literal["mean", "sum"] | float | None = None,
+    singular_value_cap: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Clip singular values, then the Frobenius norm; returns the capped delta and what was found.
+
+    `singular_value_cap = c`: singular values of `D*` above `c * max_t sigma_max(D_t)` are lowered to it (matrices
+    only). `norm_cap`: `D*` is scaled down so that `||D*||_F` is at most the mean ("mean"), the sum ("sum") or that
+    many times the mean of the experts' norms. Norms are summed in float64.
+    """
+    stats: dict[str, float] = {}
+    if singular_value_cap is not None and merged.ndim >= 2:
+        limit = singular_value_cap * max(float(torch.linalg.matrix_norm(d, ord=2).amax()) for d in deltas)
+        u, s, vh = torch.linalg.svd(merged, full_matrices=False)
+        stats["singular_values_capped"] = int((s > limit).sum())
+        if stats["singular_values_capped"]:
+            merged = (u * s.clamp(max=limit).unsqueeze(-2)) @ vh
+    if norm_cap is not None:
+        norms = [_norm(d) for d in deltas]
+        mean = sum(norms) / len(norms)
+        limit = sum(norms) if norm_cap == "sum" else mean if norm_cap == "mean" else float(norm_cap) * mean
+        norm = _norm(merged)
+        stats["norm_before_cap"], stats["norm_cap"] = norm, limit
+        if norm > limit:
+            merged = merged * (limit / norm)
+    return merged, stats
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

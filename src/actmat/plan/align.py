@@ -1,0 +1,155 @@
+"""Do the experts fit the base? Every problem is found from headers, before a tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.layout.types import LayoutMap, Role
+
+__all__ = ["Alignment", "align"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How the tensors of all checkpoints correspond.
+
+    Args:
+        canonical: base tensors to be merged or copied, in storage order -> tied names stored beside them.
+        sources: for each canonical tensor, its name in each expert (None where the expert lacks it).
+        ignored: per expert, its tensors that the base does not have.
+        problems: why the merge cannot be done, one sentence each.
+        notes: what was decided on the way.
+    """
+
+    canonical: Mapping[str, tuple[str, ...]]
+    sources: Mapping[str, tuple[str | None, ...]]
+    ignored: tuple[tuple[str, ...], ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def align(
+    base: Checkpoint, experts: Sequence[Checkpoint], labels: Sequence[str], layouts: LayoutMap, kept: frozenset[str]
+) -> Alignment:
+    """Match every tensor of the base with one tensor of each expert.
+
+    Ties count as one tensor, however many of its names a checkpoint stores. An expert that stores all names under
+    one extra prefix ("model.", "bert."), or lacks one the base has, is matched through it. Tensors in `kept` are
+    copied from the base and need no counterpart.
+    """
+    ties = dict(base.aliases) | {a: c for a, c in layouts.ties.items() if a in base.specs}
+    groups = _groups(base.specs, ties)
+    problems: list[str] = []
+    notes: list[str] = []
+    sources: dict[str, list[str | None]] = {name: [] for name in groups}
+    ignored = []
+    for label, expert in zip(labels, experts, strict=True):
+        prefix = _prefix(base.specs, expert.specs)
+        if prefix is not None:
+            notes.append(f"expert '{label}' {prefix.describe()}; its names were matched without it")
+        used: set[str] = set()
+        for name, aliases in groups.items():
+            known = [name, *aliases, *(a for a, c in layouts.ties.items() if c == name)]
+            candidates = (prefix.apply(n) if prefix else n for n in known)
+            source = next((n for n in candidates if n in expert.specs), None)
+            sources[name].append(source)
+            used.update(prefix.apply(n) if prefix else n for n in known)
+            if name in kept or layouts.tensors[name].role is Role.BUFFER:
+                continue
+            if source is None:
+                problems.append(_missing(base.specs[name], label, expert))
+            else:
+                problems.extend(_mismatch(base.specs[name], expert.specs[source], label, layouts.tensors[name].role))
+        extra = tuple(n for n in expert.specs if n not in used)
+        ignored.append(extra)
+        if extra:
+            shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
+            notes.append(f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {shown}")
+    return Alignment(groups, {k: tuple(v) for k, v in sources.items()}, tuple(ignored), tuple(problems), tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """The expert's names carry `text` in front (`add`), or lack it."""
+
+    text: str
+    add: bool
+
+    def apply(self, name: str) -> str:
+        return self.text + name if self.add else name.removeprefix(self.text)
+
+    def describe(self) -> str:
+        return f"stores its tensors {'under the prefix' if self.add else 'without the prefix'} '{self.text}'"
+
+
+def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Canonical stored name -> other stored names of the same tensor."""
+    root = {}
+    for name in specs:
+        seen, target = {name}, name
+        while target in ties and ties[target] not in seen:
+            target = ties[target]
+            seen.add(target)
+        root[name] = target
+    members: dict[str, list[str]] = {}
+    for name in specs:
+        members.setdefault(root[name], []).append(name)
+    out = {}
+    for target, names in members.items():
+        head = target if target in names else names[0]
+        same = [
+            n for n in names if n != head and (specs[n].shape, specs[n].dtype) == (specs[head].shape, specs[head].dtype)
+        ]
+        out[head] = tuple(same)
+        out.update({n: () for n in names if n != head and n not in same})
+    return {name: out[name] for name in specs if name in out}
+
+
+def _prefix(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) -> _Prefix | None:
+    """The one prefix that makes more of the base's names known to the expert than its absence does, if any."""
+    direct = sum(n in expert for n in base)
+    if direct == len(base):
+        return None
+    best: tuple[int, _Prefix] | None = None
+    probe = next((n for n in base if n not in expert), None)
+    candidates = {_Prefix(e.removesuffix(probe), True) for e in expert if probe and e.endswith("." + probe)}
+    candidates |= {_Prefix(n[: n.index(".") + 1], False) for n in base if "." in n and n.partition(".")[2] in expert}
+    for candidate in sorted(candidates, key=lambda c: (c.text, c.add)):
+        found = sum(candidate.apply(n) in expert for n in base)
+        if found > direct and (best is None or found > best[0]):
+            best = (found, candidate)
+    return best[1] if best else None
+
+
+def _missing(spec: TensorSpec, label: str, expert: Checkpoint) -> str:
+    return (
+        f"tensor '{spec.name}' {_shape(spec)} is missing in expert '{label}' ({expert.location}). Is it fine-tuned "
+        "from this base? To copy it from the base, list it under 'keep' in the recipe (--keep)"
+    )
+
+
+def _mismatch(spec: TensorSpec, other: TensorSpec, label: str, role: Role) -> list[str]:
+    problems = []
+    if spec.shape != other.shape:
+        text = f"tensor '{spec.name}' is {_shape(spec)} in the base and {_shape(other)} in expert '{label}'"
+        rows_differ = len(spec.shape) == len(other.shape) == 2 and spec.shape[1] == other.shape[1]
+        if rows_differ and (role is Role.EMBEDDING or spec.name.endswith("lm_head.weight")):
+            text += (
+                f": another vocabulary ({other.shape[0]} tokens instead of {spec.shape[0]}; tokens were added or the "
+                "table was padded). Resize the expert's embeddings to the base's, or list it under 'keep' (--keep)"
+            )
+        else:
+            text += ". Is it fine-tuned from this base? To copy it from the base, list it under 'keep' (--keep)"
+        problems.append(text)
+    if not other.is_floating:
+        problems.append(
+            f"tensor '{spec.name}' is {spec.dtype} in the base and {other.dtype} in expert '{label}': integers cannot "
+            "be merged; is the expert quantised? Use its unquantised weights"
+        )
+    return problems
+
+
+def _shape(spec: TensorSpec) -> str:
+    return "x".join(map(str, spec.shape)) or "a scalar"

@@ -1,0 +1,166 @@
+"""Which rule acts on which tensor, and the words that say why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.errors import MergeError
+from actmat.layout.paper import paper_scope
+from actmat.layout.patterns import compile_pattern
+from actmat.layout.types import Role, TensorLayout
+from actmat.methods import get_method
+from actmat.plan.model import Action, MethodCall
+from actmat.recipe import Recipe
+
+__all__ = ["Chooser", "Decision"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Action, rule and reason for one tensor; the layout may be narrowed by the paper's scope."""
+
+    action: Action
+    reason: str
+    layout: TensorLayout
+    call: MethodCall | None = None
+
+
+class Chooser:
+    """The recipe's choices, patterns compiled once.
+
+    `problems` collects what is wrong with methods, options and patterns; after all tensors were seen,
+    `unused_patterns()` tells the patterns that matched none (a typo, most of the time).
+    """
+
+    def __init__(self, recipe: Recipe, available: frozenset[str] = frozenset()) -> None:
+        self.recipe = recipe
+        self.problems: list[str] = []
+        weights = recipe.weights if any(w != 1.0 for w in recipe.weights) else None
+        self._default = self._call(recipe.method, recipe.options, recipe.scale, weights, "", available)
+        self._rules: list[tuple[list[tuple[str, Callable[[str], bool]]], MethodCall | None, str]] = []
+        for i, rule in enumerate(recipe.rules):
+            place = f"rules.{i}: "
+            call = None
+            if not rule.keep:
+                same = rule.method in (None, recipe.method)
+                options = {**recipe.options, **rule.options} if same else rule.options
+                scale = recipe.scale if rule.scale is None else rule.scale
+                call = self._call(rule.method or recipe.method, options, scale, weights, place, available)
+            self._rules.append((self._patterns(rule.match, place), call, "keep" if rule.keep else "merge"))
+        self._keep = self._patterns(recipe.keep, "keep: ")
+        self._weights = weights
+        self._matched: set[str] = set()
+
+    def keeps(self, name: str) -> str | None:
+        """The pattern by which the recipe keeps the base's tensor `name`, or None."""
+        hit = self._match(self._keep, name)
+        if hit is not None:
+            return hit
+        for patterns, _, what in self._rules:
+            if (hit := self._match(patterns, name)) is not None:
+                return hit if what == "keep" else None
+        return None
+
+    def decide(self, spec: TensorSpec, layout: TensorLayout) -> Decision:
+        """What to do with one float tensor that is not kept."""
+        call, why = self._default, ""
+        for patterns, rule_call, _ in self._rules:
+            if (hit := self._match(patterns, spec.name)) is not None:
+                call, why = rule_call, f", chosen by the rule for '{hit}'"
+                break
+        if call is None:  # the method or its options were wrong: a problem was noted, go on finding others
+            return Decision("average", "", layout)
+        method = get_method(call.method)
+        inside, reason, layout = self._inside(spec, layout, explicit=bool(why))
+        if inside and method.acts_on == "matrix" and not _has_matrices(layout):
+            inside, reason = False, f"{layout.reason}: {call.method} acts on matrices"
+        if inside:
+            return Decision("merge", f"{reason}: {call.method}{why}", layout, call)
+        return Decision("average", f"{reason}: mean of the deltas", layout, self._average())
+
+    def unused_patterns(self) -> list[str]:
+        """Patterns that matched no tensor."""
+        listed = [p for patterns, _, _ in self._rules for p, _ in patterns] + [p for p, _ in self._keep]
+        return [p for p in listed if p not in self._matched]
+
+    def _inside(self, spec: TensorSpec, layout: TensorLayout, explicit: bool) -> tuple[bool, str, TensorLayout]:
+        if explicit or self.recipe.scope == "all":
+            return True, layout.reason, layout
+        if self.recipe.scope == "paper":
+            inside, reason = paper_scope(spec.name, spec)
+            if inside and not layout.role.is_matrix:
+                layout = TensorLayout(Role.LINEAR, reason)
+            return inside, reason, layout
+        return layout.role.is_matrix, layout.reason, layout
+
+    def _average(self) -> MethodCall:
+        weights = self._weights if self._weights and sum(self._weights) != 0 else None
+        return MethodCall("average", {}, 1.0, weights)
+
+    def _call(
+        self,
+        name: str,
+        options: Mapping[str, object],
+        scale: float,
+        weights: tuple[float, ...] | None,
+        place: str,
+        available: frozenset[str],
+    ) -> MethodCall | None:
+        try:
+            method = get_method(name)
+            resolved = method.resolve_options(options)
+        except MergeError as error:
+            self.problems.extend(place + p for p in error.problems)
+            return None
+        missing = [k for k in method.needs_statistics if k not in available]
+        if missing:
+            self.problems.append(
+                f"{place}method '{name}' needs statistics measured on data ({', '.join(missing)}), and none were "
+                "given; choose a data-free method (see `actmat methods`)"
+            )
+        if weights is not None and not method.is_weighted:
+            self.problems.append(f"{place}method '{name}' takes no weights, but the recipe gives experts weights")
+        return MethodCall(name, resolved, scale, weights if method.is_weighted else None)
+
+    def _patterns(self, texts: tuple[str, ...], place: str) -> list[tuple[str, Callable[[str], bool]]]:
+        out = []
+        for text in texts:
+            try:
+                out.append((text, compile_pattern(text)))
+            except MergeError as error:
+                self.problems.extend(place + p for p in error.problems)
+        return out
+
+    def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
+        for text, matches in patterns:
+            if matches(name):
+                self._matched.add(text)
+                return text
+        return None
+
+
+def _has_matrices(layout: TensorLayout) -> bool:
+    return layout.role.is_matrix or layout.role is Role.CONVOLUTION
+
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def depth_factors(names: list[str], first: float, last: float) -> dict[str, float]:
+    """LiNeS: factor of each tensor, linear in the depth of its layer from `first` to `last`.
+
+    The layer number is the first numeric component of a name; names that agree before it form one stack (an
+    encoder and a decoder count apart). Tensors outside any stack are not listed.
+    K. Wang et al., "LiNeS: Post-training Layer Scaling Prevents Forgetting and Enhances Model Merging", ICLR 2025.
+    """
+    place = {n: (n[: m.start()], int(m[1])) for n in names if (m := _LAYER.search(n))}
+    deepest: dict[str, int] = {}
+    for stack, layer in place.values():
+        deepest[stack] = max(deepest.get(stack, 0), layer)
+    return {
+        n: first + (last - first) * (layer / deepest[stack] if deepest[stack] else 1.0)
+        for n, (stack, layer) in place.items()
+    }

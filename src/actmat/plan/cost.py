@@ -1,0 +1,56 @@
+"""Memory that one worker needs for one tensor, from shapes alone.
+
+    peak = raw base + raw chunk of each expert                       (storage dtype)
+         + deltas alive: one for a one-pass rule, else T             (compute dtype)
+         + the rule's workspace, its result included                 (compute dtype, declared by the rule)
+         + a packed copy of the result where blocks or a transposed layout need one
+
+A rule is called on one part at a time (`plan.parts`), so the largest part counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actmat.checkpoints.base import torch_dtype
+from actmat.methods.contract import MergeMethod
+from actmat.plan.parts import CHUNK, Part
+
+__all__ = ["BASELINE_BYTES", "part_peak_bytes", "tensor_peak_bytes"]
+
+BASELINE_BYTES = 300_000_000
+"""Anonymous memory of the process itself with torch loaded; see `benchmarks/memory.py`."""
+
+
+def part_peak_bytes(
+    part: Part, method: MergeMethod, n_experts: int, options: Mapping[str, Any], base_itemsize: int, compute_dtype: str
+) -> int:
+    """Peak of one call, in bytes."""
+    width = int(torch_dtype(compute_dtype).itemsize)
+    raw = part.numel * base_itemsize + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
+    matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
+    single = len(matrices) == 1 and part.layout.orientation == "OI"
+    alive = 1 if method.one_pass and len(matrices) == 1 else n_experts
+    alive += 1 if method.needs_base else 0
+    workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
+    packed = 0 if single or method.acts_on != "matrix" else part.numel + sum(math.prod(m) for m in matrices)
+    return raw + width * (alive * part.numel + workspace + packed)
+
+
+def tensor_peak_bytes(
+    parts: Sequence[Part],
+    method: MergeMethod,
+    n_experts: int,
+    options: Mapping[str, Any],
+    base_itemsize: int,
+    compute_dtype: str,
+) -> int:
+    """Peak over the parts of a tensor, in bytes."""
+    shapes = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in parts}.values()
+    return max(part_peak_bytes(p, method, n_experts, options, base_itemsize, compute_dtype) for p in shapes)
+
+
+def _workspace(method: MergeMethod, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    return math.prod(shape) if method.workspace is None else method.workspace(shape, n_experts, options)
