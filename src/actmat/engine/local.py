@@ -21,7 +21,7 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.writer import ShardWriter, TensorSink
 from actmat.engine.deltas import Findings, TensorReader
 from actmat.engine.memory import Budget, Scratch, bytes_of
-from actmat.engine.survey import run_surveys
+from actmat.engine.survey import SurveyKey, run_surveys, survey_key
 from actmat.engine.tensor import TensorRecord, Variant, merge_tensor
 from actmat.errors import CheckpointError
 from actmat.plan.model import MergePlan, TensorPlan
@@ -83,11 +83,11 @@ def execute(
     local = threading.local()
     stop = threading.Event()
 
-    def reader_for(item: TensorPlan) -> TensorReader:
+    def reader_for(item: TensorPlan, notes: Findings = findings) -> TensorReader:
         if not hasattr(local, "scratch"):
             local.scratch = Scratch()
         where = device if item.call is not None and _worth_moving(item) else torch.device("cpu")
-        return TensorReader(item, base, experts, labels, compute, where, local.scratch, findings)
+        return TensorReader(item, base, experts, labels, compute, where, local.scratch, notes)
 
     def work(index: int) -> None:
         if stop.is_set():
@@ -105,7 +105,8 @@ def execute(
         progress(name, max(p.read_bytes + p.write_bytes for _, p in group))
 
     with _one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
-        surveys = run_surveys([[(j.plan, p) for j, p in group] for _, group in items], reader_for, pool)
+        unfinished = [j.plan for j in jobs if any(job is j for _, group in items for job, _ in group)]
+        surveys = run_surveys(unfinished, lambda item: reader_for(item, Findings(tolerated=True)), pool)
         try:
             for future in concurrent.futures.as_completed([pool.submit(work, i) for i in range(len(items))]):
                 future.result()
@@ -148,7 +149,7 @@ def _one_tensor(
     base: Checkpoint,
     reader_for: Callable[[TensorPlan], TensorReader],
     findings: Findings,
-    surveys: dict[tuple[int, str], Any],
+    surveys: dict[SurveyKey, Any],
 ) -> list[tuple[Job, TensorRecord]]:
     out: list[tuple[Job, TensorRecord]] = []
     merging = [(j, p) for j, p in group if p.action != "copy"]
@@ -162,7 +163,7 @@ def _one_tensor(
                 sink=j.writer.sink(p.name, p.aliases),
                 seed=j.plan.recipe.seed,
                 postprocess=j.plan.recipe.postprocess,
-                survey=surveys.get((id(j.plan), str(p.call))),
+                survey=surveys.get(survey_key(p.call)) if p.call else None,
             )
             for j, p in merging
         ]

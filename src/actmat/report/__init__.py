@@ -1,0 +1,9 @@
+"""What happened: manifest, model card, verification."""
+
+from __future__ import annotations
+
+from actmat.report.card import model_card
+from actmat.report.manifest import build_manifest, read_manifest, write_manifest
+from actmat.report.verify import Verification, verify
+
+__all__ = ["Verification", "build_manifest", "model_card", "read_manifest", "verify", "write_manifest"]
