@@ -17,9 +17,9 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: help demo test lint clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */\1\t/' | expand -t 10
+	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp  ## install what the demo needs, then merge two small models and judge the result
+demo: $(VENV)/demo.stamp  ## install what the demo needs and run it
 	$(BIN)/actmat demo
 
 test: lint  ## install everything, check style and types, run all tests
