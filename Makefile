@@ -1,0 +1,49 @@
+# Fresh machine to a demo, or to the whole test-suite, in one command. Nothing is installed outside .venv.
+#
+# PYTHON     interpreter that makes .venv (3.11 or newer)      make test PYTHON=python3.12
+# PIP_FLAGS  passed to every pip install                       make demo PIP_FLAGS=--no-cache-dir
+# WORKERS    processes of the test-suite                       make test WORKERS=8
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint clean
+
+help:  ## this list
+	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp  ## install what the demo needs and run it
+	$(BIN)/actmat demo
+
+test: lint  ## install everything, check style and types, run all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/dev.stamp  ## style and types alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove .venv and the caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build
+
+# Stamps: a second run installs nothing unless the requirements changed.
+# torch goes first, by its exact version, so that no later requirement can pull another build of it.
+$(VENV)/torch.stamp: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/demo.stamp $@

@@ -1,0 +1,167 @@
+"""Positional reads of a checkpoint's files, safe from many threads, and refused once a file changed.
+
+File descriptors are opened when needed and a bounded number is kept, because ten experts of 150 shards are more
+files than a process may hold.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from actmat.checkpoints.base import FileIdentity
+from actmat.errors import CheckpointError
+
+__all__ = ["FileReader", "file_identity"]
+
+KEEP_OPEN = 16
+MAX_READ = 1 << 30
+"""Bytes per system call: Linux stops at 2 GiB - 4 KiB, macOS refuses more than 2 GiB - 1."""
+
+CHANGED = "Likely cause: another process writes to it. Fix: wait until it is complete, then run again."
+
+
+@dataclass(slots=True)
+class _Open:
+    fd: int
+    users: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What must stay the same while we read. Not the ctime: a hard link made meanwhile changes it."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+
+def _state(status: os.stat_result) -> _State:
+    return _State(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def file_identity(path: Path, etag: str = "") -> FileIdentity:
+    """Identity of a file now. With an `etag` (its content hash) the times say nothing and are left out.
+
+    Raises:
+        CheckpointError: the file is gone or may not be looked at.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be looked at: {error.strerror}") from error
+    if etag:
+        return FileIdentity(path.name, status.st_size, etag=etag)
+    return FileIdentity(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+class FileReader:
+    """Files by label (the name that messages and specs use), read at offsets.
+
+    The state of a file is recorded when it is first opened; every read checks that it is still the same.
+
+    Args:
+        files: label -> path.
+        keep_open: how many idle descriptors are kept.
+    """
+
+    def __init__(self, files: Mapping[str, Path], keep_open: int = KEEP_OPEN) -> None:
+        self._files = dict(files)
+        self._keep_open = keep_open
+        self._lock = threading.Lock()
+        self._open: dict[str, _Open] = {}  # least recently used first
+        self._states: dict[str, _State] = {}
+        self._closed = False
+
+    def size(self, label: str) -> int:
+        """Size of the file in bytes."""
+        with self._borrow(label):
+            return self._states[label].size
+
+    def read(self, label: str, offset: int, length: int) -> bytes:
+        """`length` bytes from `offset` on, as a new object."""
+        out = bytearray(length)
+        self.read_into(label, offset, memoryview(out))
+        return bytes(out)
+
+    def read_into(self, label: str, offset: int, out: memoryview, *, what: str = "") -> None:
+        """Fill `out` from `offset` on. `what` is named in errors (a tensor).
+
+        Raises:
+            CheckpointError: the file is missing, unreadable, shorter than it was, or was written to meanwhile.
+        """
+        subject = f"{what} in {label}" if what else label
+        with self._borrow(label) as fd:
+            done, total = 0, len(out)
+            while done < total:
+                try:
+                    count = os.preadv(fd, [out[done : done + MAX_READ]], offset + done)
+                except OSError as error:
+                    raise CheckpointError(f"{subject}: reading failed: {error.strerror}") from error
+                if count == 0:
+                    raise CheckpointError(
+                        f"{subject}: expected {total} bytes at {offset}, the file ended after {done}. {CHANGED}"
+                    )
+                done += count
+            if _state(os.fstat(fd)) != self._states[label]:
+                raise CheckpointError(f"{subject}: the file changed since it was opened. {CHANGED}")
+
+    def prefetch(self, label: str, offset: int, length: int) -> None:
+        """Ask the system to read ahead, where it can be asked. Never fails."""
+        if not hasattr(os, "posix_fadvise") or self._closed:
+            return
+        with suppress(OSError, CheckpointError, ValueError), self._borrow(label) as fd:
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of every file, in order of the labels given."""
+        return tuple(file_identity(path) for path in self._files.values())
+
+    def close(self) -> None:
+        """Close idle descriptors now and borrowed ones when their reader is done."""
+        with self._lock:
+            self._closed = True
+            self._trim(0)
+
+    @contextmanager
+    def _borrow(self, label: str) -> Iterator[int]:
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{label}: read from a checkpoint that is closed")
+            opened = self._open.pop(label, None) or _Open(self._open_file(label))
+            self._open[label] = opened  # now the most recently used
+            opened.users += 1
+        try:
+            yield opened.fd
+        finally:
+            with self._lock:
+                opened.users -= 1
+                self._trim(0 if self._closed else self._keep_open)
+
+    def _trim(self, keep: int) -> None:
+        for label, opened in list(self._open.items()):
+            if len(self._open) <= keep:
+                break
+            if opened.users == 0:
+                os.close(opened.fd)
+                del self._open[label]
+
+    def _open_file(self, label: str) -> int:
+        path = self._files[label]
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+                raise CheckpointError(f"{label}: expected a file, found something else at {path}")
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{label}: cannot be opened at {path}: {error.strerror}") from error
+        now = _state(os.fstat(fd))
+        if self._states.setdefault(label, now) != now:
+            os.close(fd)
+            raise CheckpointError(f"{label}: the file changed since it was first opened. {CHANGED}")
+        return fd

@@ -1,0 +1,143 @@
+"""What a checkpoint folder holds besides tensors: its config, its shard index, and which names may be opened.
+
+An index comes with a download, so the file names in it are data: only plain names that stay in the folder are
+opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.header import unique_keys
+from actmat.errors import CheckpointError
+
+__all__ = ["join_shards", "member", "read_config", "read_index", "read_json_object"]
+
+MAX_JSON_BYTES = 200_000_000
+
+
+def read_json_object(path: Path, *, unique: bool = False) -> dict[str, Any]:
+    """A JSON file whose value is an object; `unique` refuses a key given twice.
+
+    Raises:
+        CheckpointError: unreadable, too large, not UTF-8, not JSON, nested too deeply, or not an object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: expected a JSON file, found {size} bytes, more than {MAX_JSON_BYTES}")
+        value = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_keys if unique else None)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise CheckpointError(
+            f"{path}: expected JSON, found {str(error)[:200]}. Fix: fetch or write the file again."
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_config(directory: Path | None) -> Mapping[str, Any] | None:
+    """Parsed `config.json` of a folder, or None where there is no folder or no such file."""
+    if directory is None or not (directory / "config.json").is_file():
+        return None
+    return read_json_object(directory / "config.json")
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """`weight_map` (tensor name -> file name) of a `*.index.json`.
+
+    Raises:
+        CheckpointError: with every entry that is not a plain file name.
+    """
+    weight_map = read_json_object(path, unique=True).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{path}: expected a weight_map of tensor names to file names, found none. "
+            "Fix: save the checkpoint again, or remove the index when the folder holds one weight file."
+        )
+    bad = {str(file)[:200] for file in weight_map.values() if not _is_plain_name(file)}
+    if bad:
+        raise CheckpointError(
+            f"{path}: the weight_map names files outside its folder; do not trust this download",
+            [f"{path.name}: {file!r} is not a plain file name" for file in sorted(bad)],
+        )
+    return weight_map
+
+
+def member(folder: Path, name: str) -> Path:
+    """Path of a file of the folder; a link may lead out of it only to the blobs of the hub cache it lies in.
+
+    Raises:
+        CheckpointError: not a plain name, missing, or a link out of the folder.
+    """
+    if not _is_plain_name(name):
+        raise CheckpointError(f"{folder}: {name[:200]!r} is not a plain file name")
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: the file is missing. Likely cause: an incomplete download. Fix: fetch the folder again."
+        )
+    target, home = path.resolve(), folder.resolve()
+    if not any(target.is_relative_to(place) for place in (home, *_hub_blobs(home))):
+        raise CheckpointError(
+            f"{path}: is a link to {target}, outside its folder. Likely cause: a hostile archive, or links made by "
+            "hand. Fix: copy the file into the folder, or give the folder that holds the real files."
+        )
+    return path
+
+
+def join_shards(
+    shards: Mapping[str, Mapping[str, TensorSpec]], weight_map: Mapping[str, str] | None, *, location: str
+) -> dict[str, TensorSpec]:
+    """Specs of all files in order, checked against each other and against the index.
+
+    Raises:
+        CheckpointError: a tensor in two files, in the index alone, in a shard alone, or in another shard than the
+            index says.
+    """
+    specs: dict[str, TensorSpec] = {}
+    problems: list[str] = []
+    for label, shard in shards.items():
+        for name, spec in shard.items():
+            if name in specs:
+                problems.append(f"tensor {name!r}: in {specs[name].file} and again in {label}")
+            elif weight_map is not None and name not in weight_map:
+                problems.append(f"tensor {name!r}: in {label}, but not in the index")
+            else:
+                specs[name] = spec
+    for name, label in (weight_map or {}).items():
+        found = specs.get(name)
+        if found is None:
+            problems.append(f"tensor {name!r}: the index says {label}, which does not hold it")
+        elif found.file != label:
+            problems.append(f"tensor {name!r}: the index says {label}, it is in {found.file}")
+    if problems:
+        raise CheckpointError(
+            f"{location}: the shards do not agree with each other or with the index. Likely cause: files of two saves "
+            "mixed in one folder. Fix: fetch or save the whole folder again",
+            problems,
+        )
+    return specs
+
+
+def _is_plain_name(name: object) -> bool:
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not any(c in name for c in "/\\\0")
+        and name.isprintable()
+        and len(name) <= 255
+    )
+
+
+def _hub_blobs(folder: Path) -> tuple[Path, ...]:
+    """Blob stores of `<cache>/models--org--name/snapshots/<rev>`: that of the repository and that of the cache."""
+    if folder.parent.name != "snapshots" or not folder.parents[1].name.startswith("models--"):
+        return ()
+    return folder.parents[1] / "blobs", folder.parents[2] / "blobs"

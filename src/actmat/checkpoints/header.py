@@ -1,0 +1,223 @@
+"""The safetensors header, parsed as if an enemy had written it.
+
+A file is `length (8 bytes, little-endian) | header (JSON) | data`. The header maps each tensor's name to its dtype,
+shape and `data_offsets = [begin, end)` in the data; `__metadata__` is an optional map of strings. The format forbids
+gaps, overlaps and trailing bytes, so that a file has one meaning and hides nothing.
+
+The length is checked against the file and a cap before anything is allocated. Everything wrong inside a header is
+collected into one error. (https://github.com/huggingface/safetensors, section "Format".)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from actmat.checkpoints.base import DTYPES, TensorSpec
+from actmat.errors import CheckpointError
+
+__all__ = ["MAX_HEADER_BYTES", "PREFIX_BYTES", "Header", "header_length", "parse_header", "read_header", "unique_keys"]
+
+MAX_HEADER_BYTES = 100_000_000
+"""The cap of the reference implementation."""
+
+PREFIX_BYTES = 8
+MAX_BYTES = 2**63 - 1
+ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+DTYPE_OF_CODE = {code: (name, dtype.itemsize) for name, (dtype, code) in DTYPES.items()}
+
+LIKELY = "Likely cause: an interrupted download or copy. Fix: fetch the file again and compare its checksum."
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Checked content of a header.
+
+    Args:
+        specs: name -> spec in the order of the data; offsets count from the start of the file.
+        metadata: the `__metadata__` strings.
+        data_start: position of the first byte of data in the file.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: str) -> Header:
+    """Header of a file that is read through `read_at(offset, length)` (a local file, HTTP ranges).
+
+    Raises:
+        CheckpointError: with every problem found.
+    """
+    length = header_length(read_at(0, min(PREFIX_BYTES, file_size)), file_size, file=file)
+    return parse_header(read_at(PREFIX_BYTES, length), file_size, file=file)
+
+
+def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
+    """Length of the JSON part, checked against the size of the file and the cap.
+
+    Raises:
+        CheckpointError: not a safetensors file, or cut off inside the header.
+    """
+    if len(prefix) < PREFIX_BYTES or file_size < PREFIX_BYTES:
+        raise CheckpointError(
+            f"{file}: expected a safetensors file, found {file_size} bytes, less than its 8-byte length. {LIKELY}"
+        )
+    length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: the header claims {length} bytes, the format allows {MAX_HEADER_BYTES}. "
+            f"Likely cause: this is not a safetensors file (a Git LFS pointer, an HTML error page, a pickle). "
+            f"Fix: fetch the real file."
+        )
+    if length > file_size - PREFIX_BYTES:
+        raise CheckpointError(
+            f"{file}: the header claims {length} bytes, but only {file_size - PREFIX_BYTES} follow. {LIKELY}"
+        )
+    return length
+
+
+def parse_header(raw: bytes, file_size: int, *, file: str) -> Header:
+    """Parse and check the JSON part of a file of `file_size` bytes.
+
+    Raises:
+        CheckpointError: with every problem found, each naming the tensor.
+    """
+    if sys.byteorder != "little":
+        raise CheckpointError(f"{file}: safetensors files are little-endian, this machine is not; use another one")
+    entries = _load_json(raw, file)
+    data_start = PREFIX_BYTES + len(raw)
+    data_size = file_size - data_start
+    problems: list[str] = []
+    metadata = _metadata(entries.pop("__metadata__", {}), problems, file)
+    found: list[tuple[int, int, TensorSpec]] = []
+    for name, entry in entries.items():
+        try:
+            found.append(_tensor(name, entry, data_start, data_size, file))
+        except _Problem as problem:
+            problems.append(f"tensor {_shown(name)} in {file}: {problem}")
+    found.sort(key=lambda item: item[:2])
+    if not problems:  # one bad entry would show up again as a gap where it should have been
+        problems.extend(_gaps(found, data_size, file))
+    if problems:
+        raise CheckpointError(f"{file}: the safetensors header is not valid", problems)
+    return Header({spec.name: spec for _, _, spec in found}, metadata, data_start)
+
+
+class _Problem(ValueError):
+    """One thing wrong with one entry."""
+
+
+def _load_json(raw: bytes, file: str) -> dict[str, Any]:
+    def invalid(reason: str) -> NoReturn:
+        raise CheckpointError(f"{file}: expected a safetensors header in JSON, found {reason}. {LIKELY}")
+
+    if not raw.startswith(b"{"):
+        invalid("no opening brace" if raw else "a header of length 0")
+    try:
+        entries = json.loads(
+            raw.decode("utf-8").rstrip(" "), object_pairs_hook=unique_keys, parse_constant=_no_constant
+        )
+    except UnicodeDecodeError as error:
+        invalid(f"bytes that are not UTF-8 at position {error.start}")
+    except RecursionError:
+        invalid("values nested too deeply")
+    except ValueError as error:  # JSONDecodeError, a duplicate key, an integer of thousands of digits
+        invalid(str(error)[:200])
+    assert isinstance(entries, dict), "text that starts with a brace and parses is an object"
+    return entries
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of `json` that refuses a key given twice (`ValueError`)."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {_shown(key)} twice")
+            seen.add(key)
+    return out
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word}, which is not JSON")
+
+
+def _metadata(value: Any, problems: list[str], file: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        problems.append(f"{file}: __metadata__ must be a map of strings, found {type(value).__name__}")
+        return {}
+    problems.extend(
+        f"{file}: __metadata__ must be a map of strings, found {type(item).__name__} at {_shown(key)}"
+        for key, item in value.items()
+        if not isinstance(item, str)
+    )
+    return value
+
+
+def _tensor(name: str, entry: Any, data_start: int, data_size: int, file: str) -> tuple[int, int, TensorSpec]:
+    """One entry -> (begin, end, spec), or `_Problem`."""
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise _Problem("the name holds half of a surrogate pair, which is not text") from None
+    if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
+        raise _Problem("expected exactly dtype, shape and data_offsets")
+    code = entry["dtype"]
+    if not isinstance(code, str) or code not in DTYPE_OF_CODE:
+        raise _Problem(f"dtype {_shown(code)} is not supported; supported: {', '.join(DTYPE_OF_CODE)}")
+    dtype, itemsize = DTYPE_OF_CODE[code]
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _is_sizes(shape):
+        raise _Problem(f"shape {_shown(shape)} is not a list of non-negative integers")
+    if not _is_sizes(offsets) or len(offsets) != 2:
+        raise _Problem(f"data_offsets {_shown(offsets)} are not two non-negative integers")
+    nbytes = _nbytes(shape, itemsize)
+    begin, end = offsets
+    if begin > end or end > data_size:
+        raise _Problem(f"data_offsets [{begin}, {end}] do not lie in the {data_size} bytes of data. {LIKELY}")
+    if end - begin != nbytes:
+        raise _Problem(f"{dtype} {_shown(shape)} takes {nbytes} bytes, data_offsets give it {end - begin}")
+    return begin, end, TensorSpec(name, tuple(shape), dtype, file, data_start + begin)
+
+
+def _is_sizes(value: Any) -> bool:
+    # `type is int`: a bool is an int to Python, not to JSON
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_BYTES for n in value)
+
+
+def _nbytes(shape: list[int], itemsize: int) -> int:
+    """Bytes of a tensor; the product of its non-zero sizes must fit 63 bits, as torch's strides must."""
+    total = itemsize
+    for size in shape:
+        total *= size or 1
+        if total > MAX_BYTES:
+            raise _Problem(f"shape {_shown(shape)} overflows 63 bits")
+    return 0 if 0 in shape else total
+
+
+def _gaps(found: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -> list[str]:
+    """Overlaps, holes and bytes behind the last tensor, given entries sorted by offset."""
+    problems: list[str] = []
+    reached, before = 0, "the start of the data"
+    for begin, end, spec in found:
+        if begin < reached:
+            problems.append(f"tensor {_shown(spec.name)} in {file}: overlaps {before} by {reached - begin} bytes")
+        elif begin > reached:
+            problems.append(f"tensor {_shown(spec.name)} in {file}: {begin - reached} unused bytes before it")
+        reached, before = max(reached, end), f"tensor {_shown(spec.name)}"
+    if reached != data_size:
+        problems.append(f"{file}: {data_size - reached} bytes of data follow the last tensor; the format forbids that")
+    return problems
+
+
+def _shown(value: Any) -> str:
+    """`repr`, cut: a hostile name must not flood the terminal."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -1,0 +1,119 @@
+"""A checkpoint in memory: a mapping of names to tensors, as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from actmat.checkpoints.base import DTYPES, Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.raw import check_range, copy_range, empty_tensor, find_spec
+from actmat.errors import CheckpointError
+
+__all__ = ["MemoryCheckpoint", "shared_storage", "tensor_specs"]
+
+LABEL = "<memory>"
+NAME_OF_DTYPE = {dtype: name for name, (dtype, _) in DTYPES.items()}
+
+
+class MemoryCheckpoint(Checkpoint):
+    """Tensors of a mapping, read from where they are (copied to the CPU when read, never before).
+
+    The tensors must not be written to while the checkpoint is in use. Their names alone are held: parameters are
+    read as plain tensors.
+
+    Args:
+        tensors: name -> strided tensor of a known dtype on any device; strides may be anything.
+        location: what messages call it.
+        config: what `config.json` would hold.
+
+    Raises:
+        CheckpointError: with every entry that is not such a tensor.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, location: str = LABEL, config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.location = location
+        self.directory = None
+        self._config = config
+        self.specs = MappingProxyType(tensor_specs(tensors, LABEL, location=location))
+        self._tensors: dict[str, Tensor] | None = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.aliases = MappingProxyType(shared_storage(self._tensors))
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The config given."""
+        return self._config
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Nothing: memory has no files."""
+        return ()
+
+    def read(self, name: str) -> Tensor:
+        """A contiguous CPU copy."""
+        return empty_tensor(find_spec(self, name)).copy_(self._tensor(name))
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Copy bytes of the tensor into `out`."""
+        check_range(find_spec(self, name), start, out)
+        copy_range(self._tensor(name).cpu(), start, out)
+
+    def close(self) -> None:
+        """Let go of the tensors."""
+        self._tensors = None
+
+    def _tensor(self, name: str) -> Tensor:
+        if self._tensors is None:
+            raise ValueError(f"{self.location}: read from a checkpoint that is closed")
+        find_spec(self, name)
+        return self._tensors[name]
+
+
+def tensor_specs(tensors: Mapping[Any, Any], file: str, *, location: str) -> dict[str, TensorSpec]:
+    """Specs of a mapping that should hold named tensors.
+
+    Raises:
+        CheckpointError: with every entry that is not a strided tensor of a dtype in `DTYPES` with data behind it.
+    """
+    specs: dict[str, TensorSpec] = {}
+    problems: list[str] = []
+    for name, value in tensors.items():
+        fault = _fault(name, value)
+        if fault:
+            problems.append(f"entry {str(name)[:120]!r} in {file}: {fault}")
+        else:
+            specs[name] = TensorSpec(name, tuple(value.shape), NAME_OF_DTYPE[value.dtype], file)
+    if problems:
+        raise CheckpointError(f"{location}: expected a mapping of names to plain tensors", problems)
+    return specs
+
+
+def _fault(name: Any, value: Any) -> str:
+    if not isinstance(name, str):
+        return f"the name is of type {type(name).__name__}, expected str"
+    if not isinstance(value, Tensor):
+        return f"is of type {type(value).__name__}, expected a tensor"
+    if str(value.layout) != "torch.strided":
+        return f"has layout {value.layout}, expected a dense tensor"
+    if value.is_meta:
+        return "is on the meta device and has no data"
+    if value.dtype not in NAME_OF_DTYPE:
+        return f"dtype {value.dtype} is not supported; supported: {', '.join(DTYPES)}"
+    return ""
+
+
+def shared_storage(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """name -> earlier name of a tensor that is the same memory seen the same way (start, shape, strides, dtype)."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:  # no memory to share
+            continue
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        canonical = first.setdefault(key, name)
+        if canonical != name:
+            aliases[name] = canonical
+    return aliases

@@ -1,0 +1,82 @@
+"""Recognise quantised checkpoints from their config, tensor names and dtypes.
+
+Their integers are codes, not weights: a delta of two codes means nothing, and merging them would produce a file that
+loads and answers nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actmat.checkpoints.base import TensorSpec
+
+__all__ = ["quantisation_problems"]
+
+SUFFIXES = {
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    ".g_idx": "GPTQ",
+    ".SCB": "bitsandbytes 8-bit",
+    ".absmax": "bitsandbytes 4-bit",
+    ".quant_map": "bitsandbytes 4-bit",
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes 4-bit",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes 4-bit",
+    ".weight_scale": "fp8 or compressed-tensors",
+    ".weight_scale_inv": "fp8 with block scales",
+    ".weight_packed": "compressed-tensors",
+    ".weight_zero_point": "compressed-tensors",
+    "_blocks": "MXFP4",
+    "_scales": "MXFP4",
+}
+"""Endings of tensor names that quantisers write. The last two count only as a pair of uint8 tensors."""
+
+FIX = "Merge the checkpoint it was quantised from, or save a dequantised (bfloat16) copy first."
+
+
+def quantisation_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> list[str]:
+    """One line per sign of quantisation, each with an example and the fix; empty for an ordinary checkpoint.
+
+    Signs: a `quantization_config` in the config, names that quantisers write, float8 tensors.
+    """
+    problems: list[str] = []
+    declared = _declared(config)
+    if declared:
+        problems.append(f"config.json declares quantised weights ({declared}). {FIX}")
+    by_scheme: dict[str, list[str]] = {}
+    for spec in specs.values():
+        scheme = _scheme(spec, specs)
+        if scheme:
+            by_scheme.setdefault(scheme, []).append(spec.name)
+    problems.extend(
+        f"{len(names)} tensors look quantised ({scheme}), such as {names[0]!r}. {FIX}"
+        for scheme, names in by_scheme.items()
+    )
+    return problems
+
+
+def _declared(config: Mapping[str, Any] | None) -> str:
+    """Name of the scheme that the config declares, of the whole model or of its text part; empty if none."""
+    parts: list[Any] = [config, (config or {}).get("text_config")]
+    for part in parts:
+        found = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if isinstance(found, Mapping) and found:
+            return str(found.get("quant_method") or found.get("quant_algo") or "no method named")
+    return ""
+
+
+def _scheme(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
+    if spec.dtype.startswith("float8"):
+        return spec.dtype
+    for suffix, scheme in SUFFIXES.items():
+        if spec.name.endswith(suffix):
+            return scheme if scheme != "MXFP4" or _is_mxfp4(spec, specs) else ""
+    # bitsandbytes keeps the weight's name and puts codes under it
+    is_code = spec.dtype in ("int8", "uint8") and spec.name.endswith(".weight") and len(spec.shape) == 2
+    return f"{spec.dtype} weights" if is_code else ""
+
+
+def _is_mxfp4(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
+    stem, _, part = spec.name.rpartition("_")
+    pair = specs.get(f"{stem}_{'scales' if part == 'blocks' else 'blocks'}")
+    return spec.dtype == "uint8" and pair is not None and pair.dtype == "uint8"

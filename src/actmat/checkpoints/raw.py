@@ -1,0 +1,73 @@
+"""Tensors as bytes: views of a tensor's memory, tensors to read into, and bounds of a read.
+
+The stored formats are little-endian and so is the memory of every platform that torch is built for today; a
+big-endian host is refused where a file is opened, not silently misread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.errors import CheckpointError, did_you_mean
+
+__all__ = ["check_range", "copy_range", "empty_tensor", "find_spec", "raw_bytes"]
+
+MAX_DID_YOU_MEAN = 2000
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes, without a copy. Keep the tensor alive while using it.
+
+    Raises:
+        ValueError: the tensor is not contiguous or not on the CPU.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"expected a contiguous CPU tensor, found strides {tensor.stride()} on {tensor.device}")
+    nbytes = tensor.numel() * tensor.itemsize
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def empty_tensor(spec: TensorSpec) -> Tensor:
+    """Uninitialised CPU tensor of the spec's shape and dtype. Torch's CPU allocator aligns it to 64 bytes."""
+    return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+
+
+def copy_range(tensor: Tensor, start: int, out: memoryview) -> None:
+    """Copy the row-major bytes `start : start + len(out)` of a CPU tensor of any strides into `out`.
+
+    A tensor that is not contiguous is made so for the touched rows of its first axis alone.
+    """
+    length = len(out)
+    if length == 0:
+        return
+    if not tensor.is_contiguous():
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize
+        first, last = start // row_bytes, -(-(start + length) // row_bytes)
+        tensor, start = tensor[first:last].contiguous(), start - first * row_bytes
+    out[:] = raw_bytes(tensor)[start : start + length]
+
+
+def find_spec(checkpoint: Checkpoint, name: str) -> TensorSpec:
+    """Spec of a tensor, or a `CheckpointError` that offers the near name."""
+    spec = checkpoint.specs.get(name)
+    if spec is None:
+        near = did_you_mean(name, checkpoint.specs) if len(checkpoint.specs) <= MAX_DID_YOU_MEAN else ""
+        raise CheckpointError(f"{checkpoint.location}: no tensor {name!r} in this checkpoint.{near}")
+    return spec
+
+
+def check_range(spec: TensorSpec, start: int, out: memoryview) -> None:
+    """Refuse a read outside the tensor, or into a buffer that is not plain writable bytes (`ValueError`)."""
+    if out.readonly or out.itemsize != 1 or not out.c_contiguous:
+        raise ValueError("read_into needs a writable, contiguous memoryview of one-byte items: use .cast('B')")
+    if start < 0 or start + len(out) > spec.nbytes:
+        raise ValueError(
+            f"tensor {spec.name!r} has {spec.nbytes} bytes; bytes {start} to {start + len(out)} were asked for"
+        )

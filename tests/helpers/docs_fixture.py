@@ -1,0 +1,45 @@
+"""The models that documentation pages find in their directory: a tiny Llama, two experts, two adapters of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from benchmarks.make_llama import Size, noise, write_checkpoint
+from safetensors.torch import save_file
+
+TINY = Size(hidden=32, intermediate=48, layers=2, heads=4, key_value_heads=2, vocabulary=64)
+RANK = 4
+
+
+def write_models(directory: Path) -> None:
+    """`base`, `experts/math`, `experts/code` (bfloat16 Llamas), `adapters/math`, `adapters/code` (LoRA, rank 4)."""
+    write_checkpoint(directory / "base", TINY)
+    for number, name in enumerate(("math", "code")):
+        write_checkpoint(directory / "experts" / name, TINY, expert=number)
+        write_adapter(directory / "adapters" / name, seed=number)
+
+
+def write_adapter(folder: Path, *, seed: int) -> None:
+    """A LoRA adapter of `q_proj` and `v_proj` in PEFT's format."""
+    folder.mkdir(parents=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (out_features, in_features) in ((n, s) for n, s in TINY.tensors().items() if len(s) == 2):
+        if "q_proj" in name or "v_proj" in name:
+            key = "base_model.model." + name.removesuffix(".weight")
+            tensors[f"{key}.lora_A.weight"] = noise(name + "A", (RANK, in_features), seed).mul_(0.1)
+            tensors[f"{key}.lora_B.weight"] = noise(name + "B", (out_features, RANK), seed).mul_(0.01)
+    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "base",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))

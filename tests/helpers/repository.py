@@ -1,0 +1,59 @@
+"""The repository as data: its root, its tracked files, its modules, what they import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "actmat"
+
+
+def modules() -> list[Path]:
+    """Every Python file of the package that holds anything, in a fixed order."""
+    return sorted(p for p in PACKAGE.rglob("*.py") if p.stat().st_size)
+
+
+def tracked_files() -> list[Path]:
+    """Files that git tracks or would add; outside a git checkout (an unpacked archive), all files but hidden ones."""
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+        return [ROOT / name for name in listed if name and (ROOT / name).is_file()]
+    hidden = (p for p in ROOT.rglob("*") if p.is_file())
+    return [p for p in hidden if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported name: `from actmat import methods` gives `actmat.methods`."""
+
+    target: str
+    line: int
+    inside_function: bool
+
+
+def imports_of(source: str, package: str) -> list[Import]:
+    """Every import of a module's source, wherever it stands (functions, `if TYPE_CHECKING`).
+
+    Args:
+        package: dotted package that the module lies in, to resolve relative imports.
+    """
+    return list(_walk(ast.parse(source), package, False))
+
+
+def _walk(node: ast.AST, package: str, inside: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for name in child.names:
+                yield Import(name.name, child.lineno, inside)
+        elif isinstance(child, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
+            module = ".".join([*above, *([child.module] if child.module else [])])
+            for name in child.names:
+                yield Import(f"{module}.{name.name}", child.lineno, inside)
+        else:
+            yield from _walk(child, package, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))

@@ -1,0 +1,147 @@
+"""Documentation is true: every python, bash and console block runs, every internal link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers.docs_fixture import write_models
+from tests.helpers.docs_run import blocks, commands, run_page, steps
+from tests.helpers.repository import ROOT, tracked_files
+
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
+HEADING = re.compile(r"^#+ +(.*)$")
+
+
+def pages() -> list[Path]:
+    """Every Markdown page of the repository."""
+    return sorted(p for p in tracked_files() if p.suffix == ".md")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    write_models(directory)
+    return directory
+
+
+@pytest.mark.parametrize("page", [p for p in pages() if steps(p.read_text())], ids=name)
+def test_blocks_run(page: Path, models: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "page"
+    shutil.copytree(models, directory)
+    done = run_page(name(page), page.read_text(), directory)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_models_load(models: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(models / "base")
+    adapted = PeftModel.from_pretrained(base, str(models / "adapters" / "math"))
+    changed = [n for n, p in adapted.named_parameters() if "lora_B" in n and p.abs().sum() > 0]
+    assert len(changed) == 4
+
+
+# Links
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Numbered lines outside fenced blocks."""
+    inside = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip().startswith("```"):
+            inside = not inside
+        elif not inside:
+            yield number, line
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for _, line in prose(text):
+        if heading := HEADING.match(line):
+            words = re.sub(r"[^\w\- ]", "", heading[1].lower()).strip()
+            found.add(words.replace(" ", "-"))
+    return found
+
+
+def broken_links(page: Path) -> list[str]:
+    found = []
+    for number, line in prose(page.read_text()):
+        for link in LINK.finditer(re.sub(r"`[^`]*`", "", line)):
+            place, _, anchor = link["target"].partition("#")
+            if re.match(r"\w+:", place):
+                continue  # another site
+            target = (page.parent / place).resolve() if place else page
+            if not target.exists():
+                found.append(f"line {number}: there is no {place}")
+            elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text()):
+                found.append(f"line {number}: {target.name} has no heading #{anchor}")
+    return found
+
+
+@pytest.mark.parametrize("page", pages(), ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `name`, and more\n[a](page.md) [b](#a-name-and-more) [c](https://a.org/x) `[d](code)`\n"
+        "[e](gone.md)\n[f](page.md#gone)\n```text\n[g](gone.md)\n```\n"
+    )
+    assert broken_links(page) == ["line 3: there is no gone.md", "line 4: page.md has no heading #gone"]
+
+
+# The runner itself
+
+
+def test_blocks_are_found_with_their_marks() -> None:
+    page = (
+        "text\n```python\na = 1\n```\n<!-- not run: needs a network -->\n```bash\nfalse\n```\n"
+        "<!-- file: r.yaml -->\n```yaml\nx: 1\n```\n- item\n  ```console\n  $ ls \\\n  >   -a\n  out\n  ```\n"
+    )
+    python, bash, file, console = blocks(page)
+    assert (python.code, python.line) == ("a = 1\n", 3)
+    assert bash.not_run == "needs a network"
+    assert file.file == "r.yaml"
+    assert commands(console.code) == "ls \\\n  -a\n"
+    assert [step["line"] for step in steps(page)] == [3, 11, 15]
+
+
+@pytest.mark.parametrize("page", ["```python\n1", "```sh\nls\n```", "<!-- not run: -->\n```bash\nls\n```"])
+def test_a_block_that_would_escape_is_refused(page: str) -> None:
+    with pytest.raises(ValueError, match="line"):
+        blocks(page)
+
+
+def test_a_page_runs_in_order_with_shared_variables(tmp_path: Path) -> None:
+    directory = tmp_path / "page"
+    directory.mkdir()
+    page = (
+        "```python\nfrom pathlib import Path\n```\n<!-- file: a/in.txt -->\n```text\nhello\n```\n"
+        "```bash\ncat a/in.txt > out.txt\n```\n```python\nassert Path('out.txt').read_text() == 'hello\\n'\n```\n"
+    )
+    done = run_page("page.md", page, directory)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "where"),
+    [("a\n```bash\nfalse\ntrue\n```\n", "page.md:3"), ("```python\nx = 1\nassert x == 2\n```\n", '"page.md", line 3')],
+)
+def test_a_failing_block_fails_the_page(page: str, where: str, tmp_path: Path) -> None:
+    directory = tmp_path / "page"
+    directory.mkdir()
+    done = run_page("page.md", page, directory)
+    assert done.returncode != 0
+    assert where in done.stderr

@@ -1,0 +1,47 @@
+"""`import actmat` and `actmat --help` are fast: nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+from tests.helpers.repository import ROOT
+
+HEAVY = ("torch", "transformers", "peft", "matplotlib", "sklearn", "scipy", "pandas", "datasets", "ray")
+
+
+def imported_by(code: str) -> list[str]:
+    """Which heavy packages are loaded in a fresh interpreter that has run `code`."""
+    tail = f"\nimport json, sys\nprint('\\n' + json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code + tail], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_import_actmat_is_light() -> None:
+    assert imported_by("import actmat") == []
+
+
+@pytest.mark.skipif(find_spec("actmat.cli.main") is None, reason="the command line is not part of this tree yet")
+def test_help_is_light() -> None:
+    code = """
+import sys
+sys.argv = ["actmat", "--help"]
+from actmat.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+    assert imported_by(code) == []
+
+
+def test_a_heavy_import_is_seen() -> None:
+    assert imported_by("import torch") == ["torch"]

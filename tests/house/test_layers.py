@@ -1,0 +1,110 @@
+"""Layers import one way: each only those before it in `LAYERS`. Function-level imports count as well."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.helpers.repository import PACKAGE, Import, imports_of, modules
+
+LAYERS = (
+    "errors",
+    "linalg",
+    "methods",
+    "checkpoints",
+    "layout",
+    "statistics",
+    "recipe",
+    "plan",
+    "engine",
+    "diagnostics",
+    "report",
+    "api",  # files directly in the package: what `import actmat` offers
+    "experiments",
+    "cli",
+)
+MATHEMATICS = {"linalg", "methods"}  # torch, the standard library, errors, and one another (linalg first)
+
+
+def layer_of_file(path: Path) -> str:
+    """`src/actmat/plan/x.py` -> plan; `src/actmat/errors.py` -> errors; `src/actmat/__init__.py` -> api."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return first if first in LAYERS or (PACKAGE / first).is_dir() else "api"
+
+
+def layer_of_import(target: str) -> str | None:
+    """Layer of a dotted name, None for a name outside the package."""
+    head, *rest = target.split(".")
+    if head != "actmat":
+        return None
+    if rest == ["__version__"]:
+        return "errors"  # a constant that a record may carry
+    return rest[0] if rest and (rest[0] in LAYERS or (PACKAGE / rest[0]).is_dir()) else "api"
+
+
+def problem(layer: str, imported: Import) -> str | None:
+    """Why a module of `layer` may not import this, or None."""
+    target = layer_of_import(imported.target)
+    if target is None:
+        root = imported.target.split(".")[0]
+        if layer in MATHEMATICS and root != "torch" and root not in sys.stdlib_module_names:
+            return f"{layer} imports torch and the standard library alone, not {root}"
+        return None
+    if target == layer:
+        return None
+    if LAYERS.index(target) > LAYERS.index(layer):
+        return f"{layer} lies below {target}"
+    if target == "experiments" and not imported.inside_function:
+        return "a command imports experiments inside the function that needs them"
+    return None
+
+
+def test_every_module_belongs_to_a_layer() -> None:
+    unknown = {layer_of_file(path) for path in modules()} - set(LAYERS)
+    assert not unknown, f"no place in the order of layers for {sorted(unknown)}: add it to LAYERS and CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down_only(path: Path) -> None:
+    package = ".".join(["actmat", *path.relative_to(PACKAGE).parent.parts])
+    layer = layer_of_file(path)
+    found = [
+        f"{path.name}:{imported.line}: {why} ({imported.target})"
+        for imported in imports_of(path.read_text(), package)
+        if (why := problem(layer, imported))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("methods", "from actmat.checkpoints.base import Checkpoint"),
+        ("methods", "def f():\n    import actmat.engine.local"),
+        ("methods", "import numpy as np"),
+        ("linalg", "from actmat.methods import METHODS"),
+        ("plan", "from ..engine import local"),
+        ("plan", "from actmat import cli"),
+        ("report", "from actmat import merge"),
+        ("report", "def f():\n    from actmat.experiments import demo"),
+        ("cli", "from actmat.experiments.demo import run"),
+    ],
+)
+def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
+    assert any(problem(layer, imported) for imported in imports_of(source, f"actmat.{layer}"))
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("methods", "import math\nimport torch\nfrom torch import Tensor\nfrom actmat.errors import MergeError"),
+        ("methods", "from actmat.linalg.lowrank import LowRank\nfrom .contract import Merged"),
+        ("checkpoints", "import safetensors\nfrom . import base"),
+        ("report", "from actmat import __version__"),
+        ("cli", "def run():\n    from actmat.experiments.demo import run"),
+        ("experiments", "import sklearn\nfrom actmat import merge"),
+    ],
+)
+def test_a_right_import_passes(layer: str, source: str) -> None:
+    assert not [problem(layer, i) for i in imports_of(source, f"actmat.{layer}") if problem(layer, i)]
