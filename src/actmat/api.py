@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,20 +15,18 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.shards import parse_size
 from actmat.checkpoints.sidecars import copy_sidecars
 from actmat.checkpoints.staging import Staging, check_output_place, disk_errors
 from actmat.checkpoints.writer import ShardWriter
-from actmat.engine.local import Job, Resources, execute
-from actmat.engine.memory import available_memory
+from actmat.engine.local import Job, execute
+from actmat.engine.resources import check_device, share_resources
 from actmat.errors import AlignmentError, CheckpointError, MergeError, OutputError, RecipeError
 from actmat.methods import get_method
 from actmat.plan import MergePlan, build_plan
-from actmat.plan.cost import BASELINE_BYTES
 from actmat.recipe import Recipe, make_recipe
 from actmat.report import build_manifest, model_card, write_manifest
 
-__all__ = ["MergeReport", "Progress", "merge", "merge_matrices", "plan", "run_recipes"]
+__all__ = ["MergeReport", "Progress", "merge", "merge_matrices", "plan", "plan_recipe", "run_recipes"]
 
 Location = str | Path
 
@@ -145,8 +142,17 @@ def plan(
         MergeError: the inputs do not fit; carries all problems.
     """
     recipe = _recipe(base, experts, method, options, scale, scope, weights, dtype, compute_dtype, None, fields)
-    with _opened(recipe) as (opened_base, opened_experts):
-        return build_plan(recipe, opened_base, opened_experts, device=device)
+    return plan_recipe(recipe, device=device)
+
+
+def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
+    """The plan of a recipe, from headers alone.
+
+    Raises:
+        MergeError: the inputs do not fit; carries all problems.
+    """
+    with _opened(recipe) as (base, experts):
+        return build_plan(recipe, base, experts, device=device)
 
 
 def merge_matrices(
@@ -241,12 +247,12 @@ def run_recipes(
     """
     began = time.perf_counter()
     watch = progress or Progress()
-    _check_device(device)
+    check_device(device)
     with _opened(recipes[0]) as (base, experts):
         plans = [build_plan(r, base, experts, device=device) for r in recipes]
         outs = [_out_path(r) for r in recipes]
-        _check_outputs(recipes, outs, plans, overwrite=overwrite)
-        resources = _resources(plans, device, max_memory, threads)
+        _check_outputs(recipes, outs, overwrite=overwrite)
+        resources = share_resources(plans, device, max_memory, threads)
         with contextlib.ExitStack() as stack:
             stages = [Staging(out, p.fingerprint()) for out, p in zip(outs, plans, strict=True)]
             jobs = []
@@ -333,9 +339,7 @@ def _out_path(recipe: Recipe) -> Path:
     return Path(recipe.out)
 
 
-def _check_outputs(
-    recipes: Sequence[Recipe], outs: Sequence[Path], plans: Sequence[MergePlan], *, overwrite: bool
-) -> None:
+def _check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool) -> None:
     inputs = {"base": Path(recipes[0].base)} | {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
     existing = {k: p for k, p in inputs.items() if p.exists()}
     problems = [p for out in outs for p in check_output_place(out, overwrite=overwrite, inputs=existing)]
@@ -355,40 +359,6 @@ def _check_room(stage: Staging, p: MergePlan) -> None:
             f"{stage.out} needs {p.write_bytes / 1e9:.2f} GB, but its disk has only {(free + there) / 1e9:.2f} GB "
             "free. Free some space or choose another place with --out."
         )
-
-
-def _check_device(device: str) -> None:
-    kind = device.partition(":")[0]
-    problem = None
-    if kind not in ("cpu", "cuda", "mps"):
-        problem = f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'"
-    elif kind == "cuda" and not torch.cuda.is_available():
-        problem = (
-            "device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
-        )
-    elif kind == "cuda" and ":" in device and int(device.partition(":")[2]) >= torch.cuda.device_count():
-        problem = f"there is no '{device}': torch sees {torch.cuda.device_count()} CUDA device(s)"
-    elif kind == "mps" and not torch.backends.mps.is_available():
-        problem = "device 'mps' was asked for, but this torch has no Metal support"
-    if problem:
-        raise RecipeError(problem)
-
-
-def _resources(plans: Sequence[MergePlan], device: str, max_memory: str | int | None, threads: int | None) -> Resources:
-    workers = threads or len(os.sched_getaffinity(0))
-    if workers < 1:
-        raise RecipeError(f"--threads must be at least 1; got {threads}.")
-    largest = max((t.peak_bytes for p in plans for t in p.tensors), default=0)
-    if max_memory is None:
-        return Resources(workers, max(int(0.9 * available_memory()) - BASELINE_BYTES, largest), device)
-    limit = parse_size(max_memory)
-    if limit < BASELINE_BYTES + largest:
-        worst = max((t for p in plans for t in p.tensors), key=lambda t: t.peak_bytes)
-        raise RecipeError(
-            f"--max-memory {max_memory} is too little: tensor '{worst.name}' alone needs {largest / 1e9:.2f} GB, and "
-            f"the process itself {BASELINE_BYTES / 1e9:.2f} GB. Allow at least {(BASELINE_BYTES + largest) / 1e9:.2f} GB."
-        )
-    return Resources(workers, limit - BASELINE_BYTES, device)
 
 
 def _finish(

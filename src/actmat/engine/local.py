@@ -21,28 +21,14 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.writer import ShardWriter, TensorSink
 from actmat.engine.deltas import Findings, TensorReader
 from actmat.engine.memory import Budget, Scratch, bytes_of
+from actmat.engine.resources import Resources
 from actmat.engine.survey import SurveyKey, run_surveys, survey_key
 from actmat.engine.tensor import TensorRecord, Variant, merge_tensor
 from actmat.errors import CheckpointError
 from actmat.plan.model import MergePlan, TensorPlan
 from actmat.plan.parts import CHUNK
 
-__all__ = ["Job", "Resources", "execute"]
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What the machine may spend: nothing here changes the output's bytes, except the kind of device.
-
-    Args:
-        workers: tensors at work at the same time.
-        memory: budget of all workers together, in bytes, see `plan.cost`.
-        device: where matrix rules compute ("cpu", "cuda:0", "mps").
-    """
-
-    workers: int
-    memory: int
-    device: str = "cpu"
+__all__ = ["Job", "execute"]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
-from actmat.checkpoints.resolve import quantisation_problems
+from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.shards import parse_size, plan_shards
 from actmat.errors import AlignmentError, MergeError
 from actmat.layout import resolve_layout

@@ -1,0 +1,27 @@
+"""`actmat demo`: the embedded example, from training to a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["demo"]
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where checkpoints and results go.")] = Path("demo-output"),
+    method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these methods.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of data splits and training.")] = 0,
+    threads: Annotated[int | None, typer.Option("--threads", help="Workers of the merges.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
+) -> None:
+    """Train a small transformer and several experts on real digits, merge them with every method, compare.
+
+    Takes about a minute on two cores and keeps all checkpoints, so that you can go on with 'actmat merge'.
+    """
+    from actmat.cli.screen import console
+    from actmat.experiments.demo import run_demo
+
+    run_demo(out, seed=seed, methods=method, threads=threads, overwrite=overwrite, console=console)

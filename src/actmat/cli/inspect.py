@@ -1,0 +1,102 @@
+"""`actmat inspect`: what a checkpoint holds, from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from actmat.cli import flags
+
+if TYPE_CHECKING:
+    from actmat.checkpoints.base import Checkpoint
+    from actmat.layout.types import LayoutMap
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="Directory, file or hub id.")],
+    json: flags.Json = False,
+    every: Annotated[bool, typer.Option("--all", help="One line per tensor.")] = False,
+) -> None:
+    """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read."""
+    from actmat.checkpoints.resolve import open_checkpoint
+    from actmat.layout import resolve_layout
+
+    with open_checkpoint(checkpoint) as opened:
+        layouts = resolve_layout(opened.specs, opened.config)
+        data = _describe(opened, layouts)
+    if json:
+        import json as json_module
+
+        typer.echo(json_module.dumps(data, indent=1))
+    else:
+        _print(data, every=every)
+
+
+def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
+    ties = {a: c for a, c in {**layouts.ties, **opened.aliases}.items() if a in opened.specs}
+    tensors = []
+    for name, spec in opened.specs.items():
+        layout = layouts.tensors[name]
+        row: dict[str, Any] = {
+            "name": name,
+            "shape": list(spec.shape),
+            "dtype": spec.dtype,
+            "file": spec.file,
+            "bytes": spec.nbytes,
+            "role": str(layout.role),
+            "reason": layout.reason,
+        }
+        if layout.orientation != "OI":
+            row["orientation"] = layout.orientation
+        if layout.blocks:
+            row["blocks"] = {b.name: [b.start, b.stop] for b in layout.blocks}
+        if name in ties:
+            row["tied_to"] = ties[name]
+        tensors.append(row)
+    specs = opened.specs.values()
+    tied = {n for n in ties if n in opened.specs}
+    return {
+        "location": opened.location,
+        "family": layouts.family,
+        "tensors": tensors,
+        "parameters": sum(s.numel for s in specs if s.is_floating and s.name not in tied),
+        "bytes": sum(s.nbytes for s in specs),
+        "dtypes": dict(Counter(s.dtype for s in specs)),
+        "roles": dict(Counter(r["role"] for r in tensors)),
+        "files": dict(Counter(s.file for s in specs)),
+        "ties": ties,
+    }
+
+
+def _print(data: dict[str, Any], *, every: bool) -> None:
+    from rich.table import Table
+
+    from actmat.cli.screen import console, size
+
+    family = data["family"] or "not recognised, by names and shapes"
+    console.print(f"[bold]{data['location']}[/bold]")
+    console.print(f"{data['parameters']:,} parameters, {size(data['bytes'])}, family: {family}")
+    console.print("dtypes: " + ", ".join(f"{k} ({n})" for k, n in data["dtypes"].items()))
+    console.print(f"files: {len(data['files'])} (" + ", ".join(list(data["files"])[:3])
+                  + (", ..." if len(data["files"]) > 3 else "") + ")")  # fmt: skip
+    for alias, canonical in data["ties"].items():
+        console.print(f"tied: {alias} = {canonical}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("tensors", justify="right")
+    table.add_column("role")
+    table.add_column("which, and why", overflow="fold")
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in data["tensors"]:
+        groups.setdefault((row["role"], row["reason"]), []).append(row["name"])
+    if every:
+        for row in data["tensors"]:
+            table.add_row("x".join(map(str, row["shape"])), row["role"], f"{row['name']}: {row['reason']}")
+    else:
+        for (role, reason), names in groups.items():
+            shown = names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
+            table.add_row(str(len(names)), role, f"{reason}\n[dim]{shown}[/dim]")
+    console.print(table)

@@ -1,0 +1,52 @@
+"""`actmat`: the command line. Every command lives in a file of its own and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from actmat.cli.demo import demo
+from actmat.cli.inspect import inspect
+from actmat.cli.merge import merge
+from actmat.cli.methods import methods
+from actmat.cli.plan import plan
+from actmat.cli.verify import verify
+from actmat.errors import MergeError
+from actmat.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="actmat",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Merge fine-tuned models of one base into one model, without data.",
+    epilog="Exit codes: 0 done; 1 the inputs, the recipe or the output place are wrong; 2 the command line is wrong; "
+    "3 failed while running; 130 interrupted (the same command goes on where it stopped).",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and stop.", is_eager=True)) -> None:
+    if version:
+        typer.echo(f"actmat {__version__}")
+        raise typer.Exit
+
+
+for command in (merge, plan, methods, inspect, verify, demo):
+    app.command()(command)
+
+
+def main() -> None:
+    """Entry point: errors of the tree become one message on stderr and their exit code."""
+    try:
+        app()
+    except MergeError as error:
+        typer.secho(f"actmat: {error}", fg="red" if sys.stderr.isatty() else None, err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("actmat: interrupted; the same command goes on where it stopped.", err=True)
+        sys.exit(130)

@@ -1,0 +1,109 @@
+"""`actmat merge`: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from actmat.cli import flags
+
+if TYPE_CHECKING:
+    from actmat.api import MergeReport
+
+__all__ = ["merge"]
+
+
+def merge(
+    recipe: flags.RecipeFile = None,
+    base: flags.Base = None,
+    expert: flags.Experts = None,
+    method: flags.Methods = None,
+    option: flags.Options = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory of the merged model.")] = None,
+    weight: flags.Weights = None,
+    scale: flags.Scale = None,
+    scope: flags.Scope = None,
+    keep: flags.Keep = None,
+    dtype: flags.Dtype = None,
+    compute_dtype: flags.ComputeDtype = None,
+    seed: flags.Seed = None,
+    allow_nonfinite: flags.AllowNonfinite = False,
+    files_from: flags.FilesFrom = None,
+    max_shard_size: flags.MaxShardSize = None,
+    device: flags.Device = "cpu",
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", help="Limit of memory, such as 4GB [default: what is free].")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Tensors at work at once; same bytes for any [default: all cores].")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output of actmat.")] = False,
+    fsync: Annotated[
+        bool, typer.Option("--fsync/--no-fsync", help="Wait until the output is on the disk before it appears.")
+    ] = True,
+    sha256: Annotated[bool, typer.Option("--sha256", help="Add SHA-256 of the weight files to the manifest.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
+) -> None:
+    """Merge fine-tuned checkpoints of one base into one model.
+
+    actmat merge -b BASE -e EXPERT1 -e EXPERT2 --out MERGED
+    actmat merge -b BASE -e E1 -e E2 -m ties -o density=0.3 --out MERGED
+    actmat merge recipe.yaml --out MERGED
+
+    The output is a directory that from_pretrained loads. It is built aside and appears whole; an interrupted merge
+    goes on when the same command is given again. 'actmat plan' shows beforehand what will happen to every tensor.
+    """
+    recipes = flags.build_recipes(
+        recipe,
+        base=base,
+        experts=expert,
+        methods=method,
+        options=option,
+        weights=weight,
+        out=out,
+        fields={
+            "scale": scale,
+            "scope": scope,
+            "keep": keep,
+            "dtype": dtype,
+            "compute_dtype": compute_dtype,
+            "seed": seed,
+            "allow_nonfinite": allow_nonfinite or None,
+            "files_from": files_from,
+            "max_shard_size": max_shard_size,
+        },
+    )
+    from actmat.api import run_recipes
+    from actmat.cli.screen import MergeProgress
+
+    settings = {"device": device, "max_memory": max_memory, "threads": threads, "overwrite": overwrite}
+    if quiet:
+        run_recipes(recipes, durable=fsync, sha256=sha256, **settings)  # type: ignore[arg-type]
+        return
+    with MergeProgress() as progress:
+        reports = run_recipes(recipes, durable=fsync, sha256=sha256, progress=progress, **settings)  # type: ignore[arg-type]
+    for report in reports:
+        _summary(report)
+
+
+def _summary(report: MergeReport) -> None:
+    from actmat.cli.screen import console, size
+    from actmat.plan.model import count_actions
+
+    plan = report.plan
+    words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
+    counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.tensors).items() if n)
+    tensors = report.manifest["tensors"]
+    unchanged = sum(t["unchanged"] and t["action"] in ("merge", "average") for t in tensors)
+    console.print(f"[bold]{report.out}[/bold]  ({plan.recipe.method}; {len(plan.experts)} experts)")
+    console.print(f"  {counts}" + (f"; {unchanged} of them unchanged by every expert" if unchanged else ""))
+    console.print(
+        f"  {size(plan.read_bytes)} read, {size(plan.write_bytes)} written in {report.seconds:.1f} s; "
+        "all hashes in actmat_manifest.json"
+    )
+    for note in plan.notes:
+        console.print(f"  note: {note}")
+    if nonfinite := sum(t["nonfinite"] for t in tensors):
+        console.print(f"  note: {nonfinite} NaN or Inf entries of experts were treated as unchanged")

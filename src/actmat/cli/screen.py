@@ -1,0 +1,70 @@
+"""How things look on a terminal: tables that fit 80 columns, sizes, times, progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from actmat.plan import MergePlan
+
+__all__ = ["MergeProgress", "console", "note_console", "size"]
+
+console = Console(highlight=False)
+note_console = Console(stderr=True, highlight=False)
+
+
+def size(nbytes: float) -> str:
+    """`1.5 GB`, powers of ten, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 999.5:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+class MergeProgress:
+    """A bar over the bytes of a merge, on stderr; implements `actmat.api.Progress`."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            MofNCompleteColumn(),
+            TextColumn("tensors"),
+            TimeRemainingColumn(),
+            console=note_console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> MergeProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+        """Show the bar; say so when an interrupted run goes on."""
+        total = sum(1 for t in plans[0].tensors if t.action != "tie")
+        if resumed:
+            note_console.print(f"Going on with an interrupted merge: {resumed} tensors are done and intact.")
+        self._task = self._bar.add_task("merging", total=total, completed=min(resumed // len(plans), total))
+
+    def tensor(self, name: str, nbytes: int) -> None:
+        """Advance the bar by one tensor."""
+        if self._task is not None:
+            self._bar.advance(self._task)
+
+    def finishing(self) -> None:
+        """The rest is up to the disk."""
+        if self._task is not None:
+            self._bar.update(self._task, description="flushing")

@@ -1,0 +1,31 @@
+"""`actmat verify`: does a merged model still match its manifest, and do its inputs?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["verify"]
+
+
+def verify(
+    out: Annotated[Path, typer.Argument(help="Directory of a merged model.")],
+    inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
+) -> None:
+    """Hash every tensor of a merged model, and of its inputs, and compare with actmat_manifest.json.
+
+    Exit code 0: everything matches; 1: something differs or cannot be found (all of it is listed).
+    """
+    from actmat.cli.screen import console
+    from actmat.report.verify import verify as check
+
+    result = check(out, inputs=inputs)
+    for problem in result.problems:
+        console.print(f"[red]differs[/red]: {problem}", markup=True)
+    checked = f"{result.tensors} tensors of {out}" + (f", inputs {', '.join(result.inputs)}" if result.inputs else "")
+    if not result.ok:
+        console.print(f"{len(result.problems)} difference(s); checked {checked}")
+        raise typer.Exit(1)
+    console.print(f"[green]intact[/green]: {checked}")

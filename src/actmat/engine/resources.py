@@ -1,0 +1,84 @@
+"""What a run may spend on this machine: workers, memory, device. Nothing here changes the result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from actmat.checkpoints.shards import parse_size
+from actmat.engine.memory import available_memory
+from actmat.errors import RecipeError
+from actmat.plan.cost import BASELINE_BYTES
+from actmat.plan.model import MergePlan
+
+__all__ = ["Resources", "check_device", "share_resources"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the machine may spend: nothing here changes the output's bytes, except the kind of device.
+
+    Args:
+        workers: tensors at work at the same time.
+        memory: budget of all workers together, in bytes, see `plan.cost`.
+        device: where matrix rules compute ("cpu", "cuda:0", "mps").
+    """
+
+    workers: int
+    memory: int
+    device: str = "cpu"
+
+
+def check_device(device: str) -> None:
+    """Whether torch can compute on `device`.
+
+    Raises:
+        RecipeError: it cannot, or there is no such device; says what there is.
+    """
+    kind = device.partition(":")[0]
+    problem = None
+    if kind not in ("cpu", "cuda", "mps"):
+        problem = f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'"
+    elif kind == "cuda" and not torch.cuda.is_available():
+        problem = (
+            "device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
+        )
+    elif kind == "cuda" and ":" in device and int(device.partition(":")[2]) >= torch.cuda.device_count():
+        problem = f"there is no '{device}': torch sees {torch.cuda.device_count()} CUDA device(s)"
+    elif kind == "mps" and not torch.backends.mps.is_available():
+        problem = "device 'mps' was asked for, but this torch has no Metal support"
+    if problem:
+        raise RecipeError(problem)
+
+
+def share_resources(
+    plans: Sequence[MergePlan], device: str, max_memory: str | int | None, threads: int | None
+) -> Resources:
+    """Workers and memory for these plans.
+
+    Args:
+        plans: what is to be done.
+        device: where matrix rules compute.
+        max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
+        threads: workers; default: one per core that this process may use.
+
+    Raises:
+        RecipeError: the largest tensor alone does not fit.
+    """
+    workers = threads or len(os.sched_getaffinity(0))
+    if workers < 1:
+        raise RecipeError(f"--threads must be at least 1; got {threads}.")
+    largest = max((t.peak_bytes for p in plans for t in p.tensors), default=0)
+    if max_memory is None:
+        return Resources(workers, max(int(0.9 * available_memory()) - BASELINE_BYTES, largest), device)
+    limit = parse_size(max_memory)
+    if limit < BASELINE_BYTES + largest:
+        worst = max((t for p in plans for t in p.tensors), key=lambda t: t.peak_bytes)
+        raise RecipeError(
+            f"--max-memory {max_memory} is too little: tensor '{worst.name}' alone needs {largest / 1e9:.2f} GB, the "
+            f"process itself {BASELINE_BYTES / 1e9:.2f} GB: allow at least {(BASELINE_BYTES + largest) / 1e9:.2f} GB."
+        )
+    return Resources(workers, limit - BASELINE_BYTES, device)
