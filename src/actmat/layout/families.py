@@ -1,0 +1,177 @@
+"""What single architecture families do that names and shapes cannot tell. Tables only.
+
+Everything here was read off the families' modelling code and holds for their checkpoints on disk. A family without
+an entry is not unknown: what its tensors mean follows from their names and shapes (`names.py`, `fused.py`,
+`experts.py`), and PLAIN lists those for which that has been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actmat.layout.types import Orientation
+
+__all__ = ["FAMILIES", "NO_EXCEPTIONS", "PLAIN", "TIED_BY_DEFAULT", "Family", "recognise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Exceptions of one family.
+
+    Args:
+        packed: layer name -> scheme of `packing.SCHEMES`, or a text starting with "whole:" that says why the tensor
+            stays one matrix.
+        transposed: layer names whose weight is stored `I x O` (transformers' `Conv1D`).
+        experts: orientation of stacked experts where the shapes leave it open.
+        gate_up: scheme of `gate_up_proj`.
+    """
+
+    packed: Mapping[str, str] | None = None
+    transposed: frozenset[str] = frozenset()
+    experts: Orientation = "OI"
+    gate_up: str = "halves"
+
+
+NO_EXCEPTIONS = Family()
+_CONV1D = Family(transposed=frozenset({"c_attn", "c_proj", "c_fc", "q_attn"}))
+_PER_HEAD = Family(packed={"query_key_value": "per_head"})
+_GROUPED = Family(packed={"qkv_proj": "grouped_query"})
+_STATE_SPACE = Family(packed={"in_proj": "whole: a state-space mixer packs its input, gate and step sizes here"})
+_GATED_DELTA = Family(
+    packed={
+        "in_proj_qkv": "linear_attention",
+        "in_proj_qkvz": "linear_attention_qkvz",
+        "in_proj_ba": "whole: two small gates interleaved per key head",
+    }
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": _CONV1D,
+    "gpt-sw3": _CONV1D,
+    "openai-gpt": _CONV1D,
+    "imagegpt": _CONV1D,
+    "decision_transformer": _CONV1D,
+    "clvp_decoder": _CONV1D,
+    "jais": Family(transposed=frozenset({"c_attn", "c_proj", "c_fc", "c_fc2"})),
+    "gpt_bigcode": Family(packed={"c_attn": "bigcode"}),
+    "gpt_neox": _PER_HEAD,
+    "gpt_neox_japanese": _PER_HEAD,
+    "bloom": _PER_HEAD,
+    "persimmon": _PER_HEAD,
+    "fuyu": _PER_HEAD,
+    "falcon": Family(packed={"query_key_value": "falcon"}),
+    "RefinedWeb": Family(packed={"query_key_value": "per_kv_group"}),
+    "RefinedWebModel": Family(packed={"query_key_value": "falcon"}),
+    "chatglm": Family(packed={"query_key_value": "grouped_query"}),
+    "codegen": Family(packed={"qkv_proj": "codegen"}),
+    "minimax": Family(packed={"qkv_proj": "per_head"}),
+    "deberta": Family(packed={"in_proj": "per_head"}),
+    "phi3": _GROUPED,
+    "phi4_multimodal": _GROUPED,
+    "phi4_multimodal_audio": Family(gate_up="halves_up_first"),
+    "dbrx": Family(packed={"Wqkv": "grouped_query"}),
+    "mpt": Family(packed={"Wqkv": "thirds"}),
+    "modernbert": Family(packed={"Wqkv": "thirds"}),
+    "internlm2": Family(packed={"wqkv": "per_kv_group"}),
+    "qwen3_5": _GATED_DELTA,
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_5_moe": _GATED_DELTA,
+    "qwen3_5_moe_text": _GATED_DELTA,
+    "qwen3_next": _GATED_DELTA,
+    "mamba": _STATE_SPACE,
+    "mamba2": _STATE_SPACE,
+    "falcon_mamba": _STATE_SPACE,
+    "falcon_h1": _STATE_SPACE,
+    "bamba": _STATE_SPACE,
+    "jamba": _STATE_SPACE,
+    "zamba": _STATE_SPACE,
+    "zamba2": _STATE_SPACE,
+    "nemotron_h": _STATE_SPACE,
+    "granitemoehybrid": _STATE_SPACE,
+    # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor
+    "gpt_oss": Family(experts="IO", gate_up="alternating"),
+    "llama4": Family(experts="IO"),
+    "llama4_text": Family(experts="IO"),
+    "aria": Family(experts="IO"),
+    "aria_text": Family(experts="IO"),
+    "qwen3_vl_moe": Family(experts="IO"),
+    "qwen3_vl_moe_text": Family(experts="IO"),
+    # the router is transposed on disk, the experts are separate linear layers
+    "ernie4_5_vl_moe": Family(transposed=frozenset({"gate", "weight_1"})),
+    "ernie4_5_vl_moe_text": Family(transposed=frozenset({"gate", "weight_1"})),
+}
+"""`model_type` -> what it does differently."""
+
+_PLAIN = """
+albert arcee bart bert blip camembert clip clip_text_model clip_vision_model cohere cohere2 convnext deberta-v2
+deepseek_v2 deepseek_v3 deit dinov2 distilbert electra exaone4 gemma gemma2 gemma3 gemma3_text glm glm4 gpt_neo gptj
+granite granitemoe internlm3 llama llava llava_next longt5 m2m_100 marian mbart ministral mistral mistral3 mixtral
+modernbert-decoder mt5 nemotron olmo olmo2 olmo3 olmoe opt paligemma pegasus phi phimoe qwen2 qwen2_5_vl qwen2_moe
+qwen2_vl qwen3 qwen3_moe qwen3_vl resnet roberta seed_oss siglip siglip2 smollm3 smolvlm stablelm starcoder2 swin
+switch_transformers t5 umt5 vit vit_mae wav2vec2 whisper xlm-roberta
+"""
+PLAIN = frozenset(_PLAIN.split())
+"""Families that keep to what names and shapes say."""
+
+_TIED_BY_DEFAULT = """
+albert bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot blenderbot-small blip blip_text_model
+bloom camembert cohere cohere2 cohere2_moe convbert cpmant ctrl data2vec-text deberta deberta-v2 distilbert electra
+ernie ernie4_5 ernie4_5_moe falcon falcon_mamba flaubert flava florence2 fnet funnel gemma gemma2 gemma3 gemma3_text
+gemma3n gemma3n_text gemma4 gemma4_text gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox_japanese granite_speech
+granite_swa ibert internvl janus jetmoe kosmos-2 layoutlm led lfm2 lfm2_moe lfm2_vl longformer longt5 luke lxmert
+m2m_100 mamba marian mbart megatron-bert minicpm3 mistral3 mobilebert modernbert modernbert-decoder moonshine mpnet
+mpt mra mvp nllb-moe nomic_bert nystromformer openai-gpt opt ovis2 paligemma pegasus pegasus_x plbart pop2piano
+prophetnet recurrent_gemma roberta roberta-prelayernorm roc_bert roformer smollm3 speech_to_text squeezebert
+starcoder2 switch_transformers t5 t5gemma t5gemma2 tapas trocr udop vaultgemma vilt visual_bert voxtral_realtime
+whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso youtu zamba zamba2
+"""
+TIED_BY_DEFAULT = frozenset(_TIED_BY_DEFAULT.split())
+"""Families whose output head shares the token embedding where their config does not mention `tie_word_embeddings`."""
+
+_CLASS_PREFIXES: tuple[tuple[str, str], ...] = (
+    ("GPTNeoXJapanese", "gpt_neox_japanese"),
+    ("GPTNeoX", "gpt_neox"),
+    ("GPTBigCode", "gpt_bigcode"),
+    ("GPT2", "gpt2"),
+    ("GptOss", "gpt_oss"),
+    ("Falcon", "falcon"),
+    ("RWForCausalLM", "RefinedWebModel"),
+    ("Bloom", "bloom"),
+    ("Persimmon", "persimmon"),
+    ("CodeGen", "codegen"),
+    ("Phi3", "phi3"),
+    ("Dbrx", "dbrx"),
+    ("MPT", "mpt"),
+    ("Mpt", "mpt"),
+    ("ModernBert", "modernbert"),
+    ("InternLM2", "internlm2"),
+    ("ChatGLM", "chatglm"),
+    ("Llama4", "llama4"),
+    ("Llama", "llama"),
+    ("Mixtral", "mixtral"),
+    ("Mistral", "mistral"),
+    ("Qwen2Moe", "qwen2_moe"),
+    ("Qwen2", "qwen2"),
+    ("Bert", "bert"),
+    ("T5", "t5"),
+    ("CLIP", "clip"),
+    ("ViT", "vit"),
+)
+"""Start of a class name in `architectures` -> model type, for configs without `model_type`."""
+
+
+def recognise(config: Mapping[str, Any] | None) -> str | None:
+    """The `model_type` of a config (or of its first architecture), or None where it does not tell."""
+    if config is None:
+        return None
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type:
+        return model_type
+    architectures = config.get("architectures")
+    if isinstance(architectures, (list, tuple)) and architectures and isinstance(architectures[0], str):
+        for prefix, family in _CLASS_PREFIXES:
+            if architectures[0].startswith(prefix):
+                return family
+    return None

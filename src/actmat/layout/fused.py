@@ -1,0 +1,175 @@
+"""Weights of linear layers with two axes: their orientation, and the linear maps packed into their rows.
+
+What is packed is decided by the family where it has an entry, else by name and shape together: three times as many
+rows as columns under a name like `qkv`, or twice the rows that the partner layer (`down_proj` for `gate_up_proj`)
+takes in. A name whose shape does not fit is left whole, and the reason says so.
+
+Shapes: `O` out_features, `I` in_features, `F` width of a gated feed-forward layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from actmat.layout.knowledge import Knowledge
+from actmat.layout.packing import SCHEMES, Packing, attention_of
+from actmat.layout.types import Orientation, Role, TensorLayout
+
+__all__ = ["PARTNERS", "linear_layout"]
+
+Shape = tuple[int, ...]
+
+GATED: Mapping[str, str] = {
+    "gate_up_proj": "down_proj",
+    "gate_and_up_projs": "down_projs",
+    "w13_weight": "w2_weight",
+    "input_linear": "output_linear",
+    "Wi": "Wo",
+    "wi": "wo",
+    "fc1": "fc2",
+    "linear_fc1": "linear_fc2",
+    "dense_h_to_4h": "dense_4h_to_h",
+    "weights_in": "weights_out",
+    "w12": "w3",
+    "ff_proj": "ff_out",
+}
+"""Layer that may hold a gate and an up projection -> the layer that takes their product in."""
+
+PARTNERS: Mapping[str, tuple[str, ...]] = {
+    **{up: (down,) for up, down in GATED.items()},
+    **{down: (up,) for up, down in GATED.items()},
+    "down_proj": ("gate_up_proj", "up_proj"),
+    "up_proj": ("down_proj",),
+    "gate_proj": ("down_proj",),
+    "c_attn": ("c_proj",),
+    "q_attn": ("c_attn",),
+    "c_proj": ("c_attn", "c_fc"),
+    "c_fc": ("c_proj",),
+}
+"""Layer name -> names of the layer beside it whose shape settles what its own leaves open."""
+
+QKV = frozenset(
+    {"qkv", "qkv_proj", "Wqkv", "wqkv", "w_qkv", "W_pack", "to_qkv", "att_proj", "c_attn", "in_proj_weight"}
+)
+GPT2_NAMES = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
+TRANSPOSED_PARAMETER = re.compile(r"proj|(?:\w+_)?projection|mm_input_projection_weight")
+RECURRENT = re.compile(r"weight_(ih|hh)_l\d+(?:_reverse)?")
+GATES = {4: ("i", "f", "g", "o"), 3: ("r", "z", "n")}
+
+WHOLE: Mapping[str, str] = {
+    "query_key_value": "packs q, k, v per head or in thirds, and no config of a known family says which",
+    "kv_a_proj_with_mqa": "the latent and the shared rotary key of multi-head latent attention",
+    "kv_b_proj": "keys and values of multi-head latent attention, unpacked from one latent",
+    "kv_proj": "keys and values together",
+}
+"""Packed layers that stay one matrix, and why."""
+
+
+def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | None, known: Knowledge) -> TensorLayout:
+    """Layout of a 2-D weight that is one or several linear maps.
+
+    Args:
+        owner: name of the layer (`qkv_proj`), or of the tensor itself where it is a bare parameter (`in_proj_weight`).
+        parameter: whether it is a bare parameter, not some layer's `weight`.
+        shape: stored shape.
+        partner: stored shape of the layer beside it (`PARTNERS`), where there is one.
+        known: what the config tells.
+    """
+    orientation, how = _orientation(owner, parameter, shape, partner, known)
+    rows, cols = shape if orientation == "OI" else shape[::-1]
+    packing = _packing(owner, rows, cols, partner, known)
+    why = f"{how}name ends in {owner}"
+    if packing is None:
+        return TensorLayout(Role.LINEAR, f"linear layer, {why}", orientation)
+    if isinstance(packing, str):
+        return TensorLayout(Role.LINEAR, f"linear layer left whole: {packing}; {why}", orientation)
+    blocks = packing.blocks(rows)
+    if blocks is None:
+        expected = packing.words + (f" of {packing.unit} rows each" if packing.unit else "")
+        return TensorLayout(
+            Role.LINEAR, f"linear layer left whole: {expected} do not fit its {rows} rows; {why}", orientation
+        )
+    return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {rows} rows, {why}", orientation, blocks)
+
+
+def _packing(owner: str, rows: int, cols: int, partner: Shape | None, known: Knowledge) -> Packing | str | None:
+    """The packing, a reason to leave a packed layer whole, or None for a layer that packs nothing."""
+    scheme = (known.family.packed or {}).get(owner)
+    if scheme is not None:
+        return scheme.removeprefix("whole: ") if scheme.startswith("whole: ") else SCHEMES[scheme](rows, known.config)
+    if owner in WHOLE:
+        return WHOLE[owner]
+    if owner in QKV:
+        return _attention_packing(owner, rows, cols, known)
+    if owner == "to_kv":
+        return Packing((("k", 1), ("v", 1)), words="k, v (halves)")
+    if RECURRENT.fullmatch(owner):
+        return _recurrent_packing(rows, cols if "_hh_" in owner else partner)
+    if owner in GATED and partner is not None and len(partner) == 2:
+        width = partner[1]  # the columns of down_proj: what it takes in
+        if rows == 2 * width:
+            return SCHEMES[known.family.gate_up](rows, known.config)
+        if owner == "gate_up_proj":
+            return f"its {rows} rows are not twice the {width} inputs of {GATED[owner]}"
+    elif owner == "gate_up_proj":
+        return SCHEMES[known.family.gate_up](rows, known.config)
+    return None
+
+
+def _attention_packing(owner: str, rows: int, cols: int, known: Knowledge) -> Packing | str:
+    if owner != "in_proj_weight" and attention_of(known.config) is not None:
+        packing = SCHEMES["grouped_query"](rows, known.config)
+        if isinstance(packing, Packing) and packing.blocks(rows) is not None:
+            return packing
+    if rows == 3 * cols:
+        return SCHEMES["thirds"](rows, known.config)
+    if owner == "c_attn" and rows == 2 * cols:
+        return Packing((("k", 1), ("v", 1)), words="k, v of cross-attention (halves)")
+    return f"{rows} rows fit neither thirds of 3 x {cols} nor the config's heads"
+
+
+def _recurrent_packing(rows: int, state: int | Shape | None) -> Packing | str | None:
+    """Gates of `nn.LSTM` and `nn.GRU`; the hidden size is the number of columns of `weight_hh`."""
+    hidden = state[1] if isinstance(state, tuple) and len(state) == 2 else state
+    if not isinstance(hidden, int) or rows % hidden or rows // hidden not in (1, *GATES):
+        return "the gates of a recurrent layer do not divide its rows"
+    gates = GATES.get(rows // hidden)
+    if gates is None:
+        return None  # a plain nn.RNN: one matrix
+    return Packing(tuple((g, 1) for g in gates), words=f"gates {', '.join(gates)} of a recurrent layer")
+
+
+def _orientation(
+    owner: str, parameter: bool, shape: Shape, partner: Shape | None, known: Knowledge
+) -> tuple[Orientation, str]:
+    """Orientation, and a phrase on how it was decided (empty for the rule: `nn.Linear`, `O I`)."""
+    if owner in GPT2_NAMES:
+        return _gpt2_orientation(owner, shape, partner, known)
+    if owner in known.family.transposed:
+        return "IO", "stored I x O by this family, "
+    if parameter and TRANSPOSED_PARAMETER.fullmatch(owner):
+        return "IO", "stored I x O (a bare parameter, used as x @ W), "
+    return "OI", ""
+
+
+def _gpt2_orientation(owner: str, shape: Shape, partner: Shape | None, known: Knowledge) -> tuple[Orientation, str]:
+    """`c_attn` and its like: `Conv1D` (`I O`) in GPT-2, `nn.Linear` in GPT-BigCode and open_clip.
+
+    The shape of `c_attn` tells by itself, and speaks for the square `c_proj` beside it.
+    """
+    attention = shape if owner == "c_attn" else partner if owner in ("c_proj", "q_attn") else None
+    if (attention is not None and shape[0] == shape[1]) or owner == "c_attn":
+        for factor in (3, 2):
+            if attention is not None and attention[1] == factor * attention[0]:
+                return "IO", "stored I x O (Conv1D: c_attn is wider than high), "
+            if attention is not None and attention[0] == factor * attention[1]:
+                return "OI", ""
+    if known.listed:
+        return ("IO", "stored I x O (Conv1D), ") if owner in known.family.transposed else ("OI", "")
+    if owner in ("c_fc", "c_proj") and shape[0] != shape[1]:
+        widens = shape[1] > shape[0]
+        if widens == (owner == "c_fc"):
+            return "IO", f"stored I x O (as {shape[0]} x {shape[1]} can only be a Conv1D), "
+        return "OI", ""
+    return "OI", "square, taken as nn.Linear, "

@@ -1,0 +1,169 @@
+"""What a tensor is, by its name and shape: the rules that hold whatever the architecture.
+
+Order of the rules: entries that are not floating point; names of biases and norms; tables of vectors; stacked
+experts; convolutions; linear layers; and for what is left, `vector` (entry by entry), with a reason that says so.
+"""
+
+from __future__ import annotations
+
+import re
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.layout.experts import is_stacked, stacked_layout
+from actmat.layout.fused import GATED, QKV, RECURRENT, TRANSPOSED_PARAMETER, linear_layout
+from actmat.layout.knowledge import Knowledge
+from actmat.layout.types import Role, TensorLayout
+
+__all__ = ["classify", "owner_of"]
+
+# the names that wrap a layer's weight without being part of the layer's name
+_WRAPPERS = frozenset({"base_layer", "parametrizations", "module", "_orig_mod", "original_module"})
+_WEIGHTS = frozenset({"weight", "weight_v", "weight_orig", "original1", "original", "kernel"})
+_MAGNITUDES = frozenset({"weight_g", "original0"})
+
+_NORM = re.compile(
+    r"(?:\w*_)?(?:(?:layer|batch|group|rms|instance|l2)_?)?norm(?:alization)?s?\d*|ln_?\w*|grn|bn\d*", re.I
+)
+_BIAS = re.compile(r"(?:\w*_)?bias(?:es)?(?:_[a-z])?\d*")
+_STATISTICS = re.compile(r"running_(?:mean|var)")
+
+_NOT_A_TABLE = re.compile(
+    r"\w*patch_embed\w*|embed_(?:out|proj|patches)\w*|\w*embeddings?_proj\w*|embedding_hidden_mapping_in|(?:class|bbox|"
+    r"score)_embed|(?:time|timestep|label|cond|value|input|guidance|pooled)_(?:emb|embed|embedding|embedder)|pos_conv_embed"
+)
+_TABLE = re.compile(
+    r"(?:\w*_)?(?:wte|wpe|emb|embeds?|embeddings?|codebooks?|codevectors)|embed_\w+|\w*embed_tokens\w*|tokens_embed|shared|"
+    r"relative_attention_bias|\w*position_bias_table|rel_pos_[hw]"
+)
+_TOKEN = re.compile(
+    r"(?:\w*_)?(?:cls|class|mask|dist|distillation|register|query|reg|prompt)_?tokens?|class_embedding|latents|"
+    r"latent_query|probe|masked_spec_embed|image_newline|pos_embed(?:ding)?s?"
+)
+_INDEXED_TABLE = re.compile(r"embed_tokens|embeddings|input_embeds_layers|codebooks?|emb|word_embeddings")
+
+_HEAD = frozenset(
+    {
+        "lm_head",
+        "embed_out",
+        "score",
+        "classifier",
+        "qa_outputs",
+        "proj_out",
+        "output",
+        "head",
+        "fc",
+        "vocab_projector",
+        "generator_lm_head",
+        "lm_loss",
+        "decoder",
+        "output_projection",
+    }
+)
+_ROUTER = re.compile(r"gate|router|wg|shared_expert_gate")
+_LONGEST_UNNAMED_KERNEL = 16
+
+
+def owner_of(name: str) -> tuple[str, str, bool]:
+    """The layer that a tensor belongs to, the tensor's own name there, and whether an index stands between them.
+
+    `"h.0.attn.c_attn.weight"` -> `("c_attn", "weight", False)`; `"codebooks.3.weight"` -> `("codebooks", "weight",
+    True)`; a bare parameter such as `"attn.in_proj_weight"` is its own layer: `("in_proj_weight", "", False)`.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if len(parts) > 2 and parts[-2] == "weight" and parts[-1] in ("original0", "original1", "original"):
+        del parts[-2]  # a parametrisation: layer.parametrizations.weight.original1
+    leaf = parts[-1]
+    if len(parts) == 1 or not (leaf in _WEIGHTS or leaf in _MAGNITUDES or leaf == "bias"):
+        return leaf, "", False
+    named = [part for part in parts[:-1] if not part.isdigit()]
+    return (named[-1] if named else leaf), leaf, parts[-2].isdigit()
+
+
+def classify(spec: TensorSpec, partner: tuple[int, ...] | None, known: Knowledge) -> TensorLayout:
+    """Layout of one tensor.
+
+    Args:
+        spec: name, shape and dtype.
+        partner: shape of the tensor beside it that helps to read its shape (`fused.PARTNERS`).
+        known: what the config tells about the tensor's tower.
+    """
+    owner, leaf, indexed = owner_of(spec.name)
+    shape = spec.shape
+    if not spec.is_floating:
+        return TensorLayout(Role.BUFFER, _buffer_reason(spec, leaf or owner))
+    if len(shape) <= 1:
+        return _vector_or_token(shape, owner, leaf)
+    if leaf == "bias" or leaf in _MAGNITUDES or (not leaf and _BIAS.fullmatch(owner) and not _is_table(owner)):
+        what = "weight-norm magnitudes" if leaf in _MAGNITUDES else "a bias, or a mask named like one"
+        return TensorLayout(Role.VECTOR, f"{len(shape)}-D, but {what}, by the name {leaf or owner}")
+    if _NORM.fullmatch(owner):
+        return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale of a norm, by the name {owner}")
+    if _is_table(owner) and (len(shape) == 2 or not leaf) and not (indexed and not _INDEXED_TABLE.fullmatch(owner)):
+        return TensorLayout(Role.EMBEDDING, f"table of vectors, by the name {owner}")
+    if is_stacked(spec.name, owner, shape):
+        return stacked_layout(owner, shape, partner, known)
+    if len(shape) >= 3:
+        return _convolution_or_unknown(spec, owner, leaf)
+    if not leaf and not _is_matrix_parameter(owner, known):
+        return TensorLayout(
+            Role.VECTOR, f"2-D parameter named {owner}, of unknown use: entry by entry unless the recipe sets its role"
+        )
+    layout = linear_layout(owner, not leaf, shape, partner, known)
+    return _with_word(layout, owner)
+
+
+def _is_table(owner: str) -> bool:
+    if _TOKEN.fullmatch(owner):
+        return True
+    return _TABLE.fullmatch(owner) is not None and _NOT_A_TABLE.fullmatch(owner) is None
+
+
+def _is_matrix_parameter(owner: str, known: Knowledge) -> bool:
+    """Bare 2-D parameters that are known to be linear maps."""
+    return (
+        owner in QKV
+        or owner in GATED
+        or owner in known.family.transposed
+        or TRANSPOSED_PARAMETER.fullmatch(owner) is not None
+        or RECURRENT.fullmatch(owner) is not None
+        or re.fullmatch(r"[qkv]_proj_weight|(?:gate|up|down)_proj|[wv]\d", owner) is not None
+    )
+
+
+def _vector_or_token(shape: tuple[int, ...], owner: str, leaf: str) -> TensorLayout:
+    if not leaf and shape and _TOKEN.fullmatch(owner):
+        return TensorLayout(Role.EMBEDDING, f"a single token's vector, by the name {owner}")
+    if _STATISTICS.fullmatch(owner):
+        return TensorLayout(Role.VECTOR, f"buffer statistics of a BatchNorm ({owner}), float, so merged like a vector")
+    if not shape:
+        return TensorLayout(Role.VECTOR, "a scalar")
+    kind = "bias" if leaf == "bias" or _BIAS.fullmatch(owner) else "norm" if _NORM.fullmatch(owner) else "parameter"
+    return TensorLayout(Role.VECTOR, f"1-D {kind}")
+
+
+def _convolution_or_unknown(spec: TensorSpec, owner: str, leaf: str) -> TensorLayout:
+    shape = spec.shape
+    by_name = re.search(r"conv|patch_embed", spec.name, re.I) is not None
+    by_shape = len(shape) >= 4 or shape[-1] <= _LONGEST_UNNAMED_KERNEL
+    if leaf and (by_name or by_shape):
+        depthwise = ", depthwise (one input channel per group)" if shape[1] == 1 else ""
+        kernel = " x ".join(map(str, shape[2:]))
+        return TensorLayout(Role.CONVOLUTION, f"{len(shape)}-D weight, kernel {kernel}{depthwise}")
+    return TensorLayout(
+        Role.VECTOR,
+        f"{len(shape)}-D tensor named {owner}, of unknown use: entry by entry unless the recipe sets its role",
+    )
+
+
+def _buffer_reason(spec: TensorSpec, leaf: str) -> str:
+    if len(spec.shape) >= 2 and re.search(r"weight|proj|blocks|scales|qzeros", spec.name):
+        return f"{spec.dtype} entries (packed quantised weights?): copied from the base, not merged"
+    return f"{spec.dtype} entries ({leaf}): copied from the base"
+
+
+def _with_word(layout: TensorLayout, owner: str) -> TensorLayout:
+    """Name output heads and routers in the reason: people look for them in a plan."""
+    word = "output head, " if owner in _HEAD else "router of a mixture, " if _ROUTER.fullmatch(owner) else ""
+    if not word:
+        return layout
+    return TensorLayout(layout.role, word + layout.reason, layout.orientation, layout.blocks)

@@ -1,0 +1,200 @@
+"""How several linear maps are packed into the rows of one tensor.
+
+Every packing met so far has one form: the rows fall into `groups` equal groups (heads, or 1), and each group holds the
+parts in order, part `p` taking `size_p` units of rows. Thirds, grouped queries, heads interleaved as in GPT-NeoX
+and the alternating gate and up of GPT-OSS differ in these numbers only.
+
+A *scheme* turns the config's numbers into a `Packing`, or says in words what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actmat.layout.types import Block
+
+__all__ = ["SCHEMES", "Attention", "Packing", "attention_of", "first_int"]
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """`groups` equal groups of rows, each holding the `parts` (name, size in units) in order.
+
+    Args:
+        parts: names and relative sizes.
+        groups: number of equal groups.
+        unit: rows per unit where the config tells, to be checked against the shape; None: whatever divides.
+        words: how to call it in a reason.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    groups: int = 1
+    unit: int | None = None
+    words: str = ""
+
+    def blocks(self, rows: int) -> tuple[Block, ...] | None:
+        """The blocks of a tensor with this many rows, or None where the packing does not fit them."""
+        per_group = sum(size for _, size in self.parts)
+        unit, rest = divmod(rows, self.groups * per_group)
+        if rest or unit == 0 or (self.unit is not None and self.unit != unit):
+            return None
+        out: list[Block] = []
+        start = 0
+        for name, size in self.parts:
+            out.append(Block(name, start, start + size * unit, self.groups))
+            start += size * unit
+        return tuple(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Head counts and head size of an attention, as the config gives them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def first_int(config: Config, *keys: str) -> int | None:
+    """The first of these entries that is a positive integer."""
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def attention_of(config: Config) -> Attention | None:
+    """Heads, key/value heads and head size under the names that configs use; None where they do not tell."""
+    heads = first_int(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+    hidden = first_int(config, "hidden_size", "n_embd", "d_model", "n_embed", "embed_dim")
+    if heads is None:
+        return None
+    head_dim = first_int(config, "head_dim", "kv_channels", "d_kv")
+    if head_dim is None:
+        if hidden is None or hidden % heads:
+            return None
+        head_dim = hidden // heads
+    nested = config.get("attn_config")
+    kv_heads = first_int(config, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+    if kv_heads is None and isinstance(nested, Mapping):
+        kv_heads = first_int(nested, "kv_n_heads")
+    return Attention(heads, kv_heads or heads, head_dim)
+
+
+Scheme = Callable[[int, Config], Packing | str]
+NO_HEADS = "the config does not tell the number of heads"
+
+
+def _halves(rows: int, config: Config) -> Packing | str:
+    return Packing((("gate", 1), ("up", 1)), words="gate, up (halves)")
+
+
+def _halves_up_first(rows: int, config: Config) -> Packing | str:
+    return Packing((("up", 1), ("gate", 1)), words="up, gate (halves)")
+
+
+def _alternating(rows: int, config: Config) -> Packing | str:
+    return Packing((("gate", 1), ("up", 1)), groups=max(rows // 2, 1), unit=1, words="gate, up (alternating rows)")
+
+
+def _thirds(rows: int, config: Config) -> Packing | str:
+    return Packing((("q", 1), ("k", 1), ("v", 1)), words="q, k, v (thirds)")
+
+
+def _grouped_query(rows: int, config: Config) -> Packing | str:
+    a = attention_of(config)
+    if a is None:
+        return NO_HEADS
+    parts = (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads))
+    return Packing(parts, unit=a.head_dim, words=f"q, k, v ({a.heads} query and {a.kv_heads} key/value heads)")
+
+
+def _per_head(rows: int, config: Config) -> Packing | str:
+    a = attention_of(config)
+    if a is None:
+        return NO_HEADS
+    parts = (("q", 1), ("k", 1), ("v", 1))
+    return Packing(parts, groups=a.heads, unit=a.head_dim, words=f"q, k, v (interleaved in each of {a.heads} heads)")
+
+
+def _per_kv_group(rows: int, config: Config) -> Packing | str:
+    a = attention_of(config)
+    if a is None:
+        return NO_HEADS
+    if a.heads % a.kv_heads:
+        return f"{a.heads} query heads do not divide into {a.kv_heads} key/value groups"
+    words = f"q, k, v ({a.heads // a.kv_heads} query heads, key, value in each of {a.kv_heads} groups)"
+    return Packing((("q", a.heads // a.kv_heads), ("k", 1), ("v", 1)), groups=a.kv_heads, unit=a.head_dim, words=words)
+
+
+def _multi_query(rows: int, config: Config) -> Packing | str:
+    a = attention_of(config)
+    if a is None:
+        return NO_HEADS
+    return Packing((("q", a.heads), ("k", 1), ("v", 1)), unit=a.head_dim, words=f"q, k, v ({a.heads} heads, one key)")
+
+
+def _falcon(rows: int, config: Config) -> Packing | str:
+    if config.get("new_decoder_architecture", False):
+        return _per_kv_group(rows, config)
+    return _multi_query(rows, config) if config.get("multi_query", True) else _per_head(rows, config)
+
+
+def _bigcode(rows: int, config: Config) -> Packing | str:
+    return _multi_query(rows, config) if config.get("multi_query", True) else _per_head(rows, config)
+
+
+def _codegen(rows: int, config: Config) -> Packing | str:
+    # trained with four-way model parallelism; the four shards stayed side by side
+    return Packing((("q", 1), ("v", 1), ("k", 1)), groups=4, words="q, v, k (in each of 4 shards)")
+
+
+def _linear_attention(rows: int, config: Config) -> Packing | str:
+    sizes = _linear_attention_sizes(config)
+    if isinstance(sizes, str):
+        return sizes
+    heads, key, value = sizes
+    return Packing((("q", heads * key), ("k", heads * key), ("v", heads * value)), unit=1, words="q, k, v")
+
+
+def _linear_attention_qkvz(rows: int, config: Config) -> Packing | str:
+    sizes = _linear_attention_sizes(config)
+    if isinstance(sizes, str):
+        return sizes
+    heads, key, value = sizes
+    parts = (("q", key), ("k", key), ("v", value), ("z", value))
+    return Packing(parts, groups=heads, unit=1, words=f"q, k, v, z (interleaved in each of {heads} key heads)")
+
+
+def _linear_attention_sizes(config: Config) -> tuple[int, int, int] | str:
+    """Key heads, and the key and value rows that belong to each of them."""
+    key_heads = first_int(config, "linear_num_key_heads")
+    value_heads = first_int(config, "linear_num_value_heads")
+    key_dim = first_int(config, "linear_key_head_dim")
+    value_dim = first_int(config, "linear_value_head_dim")
+    if key_heads is None or value_heads is None or key_dim is None or value_dim is None:
+        return "the config does not tell the heads of the linear attention"
+    return key_heads, key_dim, value_heads // key_heads * value_dim
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "halves": _halves,
+    "halves_up_first": _halves_up_first,
+    "alternating": _alternating,
+    "thirds": _thirds,
+    "grouped_query": _grouped_query,
+    "per_head": _per_head,
+    "per_kv_group": _per_kv_group,
+    "multi_query": _multi_query,
+    "falcon": _falcon,
+    "bigcode": _bigcode,
+    "codegen": _codegen,
+    "linear_attention": _linear_attention,
+    "linear_attention_qkvz": _linear_attention_qkvz,
+}
+"""Name of a scheme -> function of (rows, config)."""

@@ -1,0 +1,92 @@
+"""From the headers and the config of a checkpoint to the meaning of each of its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.layout.families import FAMILIES, PLAIN, recognise
+from actmat.layout.fused import PARTNERS, RECURRENT
+from actmat.layout.knowledge import Towers, text_config_of
+from actmat.layout.names import classify, owner_of
+from actmat.layout.overrides import apply_overrides
+from actmat.layout.ties import find_ties, is_output_head, ties_embeddings
+from actmat.layout.types import LayoutMap, Role, RoleOverride, TensorLayout
+
+__all__ = ["resolve_layout"]
+
+_NUMBER = re.compile(r"\d+")
+
+Shape = tuple[int, ...]
+
+
+def resolve_layout(
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, overrides: Sequence[RoleOverride] = ()
+) -> LayoutMap:
+    """What every tensor of a checkpoint means: role, orientation, packed blocks, ties; each with its reason.
+
+    The user's overrides come first, then what the config's architecture family is known to do, then names and shapes.
+    No tensor is read. Layers that differ in their numbers only are decided once, so that the cost is linear.
+
+    Args:
+        specs: name -> spec, as in `Checkpoint.specs`.
+        config: parsed `config.json`, or None.
+        overrides: roles set by the recipe; the first whose pattern matches a tensor decides on it.
+
+    Raises:
+        RecipeError: an override matches nothing or does not fit a tensor; all such problems at once.
+    """
+    towers = Towers(config)
+    decided: dict[tuple[str, Shape, str, Shape | None], TensorLayout] = {}
+    layouts: dict[str, TensorLayout] = {}
+    for name, spec in specs.items():
+        partner = _partner_shape(name, specs)
+        key = (_NUMBER.sub("0", name), spec.shape, spec.dtype, partner)
+        if key not in decided:
+            decided[key] = classify(spec, partner, towers.of(name))
+        layouts[name] = decided[key]
+    ties = find_ties(specs, config)
+    _mark_tied_heads(layouts, ties, config)
+    apply_overrides(layouts, specs, overrides)
+    return LayoutMap(layouts, ties, _family(config))
+
+
+def _partner_shape(name: str, specs: Mapping[str, TensorSpec]) -> Shape | None:
+    """Shape of the layer beside this one that settles how its own is to be read (`fused.PARTNERS`)."""
+    owner, _, _ = owner_of(name)
+    candidates = PARTNERS.get(owner, ())
+    if RECURRENT.fullmatch(owner):
+        candidates = (owner.replace("_ih_", "_hh_"),)
+    head, _, tail = name.rpartition(owner)
+    for candidate in candidates:
+        spec = specs.get(f"{head}{candidate}{tail}")
+        if spec is not None and spec.name != name:
+            return spec.shape
+    return None
+
+
+def _mark_tied_heads(
+    layouts: dict[str, TensorLayout], ties: Mapping[str, str], config: Mapping[str, Any] | None
+) -> None:
+    """A tied output head is the token embedding: it takes the role of the table that it shares."""
+    for name, canonical in ties.items():
+        layouts[name] = replace(layouts[canonical], reason=f"tied to {canonical}, merged once")
+    if not ties_embeddings(config):
+        return
+    table_stored = any(layout.role is Role.EMBEDDING for name, layout in layouts.items() if name not in ties)
+    for name, layout in layouts.items():
+        if layout.role is Role.LINEAR and is_output_head(name) and not table_stored:
+            reason = "the config ties it to the token embedding, which is stored under this name only"
+            layouts[name] = TensorLayout(Role.EMBEDDING, reason)
+
+
+def _family(config: Mapping[str, Any] | None) -> str | None:
+    """The architecture family that was recognised, of the whole model or of its language model."""
+    for candidate in (config, text_config_of(config or {})):
+        family = recognise(candidate)
+        if family in FAMILIES or family in PLAIN:
+            return family
+    return None

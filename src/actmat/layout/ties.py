@@ -1,0 +1,173 @@
+"""Which stored tensors are one parameter: output heads tied to token embeddings, and their like.
+
+Most checkpoints store a tied parameter once, and then there is nothing to say. Files that store both names (torch
+files, some converters) get an entry `tied -> canonical`, so that the parameter is merged once. The config decides;
+where it is silent, the family's default does; without a config nothing is taken to be tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
+from typing import Any
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.layout.families import TIED_BY_DEFAULT, recognise
+from actmat.layout.knowledge import text_config_of
+
+__all__ = ["OUTPUT_HEADS", "find_ties", "is_output_head", "tied_partner", "ties_embeddings"]
+
+Config = Mapping[str, Any]
+
+OUTPUT_HEADS = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "cls.predictions.decoder.weight",
+    "predictions.decoder.weight",
+    "lm_head.decoder.weight",
+    "generator_lm_head.weight",
+    "vocab_projector.weight",
+    "proj_out.weight",
+    "output_projection.weight",
+    "pred_layer.proj.weight",
+    "lm_loss.weight",
+    "decoder.weight",
+    "output.weight",
+)
+"""Ends of names of output heads over the vocabulary."""
+
+TOKEN_TABLES = (
+    "shared.weight",
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+    "tokens_embed.weight",
+    "embed_in.weight",
+    "word_embedding.weight",
+    "embeddings.weight",
+    "embedding.weight",
+)
+"""Ends of names of token embeddings."""
+
+_HEAD_BIASES = (
+    ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ("predictions.decoder.bias", "predictions.bias"),
+    ("lm_head.decoder.bias", "lm_head.bias"),
+)
+_SHARED_BY = (
+    "text_encoder.embed_tokens.weight",
+    "text_decoder.embed_tokens.weight",
+    "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight",
+)
+
+# Their encoder and decoder share one embedding whatever `tie_word_embeddings` says: that entry is about the head.
+_T5_LIKE = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop"})
+# All released checkpoints have a head of their own, though transformers 5 writes `tie_word_embeddings: true` for them.
+_HEAD_OF_ITS_OWN = frozenset({"mt5", "umt5"})
+
+
+def ties_embeddings(config: Config | None) -> bool:
+    """Whether the config (or, where it is silent, the family) ties the output head to the token embedding."""
+    if config is None:
+        return False
+    family = recognise(config)
+    if family in _HEAD_OF_ITS_OWN:
+        return False
+    if family in _T5_LIKE and config.get("scale_decoder_outputs") is False:
+        return False  # how transformers 5 records a T5 v1.1, while it always writes tie_word_embeddings: true
+    text = text_config_of(config) or {}
+    for source in (config, text):
+        if isinstance(source.get("tie_word_embeddings"), bool):
+            return bool(source["tie_word_embeddings"])
+    return family in TIED_BY_DEFAULT or recognise(text) in TIED_BY_DEFAULT
+
+
+def find_ties(specs: Mapping[str, TensorSpec], config: Config | None) -> dict[str, str]:
+    """Tied name -> canonical name, for ties of which both names are stored with one shape and dtype."""
+    ties: dict[str, str] = {}
+    stored = _NamesByEnd(specs)
+    for name, spec in specs.items():
+        source = _source(name, stored, config, specs)
+        if source is not None and (specs[source].shape, specs[source].dtype) == (spec.shape, spec.dtype):
+            ties[name] = source
+    # a head tied to `decoder.embed_tokens`, itself tied to `shared`
+    return {name: ties.get(source, source) for name, source in ties.items()}
+
+
+def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str | None:
+    """The stored tensor that holds the values of `name`, when `name` itself is not stored because it is tied.
+
+    For aligning checkpoints of which one stores `lm_head.weight` and another, saved by another tool, does not.
+    """
+    names = list(stored)
+    index = _NamesByEnd([*names, name])
+    source = _source(name, index, config)
+    if source is not None:
+        return source
+    for other in names:  # the other way round: only the head is stored
+        if _source(other, index, config) == name:
+            return other
+    return None
+
+
+def is_output_head(name: str) -> bool:
+    """Whether a name is that of an output head over the vocabulary."""
+    return _end(name, OUTPUT_HEADS) is not None
+
+
+class _NamesByEnd:
+    """Names that end in one of the ends above; everything else in a checkpoint cannot be tied."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.tables: dict[str, list[str]] = {end: [] for end in TOKEN_TABLES}
+        self.biases: set[str] = set()
+        for name in names:
+            end = _end(name, TOKEN_TABLES)
+            if end is not None:
+                self.tables[end].append(name)
+            elif name.endswith(".bias"):
+                self.biases.add(name)
+
+
+def _source(
+    name: str, stored: _NamesByEnd, config: Config | None, specs: Mapping[str, TensorSpec] | None = None
+) -> str | None:
+    """The stored name whose parameter `name` shares, or None. With specs, only tables of the head's shape count."""
+    if config is None:
+        return None
+    shared = _end(name, _SHARED_BY)
+    if shared is not None:
+        if not (ties_embeddings(config) or recognise(config) in _T5_LIKE):
+            return None
+        table = name.removesuffix(shared) + "shared.weight"
+        return table if table in stored.tables["shared.weight"] else None
+    if is_output_head(name):
+        tables = [table for ended in stored.tables.values() for table in ended if table != name]
+        if specs is not None:
+            tables = [table for table in tables if specs[table].shape == specs[name].shape]
+        return _nearest(name, tables) if ties_embeddings(config) else None
+    for end, target in _HEAD_BIASES:
+        if name == end or name.endswith("." + end):
+            bias = name.removesuffix(end) + target
+            return bias if bias in stored.biases and ties_embeddings(config) else None
+    return None
+
+
+def _nearest(head: str, tables: list[str]) -> str | None:
+    """The token table of the same model part: `shared` first, then the longest common path, then the shortest name."""
+
+    def rank(table: str) -> tuple[bool, int, bool, int, str]:
+        pairs = zip(head.split("."), table.split("."), strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return (not table.endswith("shared.weight"), -common, ".encoder." in f".{table}", table.count("."), table)
+
+    return min(tables, key=rank, default=None)
+
+
+def _end(name: str, ends: tuple[str, ...]) -> str | None:
+    for end in ends:
+        if name.endswith(end) and (len(name) == len(end) or name[-len(end) - 1] == "."):
+            return end
+    return None
