@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.average import AVERAGE
+from actmat.methods.breadcrumbs import BREADCRUMBS
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
+from actmat.methods.dare import DARE
+from actmat.methods.della import DELLA
+from actmat.methods.linear import LINEAR
+from actmat.methods.sce import SCE
+from actmat.methods.task_arithmetic import TASK_ARITHMETIC
+from actmat.methods.ties import TIES
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
-METHODS: tuple[MergeMethod, ...] = (AVERAGE,)
+METHODS: tuple[MergeMethod, ...] = (
+    AVERAGE,
+    TASK_ARITHMETIC,
+    LINEAR,
+    TIES,
+    DARE,
+    BREADCRUMBS,
+    DELLA,
+    SCE,
+)
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 
 
