@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.methods.adamerging import ADAMERGING
 from actmat.methods.average import AVERAGE
+from actmat.methods.cat import CAT
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
+from actmat.methods.fisher import FISHER
+from actmat.methods.karcher import KARCHER
+from actmat.methods.model_stock import MODEL_STOCK
+from actmat.methods.nearswap import NEARSWAP
+from actmat.methods.slerp import SLERP
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
-METHODS: tuple[MergeMethod, ...] = (AVERAGE,)
+METHODS: tuple[MergeMethod, ...] = (
+    AVERAGE,
+    SLERP,
+    MODEL_STOCK,
+    KARCHER,
+    NEARSWAP,
+    FISHER,
+    CAT,
+    ADAMERGING,
+)
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 
 
