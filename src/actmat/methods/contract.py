@@ -183,6 +183,7 @@ class MergeMethod:
         preset_of: name of the method of which this is a preset, for the docs.
         stages: two-stage form shared among variants, or None.
         survey: pass over the whole model, or None.
+        max_experts: most experts that the rule is defined for, or None.
     """
 
     name: str
@@ -200,6 +201,7 @@ class MergeMethod:
     preset_of: str | None = None
     stages: Stages | None = None
     survey: Survey | None = None
+    max_experts: int | None = None
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

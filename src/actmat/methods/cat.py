@@ -1,0 +1,97 @@
+"""CAT merging: from every delta, take out the directions in which it disturbs the other tasks most.
+
+W. Sun, Q. Li, Y. Geng, B. Li, "CAT Merging: a training-free approach for resolving conflicts in model merging",
+ICML 2025.  Linear weights only; the paper's masks for norms and biases are another rule.
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` removed directions per task.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+
+__all__ = ["CAT", "merge", "removal_basis"]
+
+_POSITIVE = 1e-5
+"""Eigenvalues below this share of the largest magnitude are rounding (float32): their eigenvectors are arbitrary."""
+
+_APART = 1e-3
+"""Sine of the angle above which directions of two tasks count as different ones."""
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    statistics: Mapping[str, Sequence[Tensor]],
+    rank: Annotated[int, Bounds(0)] = 2,
+    tradeoff: Annotated[float, Bounds(0)] = 1.0,
+) -> Merged:
+    """`D* = sum_i (I - P_i) D_i`, `P_i` the projector on the outputs in which `D_i` harms the other tasks.
+
+    `B_k` holds the `rank` leading eigenvectors (with a positive eigenvalue) of
+    `sum_{i != k} D_i (G_k - tradeoff G_i) D_i^T`: what the other deltas do to the inputs of task k, less what they
+    do to their own. `P_i` projects on the span of all `B_k`, `k != i`, at once, so that the order of the experts
+    does not matter (composing the projections one by one agrees where the bases are orthogonal, as for `T = 2`).
+
+    Args:
+        statistics: `"gram"`, `G_t = E[z z^T]` of the layer's inputs, one `*batch I I` per expert.
+        rank: directions removed per task.
+        tradeoff: weight of a task's own knowledge against the conflict; larger removes less.
+    """
+    grams = statistics["gram"]
+    bases = [removal_basis(deltas, grams, k, rank, tradeoff) for k in range(len(deltas))]
+    out = torch.zeros_like(deltas[0], memory_format=torch.contiguous_format)
+    for i, delta_OI in enumerate(deltas):
+        out.add_(delta_OI)
+        others = [b for k, b in enumerate(bases) if k != i]
+        if not others or rank == 0:
+            continue
+        # The cut drops the zero columns of bases with fewer directions, and directions that two bases share.
+        joint_OR = torch.cat(others, dim=-1)
+        u_OR, s_R, _ = torch.linalg.svd(joint_OR, full_matrices=False)
+        u_OR = u_OR * (s_R > _APART).to(u_OR.dtype).unsqueeze(-2)
+        out.sub_(u_OR @ (u_OR.mT @ delta_OI))
+    removed = sum(int((b.norm(dim=-2) > 0.5).sum()) for b in bases)
+    return Merged(out, {"directions_removed": removed})
+
+
+def removal_basis(deltas: Sequence[Tensor], grams: Sequence[Tensor], task: int, rank: int, tradeoff: float) -> Tensor:
+    """`B_k`, `*batch O R`: orthonormal columns, and zero columns in place of directions that hold no conflict."""
+    n_out = deltas[0].shape[-2]
+    conflict_OO = deltas[0].new_zeros((*deltas[0].shape[:-1], n_out))
+    for i, delta_OI in enumerate(deltas):
+        if i != task:
+            conflict_OO += delta_OI @ (grams[task] - tradeoff * grams[i]) @ delta_OI.mT
+    values, vectors_OO = torch.linalg.eigh((conflict_OO + conflict_OO.mT) / 2)
+    keep = min(rank, n_out)
+    top_R = values[..., n_out - keep :]
+    scale = values.abs().amax(dim=-1, keepdim=True)
+    conflicting_R: Tensor = top_R > _POSITIVE * scale
+    basis_OR: Tensor = vectors_OO[..., n_out - keep :] * conflicting_R.to(values.dtype).unsqueeze(-2)
+    return basis_OR
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    *batch, n_out, n_in = shape
+    rank = min(int(options.get("rank", 2)), n_out)
+    return math.prod(batch) * (2 * n_out * n_in + n_in * n_in + 4 * n_out * n_out + 3 * n_experts * rank * n_out)
+
+
+CAT = MergeMethod(
+    name="cat",
+    merge=merge,
+    acts_on="matrix",
+    summary="Sum of the deltas, each without the output directions in which it disturbs the other tasks' inputs.",
+    equation="D* = sum_i (I - P_i) D_i, B_k = top eigenvectors of sum_{i != k} D_i (G_k - lambda G_i) D_i^T",
+    reference="Sun, Li, Geng, Li, CAT Merging, ICML 2025, arXiv:2505.06977",
+    laws=frozenset({"single", "homogeneous", "odd", "left_orthogonal", "zeros"}),
+    needs_statistics=("gram",),
+    workspace=_workspace,
+    flops="2 T^2 N^3",
+)

@@ -1,0 +1,85 @@
+"""Fisher merging: every entry is averaged with the experts' diagonal Fisher information as weights.
+
+M. Matena, C. Raffel, "Merging models with Fisher-weighted averaging", NeurIPS 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+
+__all__ = ["FISHER", "merge"]
+
+_NOWHERE = 1e-30
+"""Added to every Fisher entry, far below any real one: where no expert has any, all count alike (the mean)."""
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    statistics: Mapping[str, Sequence[Tensor]],
+    weights: Sequence[float] | None = None,
+    floor: Annotated[float, Bounds(0)] = 1e-6,
+    floor_unit: Literal["mean", "absolute"] = "mean",
+    floor_use: Literal["add", "drop"] = "add",
+    normalise: Literal["none", "tensor"] = "none",
+) -> Merged:
+    """`D* = sum_t c_t F_t D_t / sum_t c_t F_t`, entry by entry; `F_t >= 0` the diagonal Fisher of expert t.
+
+    Equal to averaging the weights themselves, because the coefficients of an entry sum to 1. Entries without any
+    Fisher take the mean of the experts (`floor_use="add"`).
+
+    Args:
+        statistics: `"fisher"`, one tensor per expert in the shape of its delta.
+        weights: `c`, one per expert, all 1 unless given. To put whole models on one scale give `1 / |F_t|` here.
+        floor: size of the floor under the Fisher.
+        floor_unit: "mean" takes `floor` times the mean Fisher of that expert's tensor, so that the answer does not
+            depend on the units of the loss; "absolute" takes `floor` as it is.
+        floor_use: "add" adds it to every entry; "drop" keeps the base where the summed Fisher is not above it.
+        normalise: "tensor" divides each expert's Fisher (floor included) by its Euclidean norm over this tensor.
+    """
+    share = [1.0] * len(deltas) if weights is None else list(weights)
+    top: Tensor | None = None
+    threshold = floor if floor_unit == "absolute" else 0.0
+    for delta, fisher, weight in zip(deltas, statistics["fisher"], share, strict=True):
+        own_floor = floor if floor_unit == "absolute" else floor * float(fisher.mean())
+        precision = fisher.to(delta.dtype, copy=True)
+        if floor_use == "add":
+            precision.add_(own_floor + _NOWHERE)
+        if normalise == "tensor":
+            precision.div_(torch.linalg.vector_norm(precision).clamp_min(_NOWHERE))
+        precision.mul_(weight)
+        if floor_unit == "mean":
+            threshold += weight * own_floor
+        if top is None:
+            top, bottom = precision * delta, precision
+        else:
+            top.addcmul_(precision, delta)
+            bottom.add_(precision)
+    assert top is not None, "a merge has at least one expert"
+    if floor_use == "add":
+        return Merged(top.div_(bottom))
+    kept = bottom > threshold
+    value = torch.where(kept, top / bottom.where(kept, 1.0), 0.0)
+    return Merged(value, {"entries_dropped": int(kept.numel() - kept.count_nonzero())})
+
+
+FISHER = MergeMethod(
+    name="fisher",
+    merge=merge,
+    acts_on="tensor",
+    summary="Average of the experts with their diagonal Fisher information as weights.",
+    equation="D* = sum_t F_t D_t / sum_t F_t",
+    reference="Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022",
+    laws=frozenset({"single", "identical", "homogeneous", "odd", "zeros"}),
+    one_pass=True,
+    needs_statistics=("fisher",),
+    workspace=lambda shape, n_experts, options: 5 * math.prod(shape),
+    flops="T N^2",
+)

@@ -1,0 +1,116 @@
+"""Karcher mean: the Riemannian centre of mass of the experts' directions on the unit sphere.
+
+H. Karcher, "Riemannian center of mass and mollifier smoothing", Comm. Pure Appl. Math. 30 (1977).
+
+The iteration never leaves the span of the experts. So it runs on coefficients, with the `T x T` inner products
+standing in for the tensors: two passes over memory instead of several per iteration.
+Shapes: `K` points on the sphere (experts, and the base if asked for), `T` experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+
+__all__ = ["KARCHER", "merge", "sphere_mean"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    base: Tensor,
+    weights: Sequence[float] | None = None,
+    max_iter: Annotated[int, Bounds(1)] = 10,
+    tol: Annotated[float, Bounds(0)] = 1e-5,
+    include_base: bool = False,
+) -> Merged:
+    """`W* = (sum_t a_t |W_t|) u*`, `u* = argmin_u sum_t a_t angle(u, W_t/|W_t|)^2`, `|u| = 1`; `D* = W* - W_0`.
+
+    Args:
+        weights: one per expert, `a` before it is normalised to sum 1 (the base's own weight is their mean).
+        max_iter: most steps of the fixed-point iteration.
+        tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
+        include_base: whether the base is one of the points.
+    """
+    share = [1.0] * len(deltas) if weights is None else list(weights)
+    if sum(share) <= 0:
+        raise ValueError("karcher: the weights must have a positive sum")
+    if len(deltas) == 1 and not include_base:
+        return Merged(deltas[0].clone(memory_format=torch.contiguous_format), {"iterations": 0})
+    basis = [base, *deltas]
+    points_KB = torch.eye(len(basis), dtype=torch.float64)
+    points_KB[:, 0] = 1.0  # W_t = W_0 + D_t in the basis (W_0, D_1, ..., D_T)
+    if include_base:
+        share = [sum(share) / len(share), *share]
+    else:
+        points_KB = points_KB[1:]
+    alpha_K = torch.tensor(share, dtype=torch.float64) / sum(share)
+    gram_KK = points_KB @ inner_products(basis) @ points_KB.mT
+    norm_K = gram_KK.diagonal().clamp_min(0).sqrt()
+
+    valid = norm_K > tol
+    if not bool(valid.any()):  # every tensor is zero, or too small to point anywhere: so is the mean
+        return Merged(weighted_sum([-1.0, *[0.0] * len(deltas)], basis), {"iterations": 0})
+    cosine = gram_KK[valid][:, valid] / torch.outer(norm_K[valid], norm_K[valid])
+    mean, iterations = sphere_mean(cosine.clamp(-1, 1), alpha_K[valid] / alpha_K[valid].sum(), max_iter, tol)
+    on_points_K = torch.zeros_like(norm_K)
+    on_points_K[valid] = float(alpha_K @ norm_K) * mean / norm_K[valid]
+    in_basis_B = on_points_K @ points_KB
+    in_basis_B[0] -= 1.0
+    return Merged(weighted_sum(in_basis_B.tolist(), basis), {"iterations": iterations})
+
+
+def sphere_mean(cosine_KK: Tensor, alpha_K: Tensor, max_iter: int, tol: float) -> tuple[Tensor, int]:
+    """Coefficients of the weighted Karcher mean of unit vectors with these inner products, and the steps taken.
+
+    Fixed-point iteration `m <- exp_m(sum_k a_k log_m(u_k))`, started at the normalised weighted mean (at the first
+    vector where that mean vanishes).
+    """
+    mean_K = alpha_K.clone()
+    length = _length(cosine_KK, mean_K)
+    if length < tol:
+        mean_K, length = torch.zeros_like(alpha_K), 1.0
+        mean_K[0] = 1.0
+    mean_K /= length
+    for step in range(max_iter):
+        dot_K = (cosine_KK @ mean_K).clamp(-1, 1)
+        angle_K = dot_K.acos()
+        # angle / sin(angle) tends to 1 at 0 and has no limit at pi, where the direction of log is not defined
+        away = (angle_K >= tol) & (angle_K.sin() > 0)
+        pull_K = torch.where(away, alpha_K * angle_K / angle_K.sin().where(away, torch.ones(())), 0.0)
+        tangent_K = pull_K - (pull_K @ dot_K) * mean_K
+        length = _length(cosine_KK, tangent_K)
+        if length < tol:
+            return mean_K, step
+        mean_K = math.cos(length) * mean_K + math.sin(length) / length * tangent_K
+        mean_K /= _length(cosine_KK, mean_K)
+    return mean_K, max_iter
+
+
+def _length(cosine_KK: Tensor, vector_K: Tensor) -> float:
+    return math.sqrt(max(0.0, float(vector_K @ cosine_KK @ vector_K)))
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    size = math.prod(shape)
+    return size + 2 * (n_experts + 1) * min(PIECE, max(1, size))
+
+
+KARCHER = MergeMethod(
+    name="karcher",
+    merge=merge,
+    acts_on="tensor",
+    summary="Centre of mass of the experts' weights on the sphere, at their mean norm.",
+    equation="W* = (sum_t a_t |W_t|) argmin_u sum_t a_t angle(u, W_t)^2",
+    reference="Karcher, Riemannian center of mass and mollifier smoothing, CPAM 1977",
+    laws=frozenset({"permutation", "single", "identical", "zeros"}),
+    workspace=_workspace,
+    flops="T^2 N^2",
+)

@@ -1,0 +1,105 @@
+"""Model Stock: how far to go from the base towards the average, told by the angle between the experts.
+
+D.-H. Jang, S. Yun, D. Han, "Model Stock: All we need is just a few fine-tuned models", ECCV 2024.
+Shapes: `T` experts, `N` filters (rows), `I` entries of one filter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+from actmat.methods.contract import Merged, MergeMethod
+
+__all__ = ["MODEL_STOCK", "merge"]
+
+_SINGULAR = 1e-6
+"""`|1 + (T - 1) cos|` below which opposing experts give no finite estimate; the filter then keeps the base."""
+
+
+def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
+    """`D* = t mean(D)`, `t = T c / (1 + (T - 1) c)`, `c` the mean cosine over all pairs of experts.
+
+    Base weights are not needed: interpolating `W_0` and the mean of the `W_t` is scaling the mean delta.
+    A zero delta has cosine 0 with every other. One expert has no pair and is returned as it is.
+
+    Args:
+        filter_wise: one angle per vector along the last axis (an output unit) instead of one per tensor; a
+            one-dimensional tensor is one filter.
+    """
+    if len(deltas) == 1:
+        return Merged(deltas[0].clone(memory_format=torch.contiguous_format), {"cosine": 1.0, "ratio": 1.0})
+    if filter_wise and deltas[0].dim() > 1:
+        return _merge_filters(deltas)
+    cosine = _mean_cosine(inner_products(deltas))
+    ratio = float(_ratio(cosine, len(deltas)))
+    value = weighted_sum([ratio / len(deltas)] * len(deltas), deltas)
+    return Merged(value, {"cosine": float(cosine), "ratio": ratio})
+
+
+def _merge_filters(deltas: Sequence[Tensor]) -> Merged:
+    """The rule for every vector along the last axis by itself; one pass, a few filters at a time."""
+    width = deltas[0].shape[-1]
+    out = torch.empty_like(deltas[0], memory_format=torch.contiguous_format)
+    filters = [d.reshape(-1, width) for d in deltas]
+    into, step = out.view(-1, width), max(1, PIECE // max(1, width))
+    cosine_sum = ratio_sum = 0.0
+    for start in range(0, into.shape[0], step):
+        piece_NTI = torch.stack([f[start : start + step] for f in filters], dim=1).double()
+        cosine_N = _mean_cosine(piece_NTI @ piece_NTI.mT)
+        ratio_N = _ratio(cosine_N, len(deltas))
+        into[start : start + step] = piece_NTI.mean(dim=1) * ratio_N.unsqueeze(-1)
+        cosine_sum += float(cosine_N.sum())
+        ratio_sum += float(ratio_N.sum())
+    count = max(1, into.shape[0])
+    return Merged(out, {"cosine": cosine_sum / count, "ratio": ratio_sum / count})
+
+
+def _mean_cosine(gram: Tensor) -> Tensor:
+    """Mean over pairs `s < t` of the cosine, from inner products `*batch T T`."""
+    count = gram.shape[-1]
+    norm = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    product = norm.unsqueeze(-1) * norm.unsqueeze(-2)
+    cosine = torch.where(product > 0, gram / product, torch.zeros_like(gram)).clamp(-1, 1)
+    return cosine.triu(1).sum((-2, -1)) / (count * (count - 1) / 2)
+
+
+def _ratio(cosine: Tensor, count: int) -> Tensor:
+    """`T c / (1 + (T - 1) c)`, 0 where the denominator vanishes."""
+    denominator = 1 + (count - 1) * cosine
+    safe = torch.where(denominator.abs() < _SINGULAR, torch.full_like(denominator, math.inf), denominator)
+    return count * cosine / safe
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    widest = max(PIECE, shape[-1] if shape else 1)
+    return math.prod(shape) + 4 * n_experts * min(widest, max(1, math.prod(shape)))
+
+
+MODEL_STOCK = MergeMethod(
+    name="model_stock",
+    merge=merge,
+    acts_on="tensor",
+    summary="Mean delta, shrunk towards the base the more the experts disagree in direction.",
+    equation="D* = t mean_t(D_t), t = T c / (1 + (T-1) c), c = mean cosine over pairs of experts",
+    reference="Jang, Yun, Han, Model Stock, ECCV 2024, arXiv:2403.19522",
+    laws=frozenset(
+        {
+            "permutation",
+            "single",
+            "identical",
+            "homogeneous",
+            "odd",
+            "left_orthogonal",
+            "right_orthogonal",
+            "zeros",
+        }
+    ),
+    workspace=_workspace,
+    flops="T^2 N^2",
+)

@@ -1,0 +1,45 @@
+"""NearSwap: follow the expert where it stays near the base, and only a fixed step towards it elsewhere.
+
+alchemonaut, QuartetAnemoi-70B-t0.0001 (model card), 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+from torch import Tensor
+
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+
+__all__ = ["NEARSWAP", "merge"]
+
+
+def merge(deltas: Sequence[Tensor], *, t: Annotated[float, Bounds(0, open_low=True)] = 1e-4) -> Merged:
+    """`W* = W_0 + min(t / |D|, 1) D`, which is the delta clipped to `[-t, t]`.
+
+    Args:
+        t: longest step an entry may take, in units of the weights.
+
+    Raises:
+        ValueError: more than one expert.
+    """
+    if len(deltas) != 1:
+        raise ValueError(f"nearswap: the rule is for the base and one expert, not {len(deltas)} experts")
+    return Merged(deltas[0].clamp(-t, t))
+
+
+NEARSWAP = MergeMethod(
+    name="nearswap",
+    merge=merge,
+    acts_on="elementwise",
+    summary="One expert's delta, each entry clipped to a fixed size.",
+    equation="D* = min(t / |D|, 1) D",
+    reference="alchemonaut, QuartetAnemoi-70B-t0.0001, 2024",
+    laws=frozenset({"odd", "zeros"}),
+    one_pass=True,
+    workspace=lambda shape, n_experts, options: math.prod(shape),
+    flops="N^2",
+    max_experts=1,
+)

@@ -1,0 +1,75 @@
+"""Spherical linear interpolation between two models.
+
+K. Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985, applied to each weight tensor as one vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+
+__all__ = ["SLERP", "merge"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    base: Tensor,
+    t: Annotated[float, Bounds(0, 1)] = 0.5,
+    linear_above: Annotated[float, Bounds(0, 1)] = 0.9995,
+) -> Merged:
+    """`W* = sin((1-t) a)/sin(a) X + sin(t a)/sin(a) Y`, `a` the angle between `X` and `Y`; `D* = W* - W_0`.
+
+    One expert: from the base (`X = W_0`) to it (`Y = W_1`). Two experts: from the first to the second.
+    Where the angle says nothing (|cos| above `linear_above`, or a zero tensor) the interpolation is linear.
+
+    Args:
+        t: position between the ends, 0 = first, 1 = second.
+        linear_above: |cosine| above which the ends count as parallel.
+
+    Raises:
+        ValueError: more than two experts.
+    """
+    if len(deltas) > 2:
+        raise ValueError(f"slerp: a path has two ends, so one expert (with the base) or two, not {len(deltas)}")
+    basis = [base, *deltas]  # W_0, D_1 (, D_2); an end is a row of coordinates in it
+    ends = torch.eye(3, dtype=torch.float64)[:2, : len(basis)] if len(deltas) == 1 else torch.eye(3).double()[1:]
+    ends[:, 0] = 1.0
+    gram = ends @ inner_products(basis) @ ends.mT
+    product = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
+    cosine = max(-1.0, min(1.0, float(gram[0, 1]) / product)) if product > 0 else 1.0
+    linear = abs(cosine) > linear_above
+    if linear:
+        first, second, excess = 1.0 - t, t, 0.0
+    else:
+        angle = math.acos(cosine)
+        first, second = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+        excess = first + second - 1.0
+    shares = [second] if len(deltas) == 1 else [first, second]
+    return Merged(weighted_sum([excess, *shares], basis), {"cosine": cosine, "linear": linear})
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    size = math.prod(shape)
+    return size + 2 * (n_experts + 1) * min(PIECE, max(1, size))
+
+
+SLERP = MergeMethod(
+    name="slerp",
+    merge=merge,
+    acts_on="tensor",
+    summary="Point on the great circle from the base to one expert, or from one expert to another.",
+    equation="W* = [sin((1-t) a) X + sin(t a) Y] / sin(a), cos a = <X, Y> / (|X| |Y|)",
+    reference="Shoemake, Animating rotation with quaternion curves, SIGGRAPH 1985",
+    laws=frozenset({"zeros"}),
+    workspace=_workspace,
+    flops="N^2",
+    max_experts=2,
+)

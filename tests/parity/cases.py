@@ -1,0 +1,168 @@
+"""Which actmat method, with which options, reproduces which official implementation.
+
+`ORACLE_METHODS[oracle] = (method, options)`. Two keys in `options` are not options of the method:
+`weights` (per-expert weights that a recipe would give, cut to the number of experts) and `experts` (how many of the
+stored experts take part).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+GOLDEN = Path(__file__).parent / "golden"
+
+Rule = tuple[str, dict[str, Any]]
+
+_MK_WEIGHTS = {"weights": [0.5, 0.3, 0.4, 0.5]}
+
+ORACLE_METHODS: dict[str, Rule] = {
+    # the authors of the paper
+    "actmat": ("actmat", {}),
+    "tact": ("tact", {"density": 0.5}),
+    "mean": ("average", {}),
+    "sum04": ("task_arithmetic", {"coefficient": 0.4}),
+    "actmat_ties": ("ties", {"density": 0.2}),
+    "actmat_isoc": ("iso_c", {}),
+    "actmat_tsv": ("tsv", {}),
+    "actmat_knots_tsv": ("knots", {"order": "actmat", "rule": "tsv"}),
+    "actmat_knots_isoc": ("knots", {"order": "actmat", "rule": "iso_c"}),
+    "actmat_regmean_d": ("regmean", {}),
+    "actmat_regmean_d_s09": ("regmean", {"offdiagonal": 0.9}),
+    "actmat_regmean_w": ("regmean", {"form": "weight"}),
+    "actmat_regmean_w_s09": ("regmean", {"form": "weight", "offdiagonal": 0.9}),
+    "actmat_fisher": ("fisher", {"floor": 1e-8, "floor_unit": "absolute", "floor_use": "drop"}),
+    "actmat_combine": ("actmat", {}),
+    "actmat_combine_mix": ("actmat", {}),
+    # task singular vectors, isotropic merging, KnOTS
+    "tsv_m": ("tsv", {}),
+    "tsv_m_eigen": ("tsv", {}),
+    "iso_c": ("iso_c", {}),
+    "iso_cts": ("iso_cts", {"common_fraction": 0.8}),
+    "iso_cts_f05": ("iso_cts", {"common_fraction": 0.5}),
+    "knots_ties": ("knots", {"rule": "ties", "density": 0.2}),
+    "knots_ta": ("knots", {"rule": "sum"}),
+    "knots_ties_k60": ("knots", {"rule": "ties", "density": 0.6}),
+    # TIES
+    "ties": ("ties", {"density": 0.2, "trim": "global"}),
+    "ties_k50": ("ties", {"density": 0.5, "trim": "global"}),
+    "ties_sum": ("ties", {"density": 0.2, "trim": "global"}),
+    # WUDI and its closed forms
+    "wudi_300": ("wudi", {"steps": 300}),
+    "wudi_20": ("wudi", {"steps": 20}),
+    "wudi_stationary": ("wudi", {}),
+    "swudi_exp300": ("swudi", {"time": 300.0}),
+    "aswudi": ("aswudi", {}),
+    "wudi_fb_policy": ("wudi", {"steps": 50}),
+    # FusionBench
+    "regmean_fb095": ("regmean", {"offdiagonal": 0.95}),
+    "regmean_fb100": ("regmean", {"offdiagonal": 1.0}),
+    "fisher_fb": ("fisher", {"floor": 1e-6, "floor_unit": "absolute", "normalise": "tensor"}),
+    "fisher_fb_nonorm": ("fisher", {"floor": 1e-6, "floor_unit": "absolute"}),
+    "fisher_fb_coef": (
+        "fisher",
+        {"floor": 1e-6, "floor_unit": "absolute", "normalise": "tensor", "weights": [0.2, 0.5, 0.3, 0.2]},
+    ),
+    # mergekit 0.1.5
+    "mk_linear": ("linear", {**_MK_WEIGHTS}),
+    "mk_linear_raw": ("linear", {"normalize": False, **_MK_WEIGHTS}),
+    "mk_task_arithmetic": ("task_arithmetic", {**_MK_WEIGHTS}),
+    "mk_task_arithmetic_norm": ("task_arithmetic", {"normalize": True, **_MK_WEIGHTS}),
+    "mk_ties": ("ties", {"density": 0.5}),
+    "mk_ties_w": ("ties", {"density": [0.2, 0.4, 0.3], **_MK_WEIGHTS}),
+    "mk_breadcrumbs": ("breadcrumbs", {"density": 0.7, "gamma": 0.1, **_MK_WEIGHTS}),
+    "mk_breadcrumbs_ties": ("breadcrumbs_ties", {"density": 0.7, "gamma": 0.1, **_MK_WEIGHTS}),
+    "mk_breadcrumbs_g01": ("breadcrumbs", {"density": 0.9, "gamma": 0.01, **_MK_WEIGHTS}),
+    "mk_model_stock": ("model_stock", {}),
+    "mk_model_stock_fw": ("model_stock", {"filter_wise": True}),
+    "mk_slerp_03": ("slerp", {"t": 0.3, "experts": 1}),
+    "mk_slerp_05": ("slerp", {"t": 0.5, "experts": 1}),
+    "mk_karcher": ("karcher", {}),
+    "mk_karcher_base": ("karcher", {"include_base": True}),
+    "mk_nearswap": ("nearswap", {"t": 0.01, "experts": 1}),
+    "mk_sce": ("sce", {}),
+    "mk_sce_k05": ("sce", {"density": 0.5}),
+}
+
+_AVERAGE: Rule = ("average", {})
+
+
+def _paper_scope(rule: Rule, ignored: tuple[str, ...] = ()) -> Callable[[str, Tensor], Rule]:
+    """The paper's protocol: matrices that are neither a text projection nor huge; the mean for the rest."""
+
+    def choose(name: str, base: Tensor) -> Rule:
+        skipped = any(part in name for part in ("text_projection", *ignored))
+        return rule if base.dim() == 2 and not skipped and max(base.shape) < 20000 else _AVERAGE
+
+    return choose
+
+
+def _mixed_scope(name: str, base: Tensor) -> Rule:
+    return _paper_scope(("actmat", {}) if "attn" in name else ("iso_c", {}))(name, base)
+
+
+def _wudi_scope(name: str, base: Tensor) -> Rule:
+    excluded = base.dim() != 2 or name == "visual.emb.weight"
+    return _AVERAGE if excluded else ORACLE_METHODS["wudi_fb_policy"]
+
+
+SCOPES: dict[str, Callable[[str, Tensor], Rule]] = {
+    "actmat_combine": _paper_scope(("actmat", {}), ("emb.weight",)),
+    "actmat_combine_mix": _mixed_scope,
+    "tsv_m": _paper_scope(("tsv", {})),
+    "iso_c": _paper_scope(("iso_c", {})),
+    "wudi_fb_policy": _wudi_scope,
+}
+"""Oracle -> which rule acts on which tensor, for the cases called `policy`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden file and how to compare with it; fields as in `index.json`."""
+
+    file: str
+    method: str
+    case: str
+    T: int
+    status: str
+    compare: str
+    tolerance: float | None
+    tolerance64: float | None
+    absolute: bool
+    options: Mapping[str, Any]
+    remark: str
+
+    def __str__(self) -> str:
+        return f"{self.method}-{self.case}"
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Tensor name -> key -> tensor; single-tensor cases use the name `weight`."""
+        out: dict[str, dict[str, Tensor]] = {}
+        for key, value in load_file(GOLDEN / self.file).items():
+            name, _, part = key.rpartition("::")
+            out.setdefault(name or "weight", {})[part] = value
+        return dict(sorted(out.items()))
+
+    def rule(self, name: str, base: Tensor) -> Rule:
+        """Method and options for the tensor called `name`."""
+        if self.case == "policy":
+            return SCOPES[self.method](name, base)
+        return ORACLE_METHODS[self.method]
+
+
+def all_cases() -> list[Case]:
+    """Every case of the index."""
+    return [Case(**entry) for entry in json.loads((GOLDEN / "index.json").read_text())["cases"]]
+
+
+def deltas_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The deltas of one tensor, formed from the factors where only those are stored (exact on the binary grid)."""
+    stacked = tensors["deltas"] if "deltas" in tensors else tensors["b_t"] @ tensors["a_t"]
+    return [d.clone() for d in stacked.to(dtype)]
