@@ -5,10 +5,18 @@ from __future__ import annotations
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.average import AVERAGE
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
+from actmat.methods.iso_c import ISO_C
+from actmat.methods.iso_cts import ISO_CTS
+from actmat.methods.tsv import TSV
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
-METHODS: tuple[MergeMethod, ...] = (AVERAGE,)
+METHODS: tuple[MergeMethod, ...] = (
+    AVERAGE,
+    TSV,
+    ISO_C,
+    ISO_CTS,
+)
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 
 
