@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.methods.ace import ACE
+from actmat.methods.actmat import ACTMAT
+from actmat.methods.actmat_ridge import ACTMAT_RIDGE
 from actmat.methods.adamerging import ADAMERGING
+from actmat.methods.aswudi import ASWUDI
 from actmat.methods.average import AVERAGE
 from actmat.methods.breadcrumbs import BREADCRUMBS
 from actmat.methods.cat import CAT
@@ -11,14 +15,20 @@ from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, 
 from actmat.methods.dare import DARE
 from actmat.methods.della import DELLA
 from actmat.methods.fisher import FISHER
+from actmat.methods.iso_c import ISO_C
+from actmat.methods.iso_cts import ISO_CTS
 from actmat.methods.karcher import KARCHER
 from actmat.methods.linear import LINEAR
 from actmat.methods.model_stock import MODEL_STOCK
 from actmat.methods.nearswap import NEARSWAP
 from actmat.methods.sce import SCE
 from actmat.methods.slerp import SLERP
+from actmat.methods.swudi import SWUDI
+from actmat.methods.tact import TACT
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
+from actmat.methods.tsv import TSV
+from actmat.methods.wudi import WUDI
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
@@ -35,7 +45,17 @@ METHODS: tuple[MergeMethod, ...] = (
     BREADCRUMBS,
     DELLA,
     SCE,
+    ACTMAT,
+    ACTMAT_RIDGE,
+    TACT,
+    ACE,
+    WUDI,
+    SWUDI,
+    ASWUDI,
     CAT,
+    TSV,
+    ISO_C,
+    ISO_CTS,
     FISHER,
     ADAMERGING,
 )
