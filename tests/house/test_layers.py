@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.repository import PACKAGE, Import, imports_of, modules
 
 LAYERS = (
+    "version",
     "errors",
     "linalg",
     "methods",
@@ -39,7 +40,7 @@ def layer_of_import(target: str) -> str | None:
     if head != "actmat":
         return None
     if rest == ["__version__"]:
-        return "errors"  # a constant that a record may carry
+        return "version"  # a constant that a record may carry
     return rest[0] if rest and (rest[0] in LAYERS or (PACKAGE / rest[0]).is_dir()) else "api"
 
 

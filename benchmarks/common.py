@@ -1,0 +1,341 @@
+"""What every benchmark needs: facts of the machine, children measured from outside, medians, result files.
+
+    python -m benchmarks.common            # prints the facts of this machine, writes results/machine.json
+
+Units are in the names: `_s` seconds, `_b` bytes, `_gbps` 1e9 bytes per second, `_gflops` 1e9 operations per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+WORK = HERE / "work"
+RESULTS = HERE / "results"
+SAMPLE_S = 0.020
+GIB = 1 << 30
+
+# Children
+
+
+@dataclass(frozen=True)
+class Run:
+    """One child process, measured from outside.
+
+    Args:
+        wall_s: from start to exit.
+        durable_s: the same, plus what it then took to bring its output to the disk (`fsync`); the fair number
+            when one tool syncs and the other leaves that to the kernel.
+        peak_anonymous_b: largest sum of RssAnon over the process and its descendants, sampled every 20 ms. Pages
+            of files (mapped checkpoints, page cache) are not counted: the kernel can drop them.
+    """
+
+    wall_s: float
+    durable_s: float
+    peak_anonymous_b: int
+
+
+def measure(command: Sequence[str | Path], output: Path | None = None, **environment: str) -> Run:
+    """Run a command to its end.
+
+    Raises:
+        RuntimeError: it failed; the message ends with its last lines.
+    """
+    started = time.perf_counter()
+    child = subprocess.Popen(
+        [str(c) for c in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **environment},
+    )
+    peak = 0
+    done = threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.wait(SAMPLE_S):
+            peak = max(peak, sum(anonymous_bytes(pid) for pid in family(child.pid)))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    said, _ = child.communicate()
+    wall = time.perf_counter() - started
+    done.set()
+    sampler.join()
+    if child.returncode:
+        tail = said.decode(errors="replace")[-3000:]
+        raise RuntimeError(f"exit status {child.returncode} of {' '.join(map(str, command))}\n{tail}")
+    sync(output)
+    return Run(wall, time.perf_counter() - started if output else wall, peak)
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants, as far as they still live."""
+    found = [pid]
+    for parent in found:
+        try:
+            for task in os.listdir(f"/proc/{parent}/task"):
+                found += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def anonymous_bytes(pid: int) -> int:
+    """RssAnon of one process; 0 when it has gone."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return 0
+
+
+def sync(path: Path | None) -> None:
+    """Bring a file, or all files under a directory, to the disk."""
+    if path is None:
+        return
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def alternate(runs: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """Run every entry `repeats` times, in turn, so that a drift of the machine meets all alike."""
+    found: dict[str, list[Run]] = {name: [] for name in runs}
+    for repeat in range(repeats):
+        for name, run in runs.items():
+            os.sync()
+            found[name].append(run())
+            last = found[name][-1]
+            print(f"  {repeat + 1}/{repeats} {name:34} {last.wall_s:8.2f} s {last.peak_anonymous_b / GIB:7.2f} GiB")
+    return found
+
+
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Medians, and every single time."""
+    return {
+        "wall_s": statistics.median(r.wall_s for r in runs),
+        "durable_s": statistics.median(r.durable_s for r in runs),
+        "peak_anonymous_b": int(statistics.median(r.peak_anonymous_b for r in runs)),
+        "all_wall_s": [round(r.wall_s, 4) for r in runs],
+    }
+
+
+def actmat_command(python: str | Path = sys.executable) -> list[str]:
+    """The command line of the library under test, in the given interpreter."""
+    return [str(python), "-c", "import sys; from actmat.cli.main import main; sys.exit(main())"]
+
+
+def fresh(path: Path) -> Path:
+    """The path, with nothing there."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+# Times inside this process
+
+
+def timed(work: Callable[[], object], repeats: int = 3) -> float:
+    """Median seconds of `work()`, after one call that is not counted."""
+    work()
+    return statistics.median(once(work) for _ in range(repeats))
+
+
+def once(work: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+# The machine
+
+
+def machine_facts(folder: Path = WORK, *, size: int = 2048, eigh_size: int = 1024) -> dict[str, Any]:
+    """Rates against which a time can be judged: products, eigendecomposition, disk, page cache."""
+    facts: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_b": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+    for threads in (1, 2):
+        for dtype, name in ((torch.float32, "f32"), (torch.float64, "f64")):
+            facts[f"matmul_{name}_{threads}t_gflops"] = matmul_rate(size, dtype, threads) / 1e9
+            facts[f"eigh_{eigh_size}_{name}_{threads}t_s"] = eigh_time(eigh_size, dtype, threads)
+    return facts | disk_rates(folder)
+
+
+def matmul_rate(size: int, dtype: torch.dtype, threads: int) -> float:
+    """Operations per second of a square product."""
+    with torch_threads(threads):
+        a, b = (torch.rand(size, size, dtype=dtype) for _ in range(2))
+        return 2 * size**3 / timed(lambda: a @ b)
+
+
+def eigh_time(size: int, dtype: torch.dtype, threads: int) -> float:
+    """Seconds of one symmetric eigendecomposition with vectors."""
+    with torch_threads(threads):
+        a = torch.rand(size, size, dtype=dtype)
+        s = a @ a.mT
+        return timed(lambda: torch.linalg.eigh(s), repeats=1 if size > 2000 else 3)
+
+
+def disk_rates(folder: Path, size: int = 1 << 30) -> dict[str, float]:
+    """Bandwidths of the file system that holds `folder`: synced writes, reads past the cache, reads from it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "disk-rate"
+    piece = bytearray(os.urandom(1 << 20)) * 16
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(size // len(piece)):
+                file.write(piece)
+            os.fsync(file.fileno())
+
+    def read() -> None:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+
+    def read_from_disk() -> None:
+        handle = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+        read()
+
+    rates = {
+        "disk_write_synced_gbps": size / timed(write) / 1e9,
+        "disk_read_gbps": size / timed(read_from_disk) / 1e9,
+        "page_cache_read_gbps": size / timed(read) / 1e9,
+    }
+    path.unlink()
+    return rates
+
+
+def floor_seconds(inputs: Iterable[Path], output_bytes: int, folder: Path) -> float:
+    """Reading every input file once and writing so many bytes once, synced: what no merge can be faster than."""
+    piece = bytearray(16 << 20)
+    target = folder / "floor"
+
+    def work() -> None:
+        with target.open("wb", buffering=0) as out:
+            for path in inputs:
+                with path.open("rb", buffering=0) as file:
+                    while file.readinto(piece):
+                        pass
+            left = output_bytes
+            while left:
+                left -= out.write(memoryview(piece)[: min(left, len(piece))])
+            os.fsync(out.fileno())
+
+    seconds = timed(work)
+    target.unlink()
+    return seconds
+
+
+class torch_threads:
+    """So many threads of torch inside the block."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(self.count)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self.before)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+# Results
+
+
+def write_result(name: str, rows: Sequence[dict[str, Any]], **more: Any) -> Path:
+    """`results/NAME.json`: rows of a table, the command that made them, the machine and its load."""
+    RESULTS.mkdir(exist_ok=True)
+    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    result = {
+        "benchmark": name,
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "load_after": round(os.getloadavg()[0], 2),
+        **more,
+        "rows": list(rows),
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    """Rows as a Markdown table."""
+    print("\n" + markdown(rows, columns))
+
+
+def markdown(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    """A Markdown table of some columns; seconds, GiB and ratios with three digits."""
+    lines = ["| " + " | ".join(_title(c) for c in columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(c, row.get(c)) for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _title(column: str) -> str:
+    for suffix, unit in (("_gflops", "GFLOP/s"), ("_gbps", "GB/s"), ("_s", "s"), ("_b", "GiB")):
+        if column.endswith(suffix):
+            return f"{column.removesuffix(suffix).replace('_', ' ')}, {unit}"
+    return column.replace("_", " ")
+
+
+def _cell(column: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if column.endswith("_b"):
+        return f"{value / GIB:.3g}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=WORK, help="on the file system to be measured")
+    facts = machine_facts(parser.parse_args().folder)
+    rows = [{"fact": key, "value": value} for key, value in facts.items()]
+    print(markdown(rows, ["fact", "value"]))
+    print(write_result("machine", rows))
+
+
+if __name__ == "__main__":
+    main()

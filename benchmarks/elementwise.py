@@ -1,0 +1,209 @@
+"""Elementwise merges of a Llama checkpoint: actmat against mergekit, both from files to files.
+
+    python -m benchmarks.elementwise                                            # 1.1 B, average and task arithmetic
+    python -m benchmarks.elementwise --hidden 1024 --intermediate 2816 --layers 18 --methods average ties
+
+mergekit lives in an environment of its own, made with pip on first use (`--mergekit-python` names another one). The
+tools run in turn, `--repeats` times each; times are medians of whole processes, start-up included, inputs in the page
+cache as far as memory allows. mergekit computes in the dtype of its recipe, so it runs twice: bfloat16 (its usual
+setting) and float32 (what actmat computes in). `durable` adds the time until the output is on the disk, which mergekit
+leaves to the kernel. `floor` is reading every input once and writing the output once, synced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from benchmarks.common import (
+    HERE,
+    WORK,
+    actmat_command,
+    alternate,
+    floor_seconds,
+    fresh,
+    markdown,
+    measure,
+    summary,
+    write_result,
+)
+from benchmarks.make_llama import add_size_arguments, make_family, size_from
+
+MERGEKIT = "mergekit==0.1.5"
+COLUMNS = ("method", "tool", "wall_s", "durable_s", "peak_anonymous_b", "times_floor", "largest_difference")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One merge, said to both tools.
+
+    Args:
+        options: of `actmat merge --method NAME`.
+        mergekit: `merge_method` of mergekit.
+        per_model: mergekit's parameters of every expert.
+        overall: mergekit's parameters of the merge.
+        with_base: whether mergekit's rule takes a base model.
+        deterministic: whether both tools must give the same numbers.
+    """
+
+    mergekit: str
+    options: dict[str, Any] = field(default_factory=dict)
+    per_model: dict[str, Any] = field(default_factory=dict)
+    overall: dict[str, Any] = field(default_factory=dict)
+    with_base: bool = True
+    deterministic: bool = True
+
+
+RULES: dict[str, Rule] = {
+    "average": Rule("linear", per_model={"weight": 1.0}, overall={"normalize": True}, with_base=False),
+    "task_arithmetic": Rule(
+        "task_arithmetic", {"scaling": 0.4}, per_model={"weight": 0.4}, overall={"normalize": False}
+    ),
+    "ties": Rule(
+        "ties",
+        {"density": 0.2, "trim": "tensor", "variant": "mergekit"},
+        per_model={"weight": 1.0, "density": 0.2},
+        overall={"normalize": True},
+    ),
+    "breadcrumbs": Rule(
+        "breadcrumbs",
+        {"density": 0.9, "gamma": 0.01, "scaling": 1.0},
+        per_model={"weight": 1.0, "density": 0.9, "gamma": 0.01},
+        overall={"normalize": False},
+    ),
+    "dare": Rule(
+        "dare_linear",
+        {"density": 0.1, "rule": "task_arithmetic", "scaling": 0.4},
+        per_model={"weight": 0.4, "density": 0.1},
+        overall={"normalize": False},
+        deterministic=False,
+    ),
+    "model_stock": Rule("model_stock", {"filter_wise": "false"}, overall={"filter_wise": False}),
+    "karcher": Rule("karcher", {"max_iter": 10}, overall={"max_iter": 10, "tol": 1e-5}, with_base=False),
+}
+
+
+def mergekit_python(given: Path | None) -> Path:
+    """Interpreter of an environment that holds mergekit; made once under `work/mergekit` unless one is given."""
+    if given is not None:
+        return given
+    python = WORK / "mergekit" / "bin" / "python"
+    if not python.exists():
+        print(f"installing {MERGEKIT} into {WORK / 'mergekit'}")
+        torch_version = torch.__version__.partition("+")[0]
+        subprocess.run([sys.executable, "-m", "venv", WORK / "mergekit"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={torch_version}", MERGEKIT], check=True)
+    return python
+
+
+def mergekit_recipe(rule: Rule, base: Path, experts: Sequence[Path], compute: str, out: str) -> dict[str, Any]:
+    """mergekit's configuration (JSON is YAML)."""
+    models: list[dict[str, Any]] = [{"model": str(e), "parameters": rule.per_model} for e in experts]
+    recipe: dict[str, Any] = {"merge_method": rule.mergekit, "models": models, "dtype": compute, "out_dtype": out}
+    if rule.with_base:
+        recipe["base_model"] = str(base)
+    if rule.overall:
+        recipe["parameters"] = rule.overall
+    return recipe
+
+
+def largest_difference(ours: Path, theirs: Path) -> float:
+    """`max over tensors of ||a - b||_F / ||b||_F` of two checkpoints, in float64.
+
+    Raises:
+        RuntimeError: they do not hold the same tensors.
+    """
+    here, there = _places(ours), _places(theirs)
+    if here.keys() != there.keys():
+        raise RuntimeError(f"{ours} and {theirs} hold different tensors: {sorted(here.keys() ^ there.keys())[:5]}")
+    worst = 0.0
+    for name, file in here.items():
+        with safe_open(file, "pt") as a_file, safe_open(there[name], "pt") as b_file:
+            a, b = a_file.get_tensor(name).double(), b_file.get_tensor(name).double()
+        size = float(torch.linalg.vector_norm(b)) or 1.0
+        worst = max(worst, float(torch.linalg.vector_norm(a - b)) / size)
+    return worst
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file)
+    return found
+
+
+def benchmark(name: str, base: Path, experts: Sequence[Path], python: Path, given: argparse.Namespace) -> list[dict]:
+    """Rows of one method."""
+    rule = RULES[name]
+    outputs = {tool: WORK / "out" / f"{name}-{tool}" for tool in ("actmat", "mergekit-bfloat16", "mergekit-float32")}
+    merge = [*actmat_command(), "merge", "--base", base, "--method", name, "--scope", "all", "--dtype", given.dtype]
+    for expert in experts:
+        merge += ["--expert", expert]
+    for option, value in rule.options.items():
+        merge += ["--option", f"{option}={value}"]
+
+    def actmat() -> Any:
+        out = fresh(outputs["actmat"])
+        return measure([*merge, "--quiet", "--out", out], out, PYTHONPATH=str(HERE.parent / "src"))
+
+    def mergekit(compute: str) -> Any:
+        out = fresh(outputs[f"mergekit-{compute}"])
+        recipe = out.with_suffix(".yaml")
+        recipe.write_text(json.dumps(mergekit_recipe(rule, base, experts, compute, given.dtype)))
+        return measure([python, "-m", "mergekit.scripts.run_yaml", recipe, out, "--quiet"], out)
+
+    found = alternate(
+        {
+            "actmat": actmat,
+            "mergekit-bfloat16": lambda: mergekit("bfloat16"),
+            "mergekit-float32": lambda: mergekit("float32"),
+        },
+        given.repeats,
+    )
+    inputs = [f for folder in (base, *experts) for f in sorted(folder.glob("*.safetensors"))]
+    written = sum(f.stat().st_size for f in outputs["actmat"].glob("*.safetensors"))
+    floor = floor_seconds(inputs, written, WORK)
+    rows: list[dict[str, Any]] = []
+    for tool, runs in found.items():
+        row = {"method": name, "tool": tool, **summary(runs)}
+        row["times_floor"] = row["durable_s"] / floor
+        if tool != "actmat" and rule.deterministic:
+            row["largest_difference"] = largest_difference(outputs["actmat"], outputs[tool])
+        rows.append(row)
+    rows.append({"method": name, "tool": "floor", "durable_s": floor, "times_floor": 1.0})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=sorted(RULES), default=["average", "task_arithmetic"])
+    parser.add_argument("--experts", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of inputs and output")
+    parser.add_argument("--mergekit-python", type=Path, help="interpreter of an environment that holds mergekit")
+    parser.add_argument("--name", default="elementwise", help="name of the result file")
+    add_size_arguments(parser)
+    given = parser.parse_args()
+    python = mergekit_python(given.mergekit_python)
+    size = size_from(given)
+    parameters = size.parameters()
+    base, experts = make_family(WORK / f"llama-{parameters / 1e9:.3g}b", size, given.experts, dtype=given.dtype)
+    rows = [row for name in given.methods for row in benchmark(name, base, experts, python, given)]
+    for row in rows:
+        row["parameters"] = parameters
+    print(markdown(rows, COLUMNS))
+    print(write_result(given.name, rows, parameters=parameters, experts=given.experts, columns=COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The matrix rules on random experts: time and agreement with the published formulae, written down naively.
+
+    python -m benchmarks.matrix
+    python -m benchmarks.matrix --experts 4 --shapes 512x512 --methods actmat
+
+`naive` is the formula as published, with the library routines that it suggests: a pseudo-inverse by full SVD for
+ACTMat, full SVDs of every delta for TSV-M and Iso-C; all in float32, on the same tensors, in turn with actmat's own.
+`bound` is what the arithmetic alone would cost at this machine's measured rates: for ACTMat the products `D^T D`,
+`D D^T D` and the last one, and one symmetric eigendecomposition. A Cholesky factorisation, where the cut-off provably
+does nothing, may be faster than this bound.
+
+Deltas are `gaussian` (flat spectra) or `power` (`s_k = k^-1`, random singular vectors). Both sides use the same
+cut-off, `I * eps(float32)`; `difference` is `||ours - naive||_F / ||naive||_F`, and `ours f64`, `naive f64` are the
+distances of both from the same formula in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import eigh_time, markdown, matmul_rate, once, torch_threads, write_result
+
+EPS32 = torch.finfo(torch.float32).eps
+AGREEMENT = 1e-4
+COLUMNS = (
+    "method", "shape", "spectrum", "actmat_s", "naive_s", "ratio", "bound_s", "times_bound",
+    "difference", "actmat_from_f64", "naive_from_f64",
+)  # fmt: skip
+
+
+# The published formulae, as they stand. Shapes: D_t is O x I.
+
+
+def naive_actmat(deltas: Sequence[Tensor]) -> Tensor:
+    """`(sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+`."""
+    second_moment = sum(d.mT @ d for d in deltas)
+    target = sum(d @ (d.mT @ d) for d in deltas)
+    assert isinstance(second_moment, Tensor)
+    return target @ torch.linalg.pinv(second_moment, rtol=second_moment.shape[-1] * EPS32)
+
+
+def naive_ridge(deltas: Sequence[Tensor], ridge: float = 0.1) -> Tensor:
+    """`(sum_t D_t D_t^T D_t) (S + ridge tr(S)/I Id)^-1`, `S = sum_t D_t^T D_t`, by the same pseudo-inverse."""
+    second_moment = sum(d.mT @ d for d in deltas)
+    target = sum(d @ (d.mT @ d) for d in deltas)
+    assert isinstance(second_moment, Tensor)
+    size = second_moment.shape[-1]
+    shift = ridge * second_moment.trace() / size
+    return target @ torch.linalg.pinv(second_moment + shift * torch.eye(size, dtype=second_moment.dtype))
+
+
+def naive_tsv(deltas: Sequence[Tensor]) -> Tensor:
+    """TSV-M: the first `min(O, I) // T` singular triples of every delta; `U`, `V` whitened by their polar factors."""
+    keep = min(deltas[0].shape) // len(deltas)
+    parts = [torch.linalg.svd(d, full_matrices=False) for d in deltas]
+    u = torch.cat([u[:, :keep] for u, _, _ in parts], dim=1)
+    s = torch.cat([s[:keep] for _, s, _ in parts])
+    vh = torch.cat([vh[:keep] for _, _, vh in parts], dim=0)
+    return polar(u) @ torch.diag(s) @ polar(vh)
+
+
+def naive_iso_c(deltas: Sequence[Tensor]) -> Tensor:
+    """Iso-C: `mean(s) U V^T` of the sum."""
+    u, s, vh = torch.linalg.svd(torch.stack(list(deltas)).sum(0), full_matrices=False)
+    return s.mean() * u @ vh
+
+
+def polar(matrix: Tensor) -> Tensor:
+    """Nearest matrix with orthonormal columns or rows, by SVD."""
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ vh
+
+
+NAIVE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    "actmat": naive_actmat,
+    "actmat_ridge": naive_ridge,
+    "tsv": naive_tsv,
+    "iso_c": naive_iso_c,
+}
+
+
+def make_deltas(count: int, rows: int, columns: int, spectrum: str) -> list[Tensor]:
+    """Random deltas of size 1e-2 per entry, with flat or power-law spectra."""
+    generator = torch.Generator().manual_seed(rows * 10007 + columns)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if spectrum == "gaussian":
+        return [normal(rows, columns) * 1e-2 for _ in range(count)]
+    rank = min(rows, columns)
+    values = torch.arange(1, rank + 1, dtype=torch.float32).reciprocal()
+    values *= 1e-2 * (rows * columns) ** 0.5 / torch.linalg.vector_norm(values)
+    return [
+        torch.linalg.qr(normal(rows, rank)).Q * values @ torch.linalg.qr(normal(columns, rank)).Q.mT
+        for _ in range(count)
+    ]
+
+
+def bound_seconds(count: int, rows: int, columns: int, threads: int) -> float:
+    """Products and one eigendecomposition of ACTMat at the machine's rates.
+
+    `S`: `2 O I^2` operations per expert (no use of its symmetry). `D D^T D`: another `2 O I^2` from `D^T D`, or
+    `4 O^2 I` from `D D^T` where `O < I / 2`. Last product and the projection: `2 O I^2` and `2 I^3`.
+    """
+    per_expert = 2 * rows * columns**2 + min(2 * rows * columns**2, 4 * rows**2 * columns)
+    operations = count * per_expert + 2 * rows * columns**2 + 2 * columns**3
+    rate = matmul_rate(2048, torch.float32, threads)
+    return operations / rate + eigh_time(columns, torch.float32, threads)
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error."""
+    return float(
+        torch.linalg.vector_norm(out.double() - expected.double()) / torch.linalg.vector_norm(expected.double())
+    )
+
+
+def benchmark(method: str, shape: tuple[int, int], spectrum: str, given: argparse.Namespace) -> dict[str, Any]:
+    """One row: medians of alternating runs, agreement, bound."""
+    import actmat
+
+    deltas = make_deltas(given.experts, *shape, spectrum)
+    naive = NAIVE[method]
+    answers: dict[str, Tensor] = {}
+    times: dict[str, list[float]] = {"actmat": [], "naive": []}
+
+    def ours() -> None:
+        answers["actmat"] = actmat.merge_matrices(method, deltas)
+
+    def theirs() -> None:
+        answers["naive"] = naive(deltas)
+
+    for _ in range(given.repeats):
+        times["actmat"].append(once(ours))
+        times["naive"].append(once(theirs))
+    middle = {name: statistics.median(all_times) for name, all_times in times.items()}
+    row: dict[str, Any] = {
+        "method": method,
+        "shape": f"{shape[0]}x{shape[1]}",
+        "spectrum": spectrum,
+        "actmat_s": middle["actmat"],
+        "naive_s": middle["naive"],
+        "ratio": middle["naive"] / middle["actmat"],
+        "difference": error(answers["actmat"], answers["naive"]),
+        "all_actmat_s": times["actmat"],
+        "all_naive_s": times["naive"],
+    }
+    if method.startswith("actmat"):
+        row["bound_s"] = bound_seconds(given.experts, *shape, given.threads)
+        row["times_bound"] = middle["actmat"] / row["bound_s"]
+    if given.float64:
+        expected = naive([d.double() for d in deltas])
+        row["actmat_from_f64"] = error(answers["actmat"], expected)
+        row["naive_from_f64"] = error(answers["naive"], expected)
+    row["agrees"] = row["difference"] <= AGREEMENT
+    print(markdown([row], COLUMNS).splitlines()[-1])
+    return row
+
+
+def shape_from(text: str) -> tuple[int, int]:
+    """`4096x1024` -> (4096, 1024): O, then I."""
+    rows, _, columns = text.partition("x")
+    return int(rows), int(columns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=sorted(NAIVE), default=list(NAIVE))
+    parser.add_argument("--shapes", nargs="+", type=shape_from, default=[(1024, 1024), (4096, 1024), (1024, 4096)])
+    parser.add_argument("--spectra", nargs="+", choices=["gaussian", "power"], default=["gaussian", "power"])
+    parser.add_argument("--experts", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--float64", action="store_true", help="also compare both with the formula in float64 (slow)")
+    parser.add_argument("--name", default="matrix", help="name of the result file")
+    given = parser.parse_args()
+    with torch_threads(given.threads):
+        rows = [
+            benchmark(method, shape, spectrum, given)
+            for method in given.methods
+            for shape in given.shapes
+            for spectrum in given.spectra
+        ]
+    print(markdown(rows, COLUMNS))
+    print(write_result(given.name, rows, experts=given.experts, threads=given.threads, columns=COLUMNS))
+    apart = [f"{r['method']} {r['shape']} {r['spectrum']}: {r['difference']:.1e}" for r in rows if not r["agrees"]]
+    if apart:
+        print(f"differ from the published formula by more than {AGREEMENT:g}:\n  " + "\n  ".join(apart))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Is the plan's estimate of peak memory true? Estimate against measured peak, for small and large Llamas.
+
+    python -m benchmarks.memory
+    python -m benchmarks.memory --sizes small --methods average
+
+The peak is of anonymous memory, sampled every 20 ms from outside. `ratio` is measured / estimated: above 1, the plan
+promised too little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import HERE, WORK, actmat_command, fresh, markdown, measure, write_result
+from benchmarks.make_llama import Size, make_family
+
+SIZES = {"small": Size(hidden=1024, intermediate=2816, layers=18), "large": Size()}
+SCOPES = {"average": "all", "actmat": "linear"}
+WORKERS = {1: "one", 2: "two"}
+COLUMNS = ("method", "parameters", "experts", "workers", "estimate_b", "peak_anonymous_b", "ratio", "wall_s")
+SOURCE = str(HERE.parent / "src")
+
+
+def estimate(arguments: list[str | Path], workers: int) -> int:
+    """Peak that `actmat plan --json` announces."""
+    command = [*actmat_command(), "plan", *map(str, arguments), "--json"]
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    return int(json.loads(said)[f"peak_bytes_{WORKERS[workers]}_worker{'s' if workers > 1 else ''}"])
+
+
+def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, Any]:
+    """One merge, foretold and measured."""
+    base, paths = make_family(WORK / f"llama-{size.parameters() / 1e9:.3g}b", size, experts, dtype="bfloat16")
+    arguments: list[str | Path] = ["--base", base, "--method", method, "--scope", SCOPES[method]]
+    for path in paths:
+        arguments += ["--expert", path]
+    out = fresh(WORK / "out" / f"memory-{method}")
+    foretold = estimate(arguments, workers)
+    command = [*actmat_command(), "merge", *arguments, "--out", out, "--threads", str(workers), "--quiet"]
+    run = measure(command, out, PYTHONPATH=SOURCE)
+    return {
+        "method": method,
+        "parameters": f"{size.parameters() / 1e9:.3g} B",
+        "experts": experts,
+        "workers": workers,
+        "estimate_b": foretold,
+        "peak_anonymous_b": run.peak_anonymous_b,
+        "ratio": run.peak_anonymous_b / foretold,
+        "wall_s": run.wall_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["small", "large"])
+    parser.add_argument("--methods", nargs="+", choices=sorted(SCOPES), default=["average", "actmat"])
+    parser.add_argument("--experts", type=int, default=2)
+    parser.add_argument("--workers", nargs="+", type=int, choices=sorted(WORKERS), default=[1, 2])
+    parser.add_argument("--name", default="memory", help="name of the result file")
+    given = parser.parse_args()
+    rows = [
+        benchmark(method, SIZES[size], given.experts, workers)
+        for size in given.sizes
+        for method in given.methods
+        for workers in given.workers
+    ]
+    print(markdown(rows, COLUMNS))
+    print(write_result(given.name, rows, columns=COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
