@@ -46,8 +46,8 @@ def _state(status: os.stat_result) -> _State:
     return _State(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def file_identity(path: Path, etag: str = "") -> FileIdentity:
-    """Identity of a file now. With an `etag` (its content hash) the times say nothing and are left out.
+def file_identity(path: Path) -> FileIdentity:
+    """Identity of a local file now.
 
     Raises:
         CheckpointError: the file is gone or may not be looked at.
@@ -56,8 +56,6 @@ def file_identity(path: Path, etag: str = "") -> FileIdentity:
         status = path.stat()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be looked at: {error.strerror}") from error
-    if etag:
-        return FileIdentity(path.name, status.st_size, etag=etag)
     return FileIdentity(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -78,6 +76,16 @@ class FileReader:
         self._open: dict[str, _Open] = {}  # least recently used first
         self._states: dict[str, _State] = {}
         self._closed = False
+
+    def add(self, label: str, path: Path) -> None:
+        """Make one more file readable."""
+        with self._lock:
+            self._files[label] = path
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def size(self, label: str) -> int:
         """Size of the file in bytes."""

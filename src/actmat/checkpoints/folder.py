@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.header import unique_keys
+from actmat.checkpoints.header import shown, unique_keys
 from actmat.errors import CheckpointError
 
 __all__ = ["join_shards", "member", "read_config", "read_index", "read_json_object"]
@@ -106,17 +106,17 @@ def join_shards(
     for label, shard in shards.items():
         for name, spec in shard.items():
             if name in specs:
-                problems.append(f"tensor {name!r}: in {specs[name].file} and again in {label}")
+                problems.append(f"tensor {shown(name)}: in {specs[name].file} and again in {label}")
             elif weight_map is not None and name not in weight_map:
-                problems.append(f"tensor {name!r}: in {label}, but not in the index")
+                problems.append(f"tensor {shown(name)}: in {label}, but not in the index")
             else:
                 specs[name] = spec
     for name, label in (weight_map or {}).items():
         found = specs.get(name)
         if found is None:
-            problems.append(f"tensor {name!r}: the index says {label}, which does not hold it")
+            problems.append(f"tensor {shown(name)}: the index says {label}, which does not hold it")
         elif found.file != label:
-            problems.append(f"tensor {name!r}: the index says {label}, it is in {found.file}")
+            problems.append(f"tensor {shown(name)}: the index says {label}, it is in {found.file}")
     if problems:
         raise CheckpointError(
             f"{location}: the shards do not agree with each other or with the index. Likely cause: files of two saves "

@@ -19,7 +19,16 @@ from typing import Any, NoReturn
 from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.errors import CheckpointError
 
-__all__ = ["MAX_HEADER_BYTES", "PREFIX_BYTES", "Header", "header_length", "parse_header", "read_header", "unique_keys"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "PREFIX_BYTES",
+    "Header",
+    "header_length",
+    "parse_header",
+    "read_header",
+    "shown",
+    "unique_keys",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 """The cap of the reference implementation."""
@@ -99,7 +108,7 @@ def parse_header(raw: bytes, file_size: int, *, file: str) -> Header:
         try:
             found.append(_tensor(name, entry, data_start, data_size, file))
         except _Problem as problem:
-            problems.append(f"tensor {_shown(name)} in {file}: {problem}")
+            problems.append(f"tensor {shown(name)} in {file}: {problem}")
     found.sort(key=lambda item: item[:2])
     if not problems:  # one bad entry would show up again as a gap where it should have been
         problems.extend(_gaps(found, data_size, file))
@@ -139,7 +148,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key {_shown(key)} twice")
+                raise ValueError(f"the key {shown(key)} twice")
             seen.add(key)
     return out
 
@@ -153,7 +162,7 @@ def _metadata(value: Any, problems: list[str], file: str) -> dict[str, str]:
         problems.append(f"{file}: __metadata__ must be a map of strings, found {type(value).__name__}")
         return {}
     problems.extend(
-        f"{file}: __metadata__ must be a map of strings, found {type(item).__name__} at {_shown(key)}"
+        f"{file}: __metadata__ must be a map of strings, found {type(item).__name__} at {shown(key)}"
         for key, item in value.items()
         if not isinstance(item, str)
     )
@@ -171,19 +180,19 @@ def _tensor(name: str, entry: Any, data_start: int, data_size: int, file: str) -
         raise _Problem("expected exactly dtype, shape and data_offsets")
     code = entry["dtype"]
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
-        raise _Problem(f"dtype {_shown(code)} is not supported; supported: {', '.join(DTYPE_OF_CODE)}")
+        raise _Problem(f"dtype {shown(code)} is not supported; supported: {', '.join(DTYPE_OF_CODE)}")
     dtype, itemsize = DTYPE_OF_CODE[code]
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _is_sizes(shape):
-        raise _Problem(f"shape {_shown(shape)} is not a list of non-negative integers")
+        raise _Problem(f"shape {shown(shape)} is not a list of non-negative integers")
     if not _is_sizes(offsets) or len(offsets) != 2:
-        raise _Problem(f"data_offsets {_shown(offsets)} are not two non-negative integers")
+        raise _Problem(f"data_offsets {shown(offsets)} are not two non-negative integers")
     nbytes = _nbytes(shape, itemsize)
     begin, end = offsets
     if begin > end or end > data_size:
         raise _Problem(f"data_offsets [{begin}, {end}] do not lie in the {data_size} bytes of data. {LIKELY}")
     if end - begin != nbytes:
-        raise _Problem(f"{dtype} {_shown(shape)} takes {nbytes} bytes, data_offsets give it {end - begin}")
+        raise _Problem(f"{dtype} {shown(shape)} takes {nbytes} bytes, data_offsets give it {end - begin}")
     return begin, end, TensorSpec(name, tuple(shape), dtype, file, data_start + begin)
 
 
@@ -198,7 +207,7 @@ def _nbytes(shape: list[int], itemsize: int) -> int:
     for size in shape:
         total *= size or 1
         if total > MAX_BYTES:
-            raise _Problem(f"shape {_shown(shape)} overflows 63 bits")
+            raise _Problem(f"shape {shown(shape)} overflows 63 bits")
     return 0 if 0 in shape else total
 
 
@@ -208,16 +217,16 @@ def _gaps(found: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -
     reached, before = 0, "the start of the data"
     for begin, end, spec in found:
         if begin < reached:
-            problems.append(f"tensor {_shown(spec.name)} in {file}: overlaps {before} by {reached - begin} bytes")
+            problems.append(f"tensor {shown(spec.name)} in {file}: overlaps {before} by {reached - begin} bytes")
         elif begin > reached:
-            problems.append(f"tensor {_shown(spec.name)} in {file}: {begin - reached} unused bytes before it")
-        reached, before = max(reached, end), f"tensor {_shown(spec.name)}"
+            problems.append(f"tensor {shown(spec.name)} in {file}: {begin - reached} unused bytes before it")
+        reached, before = max(reached, end), f"tensor {shown(spec.name)}"
     if reached != data_size:
         problems.append(f"{file}: {data_size - reached} bytes of data follow the last tensor; the format forbids that")
     return problems
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """`repr`, cut: a hostile name must not flood the terminal."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:120]}..."

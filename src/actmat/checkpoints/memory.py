@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import DTYPES, Checkpoint, FileIdentity, TensorSpec
@@ -21,8 +22,8 @@ NAME_OF_DTYPE = {dtype: name for name, (dtype, _) in DTYPES.items()}
 class MemoryCheckpoint(Checkpoint):
     """Tensors of a mapping, read from where they are (copied to the CPU when read, never before).
 
-    The tensors must not be written to while the checkpoint is in use. Their names alone are held: parameters are
-    read as plain tensors.
+    The tensors are held, not copied, and must not be written to while the checkpoint is in use. Parameters are read as
+    plain tensors.
 
     Args:
         tensors: name -> strided tensor of a known dtype on any device; strides may be anything.
@@ -96,7 +97,7 @@ def _fault(name: Any, value: Any) -> str:
         return f"the name is of type {type(name).__name__}, expected str"
     if not isinstance(value, Tensor):
         return f"is of type {type(value).__name__}, expected a tensor"
-    if str(value.layout) != "torch.strided":
+    if value.layout is not torch.strided:
         return f"has layout {value.layout}, expected a dense tensor"
     if value.is_meta:
         return "is on the meta device and has no data"

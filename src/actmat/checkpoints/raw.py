@@ -1,7 +1,6 @@
 """Tensors as bytes: views of a tensor's memory, tensors to read into, and bounds of a read.
 
-The stored formats are little-endian and so is the memory of every platform that torch is built for today; a
-big-endian host is refused where a file is opened, not silently misread.
+Bytes are little-endian, as stored and as in memory; the header parser refuses to run on a big-endian machine.
 """
 
 from __future__ import annotations

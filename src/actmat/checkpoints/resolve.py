@@ -14,29 +14,16 @@ from pathlib import Path
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.formats import ADAPTER_WEIGHTS, TORCH_SUFFIXES, foreign_format, weight_format
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.safetensors import open_safetensors
-from actmat.checkpoints.torch_files import BIN_INDEX_NAME, TORCH_SUFFIXES, open_torch_files
+from actmat.checkpoints.torch_files import open_torch_files
 from actmat.errors import CheckpointError, did_you_mean
 
 __all__ = ["HUB_ID", "open_checkpoint", "quantisation_problems"]
 
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-
-FOREIGN = {
-    ".gguf": "a GGUF file: quantised or laid out for llama.cpp",
-    ".ggml": "a GGML file: quantised or laid out for llama.cpp",
-    ".h5": "a TensorFlow checkpoint",
-    ".msgpack": "a Flax checkpoint",
-    ".ckpt.index": "a TensorFlow checkpoint",
-    ".onnx": "an ONNX graph",
-    ".npz": "a NumPy archive",
-    ".tflite": "a TensorFlow Lite graph",
-}
-"""Endings of weight files of other formats -> what they are."""
-
-CONVERT = "Fix: load it with its own library and save it as safetensors (save_pretrained)."
 
 
 def open_checkpoint(
@@ -59,55 +46,45 @@ def open_checkpoint(
     if not text or "\0" in text:
         raise CheckpointError(f"expected a folder, a weight file or a hub id, found {text!r}")
     path = Path(text).expanduser()
-    if path.is_dir():
-        return _open_folder(path, text)
-    if path.exists():
-        return _open_file(path, text)
-    raise _not_found(path, text)
+    hub_id = HUB_ID.fullmatch(text) if isinstance(location, str) else None
+    if hub_id is None or not hub_id["scheme"]:
+        if path.is_dir():
+            return _open_folder(path, text)
+        if path.exists():
+            return _open_file(path, text)
+        if hub_id is None or _means_a_path(path):
+            raise _not_found(path, text)
+    from actmat.checkpoints.hub import open_hub
+
+    return open_hub(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir)
 
 
 def _open_folder(path: Path, text: str) -> Checkpoint:
-    names = sorted(entry.name for entry in path.iterdir())
-    has_safetensors = any(n.endswith(".safetensors") and n != "adapter_model.safetensors" for n in names)
-    if "adapter_config.json" in names and not (has_safetensors or "config.json" in names):
-        raise CheckpointError(
-            f"{text}: expected a full checkpoint, found a PEFT adapter (adapter_config.json). Fix: give it where an "
-            "adapter is accepted, or fold it into its base first (PeftModel.merge_and_unload, save_pretrained)."
-        )
-    if has_safetensors or "model.safetensors.index.json" in names:
+    names = [entry.name for entry in path.iterdir()]
+    if weight_format(names, text) == "safetensors":
         return open_safetensors(path, text)
-    if BIN_INDEX_NAME in names or any(n.endswith(TORCH_SUFFIXES) for n in names):
-        return open_torch_files(path, text)
-    foreign = [f"{n} is {_foreign(n)}" for n in names if _foreign(n)]
-    if foreign:
-        raise CheckpointError(f"{text}: no weights in a supported format: {'; '.join(foreign[:3])}. {CONVERT}")
-    inside = [n for n in names if (path / n).is_dir() and any((path / n).glob("*.safetensors"))]
-    hint = f" Did you mean '{path / inside[0]}'?" if inside else ""
-    raise CheckpointError(
-        f"{text}: expected weights (*.safetensors, pytorch_model.bin, *.pt, *.pth), found "
-        f"{', '.join(names[:6]) or 'an empty folder'}{', ...' if len(names) > 6 else ''}.{hint} "
-        "Likely cause: the wrong folder, or a download of the config alone."
-    )
+    return open_torch_files(path, text)
 
 
 def _open_file(path: Path, text: str) -> Checkpoint:
     name = path.name
-    if name == "adapter_model.safetensors":
+    if name in ADAPTER_WEIGHTS:
         raise CheckpointError(f"{text}: expected a full checkpoint, found the weights of a PEFT adapter")
     if name.endswith((".safetensors", ".safetensors.index.json")):
         return open_safetensors(path, text)
     if name.endswith((*TORCH_SUFFIXES, ".bin.index.json")):
         return open_torch_files(path, text)
-    foreign = _foreign(name)
-    if foreign:
-        raise CheckpointError(f"{text}: is {foreign}, which cannot be merged. {CONVERT}")
+    foreign = foreign_format(name)
+    found = f"{foreign}, which is not read" if foreign else f"'{name}'"
     raise CheckpointError(
-        f"{text}: expected a .safetensors, {', '.join(TORCH_SUFFIXES)} or .index.json file, found '{name}'"
+        f"{text}: expected a file ending in .safetensors, {', '.join(TORCH_SUFFIXES)} or .index.json, found {found}. "
+        "Fix: load it with its own library and save it as safetensors."
     )
 
 
-def _foreign(name: str) -> str:
-    return next((what for suffix, what in FOREIGN.items() if name.endswith(suffix)), "")
+def _means_a_path(path: Path) -> bool:
+    """Whether a missing `a/b` is a path that was misspelt and no hub id: its parent is a folder that exists."""
+    return path.parent != Path() and path.parent.is_dir()
 
 
 def _not_found(path: Path, text: str) -> CheckpointError:

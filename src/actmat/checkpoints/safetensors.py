@@ -26,15 +26,15 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import join_shards, member, read_config, read_index
+from actmat.checkpoints.formats import ADAPTER_WEIGHTS
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.errors import CheckpointError
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "SafetensorsCheckpoint", "open_safetensors"]
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "SafetensorsCheckpoint", "open_safetensors", "unindexed_files"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-ADAPTER_NAME = "adapter_model.safetensors"
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
@@ -128,7 +128,11 @@ def open_safetensors(path: Path, location: str | None = None) -> SafetensorsChec
                 f"two saves into one folder. Fix: remove the older one, or give the path of the one you mean."
             )
         return checkpoint
-    names = [SINGLE_NAME] if (path / SINGLE_NAME).exists() else _unindexed(path, location)
+    names = (
+        [SINGLE_NAME]
+        if (path / SINGLE_NAME).exists()
+        else unindexed_files((entry.name for entry in path.iterdir()), location)
+    )
     return SafetensorsCheckpoint(location, {name: member(path, name) for name in names}, path)
 
 
@@ -147,9 +151,13 @@ def _open_index(index: Path, location: str) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(location, files, folder, weight_map)
 
 
-def _unindexed(folder: Path, location: str) -> list[str]:
-    """Names of the weight files of a folder without index and without `model.safetensors`."""
-    names = sorted(p.name for p in folder.glob("*.safetensors") if p.name != ADAPTER_NAME)
+def unindexed_files(names: Iterable[str], location: str) -> list[str]:
+    """Weight files of a folder without index and without `model.safetensors`, given the names in it.
+
+    Raises:
+        CheckpointError: none, or several that are not one complete numbered set.
+    """
+    names = sorted(n for n in names if n.endswith(".safetensors") and n not in ADAPTER_WEIGHTS)
     if len(names) == 1:
         return names
     if not names:

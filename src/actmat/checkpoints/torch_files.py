@@ -14,7 +14,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -26,16 +26,15 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import join_shards, member, read_config, read_index
+from actmat.checkpoints.formats import NOT_WEIGHTS, TORCH_SUFFIXES
 from actmat.checkpoints.memory import shared_storage, tensor_specs
 from actmat.checkpoints.raw import check_range, copy_range, empty_tensor, find_spec
 from actmat.errors import CheckpointError
 
-__all__ = ["BIN_INDEX_NAME", "BIN_NAME", "TORCH_SUFFIXES", "TorchCheckpoint", "open_torch_files"]
+__all__ = ["BIN_INDEX_NAME", "BIN_NAME", "TorchCheckpoint", "choose_torch_file", "open_torch_files"]
 
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
-TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth", "scaler.pt")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts put the state dict."""
 
@@ -140,22 +139,35 @@ def open_torch_files(path: Path, location: str | None = None) -> TorchCheckpoint
         CheckpointError: nothing usable there, several candidates, or files that cannot be used.
     """
     location = str(path) if location is None else location
-    if path.is_dir() and (path / BIN_INDEX_NAME).is_file():
-        path = path / BIN_INDEX_NAME
+    if path.is_dir():
+        path = path / choose_torch_file((entry.name for entry in path.iterdir()), location)
+        directory: Path | None = path.parent
+    else:
+        directory = path.parent if path.name.endswith(".index.json") else None
     if path.name.endswith(".index.json"):
         weight_map = read_index(path)
         names = sorted(set(weight_map.values()))
-        return TorchCheckpoint(location, {n: member(path.parent, n) for n in names}, path.parent, weight_map)
-    if not path.is_dir():
-        return TorchCheckpoint(location, {path.name: path})
-    found = sorted(p.name for p in path.iterdir() if p.name.endswith(TORCH_SUFFIXES) and p.name not in NOT_WEIGHTS)
-    names = [BIN_NAME] if BIN_NAME in found else found
-    if len(names) != 1:
+        return TorchCheckpoint(location, {n: member(path.parent, n) for n in names}, directory, weight_map)
+    file = path if directory is None else member(directory, path.name)
+    return TorchCheckpoint(location, {path.name: file}, directory)
+
+
+def choose_torch_file(names: Iterable[str], location: str) -> str:
+    """The index, else `pytorch_model.bin`, else the only torch file among the names of a folder.
+
+    Raises:
+        CheckpointError: none, or several candidates.
+    """
+    found = sorted(n for n in names if n.endswith((*TORCH_SUFFIXES, ".bin.index.json")) and n not in NOT_WEIGHTS)
+    for name in (BIN_INDEX_NAME, BIN_NAME):
+        if name in found:
+            return name
+    if len(found) != 1:
         raise CheckpointError(
             f"{location}: expected {BIN_INDEX_NAME}, {BIN_NAME} or one torch file, found "
-            f"{', '.join(names[:8]) or 'none'}. Fix: give the path of the file that holds the weights."
+            f"{', '.join(found[:8]) or 'none'}. Fix: give the path of the file that holds the weights."
         )
-    return TorchCheckpoint(location, {names[0]: member(path, names[0])}, path)
+    return found[0]
 
 
 def _load(path: Path, label: str, location: str) -> Mapping[Any, Any]:

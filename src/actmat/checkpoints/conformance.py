@@ -1,0 +1,176 @@
+"""The test-suite of the `Checkpoint` contract, shipped so that a new kind of checkpoint can be held to it.
+
+Subclass `CheckpointConformance` in a test file and say how to store tensors:
+
+    class TestMyCheckpoint(CheckpointConformance):
+        def store(self, tensors, folder):
+            return MyCheckpoint(write_somewhere(tensors, folder))
+
+Every `test_*` method stores its own tensors in an empty folder and checks one clause of the contract by plain
+assertions. No test framework is imported; a runner supplies `tmp_path` (pytest does).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import DTYPES, Checkpoint
+from actmat.checkpoints.raw import raw_bytes
+from actmat.errors import CheckpointError
+
+__all__ = ["CheckpointConformance", "conformance_tensors"]
+
+
+def conformance_tensors() -> dict[str, Tensor]:
+    """Tensors that every kind of checkpoint must hold: all common dtypes, no entries, one entry, many."""
+    generator = torch.Generator().manual_seed(11)
+    tensors = {
+        f"{name}.weight": (torch.randint(0, 2, (5, 16), dtype=torch.uint8, generator=generator)).to(dtype)
+        for name, (dtype, _) in DTYPES.items()
+        if not name.startswith(("float8", "uint16", "uint32", "uint64"))
+    }
+    tensors["noise.weight"] = torch.randn(33, 65, generator=generator)
+    tensors["layer.bias"] = torch.randn(7, generator=generator).to(torch.bfloat16)
+    tensors["scalar"] = torch.tensor(2.5)
+    tensors["empty"] = torch.empty(0, 4)
+    tensors["special"] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42])
+    return tensors
+
+
+class CheckpointConformance(abc.ABC):
+    """One method per clause of `Checkpoint`."""
+
+    @abc.abstractmethod
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        """Store the tensors (in the empty folder, if files are needed) and open them."""
+
+    def test_specs_tell_names_shapes_dtypes_and_sizes(self, tmp_path: Path) -> None:
+        """`specs` lists every tensor and nothing else."""
+        tensors = conformance_tensors()
+        with self.store(tensors, tmp_path) as checkpoint:
+            assert set(checkpoint.specs) == set(tensors), "specs list other names than were stored"
+            for name, tensor in tensors.items():
+                spec = checkpoint.specs[name]
+                assert spec.name == name, f"spec of {name!r} is called {spec.name!r}"
+                assert spec.shape == tuple(tensor.shape), f"{name!r}: shape {spec.shape}, stored {tuple(tensor.shape)}"
+                assert DTYPES[spec.dtype][0] == tensor.dtype, f"{name!r}: dtype {spec.dtype}, stored {tensor.dtype}"
+                assert spec.nbytes == tensor.numel() * tensor.itemsize, f"{name!r}: wrong number of bytes"
+
+    def test_specs_are_in_storage_order(self, tmp_path: Path) -> None:
+        """Reading in the order of `specs` reads every file once, from front to back."""
+        with self.store(conformance_tensors(), tmp_path) as checkpoint:
+            files = [spec.file for spec in checkpoint.specs.values()]
+            visits = [file for i, file in enumerate(files) if i == 0 or files[i - 1] != file]
+            assert len(visits) == len(set(visits)), f"files are visited more than once: {visits}"
+            places = [(visits.index(spec.file), spec.offset) for spec in checkpoint.specs.values()]
+            assert places == sorted(places), "offsets go back within a file"
+
+    def test_read_returns_the_stored_bytes(self, tmp_path: Path) -> None:
+        """`read` gives shape, dtype and every bit back, contiguous, on the CPU."""
+        tensors = conformance_tensors()
+        with self.store(tensors, tmp_path) as checkpoint:
+            for name, tensor in tensors.items():
+                found = checkpoint.read(name)
+                assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), f"{name!r} has another form"
+                assert found.is_contiguous(), f"{name!r} is not contiguous"
+                assert found.device.type == "cpu", f"{name!r} is on {found.device}"
+                assert raw_bytes(found) == raw_bytes(tensor), f"{name!r} has other bytes"
+
+    def test_read_gives_memory_of_its_own(self, tmp_path: Path) -> None:
+        """Writing to what `read` returned changes nothing that is read later, and outlives `close`."""
+        stored = torch.arange(100.0)
+        with self.store({"w": stored.clone()}, tmp_path) as checkpoint:
+            checkpoint.read("w").zero_()
+            again = checkpoint.read("w")
+        assert torch.equal(again, stored), "a write to a tensor that was read shows up in the next read"
+
+    def test_read_into_fills_any_range(self, tmp_path: Path) -> None:
+        """`read_into` fills exactly the buffer, from any byte, aligned to entries or not."""
+        stored = torch.randn(37, 11, generator=torch.Generator().manual_seed(3))
+        expected = bytes(raw_bytes(stored))
+        with self.store({"w": stored, "behind": torch.ones(9)}, tmp_path) as checkpoint:
+            size = len(expected)
+            for start, length in (
+                (0, size),
+                (0, 1),
+                (3, 50),
+                (44, 44),
+                (size - 1, 1),
+                (size, 0),
+                (0, 0),
+                (1, size - 1),
+            ):
+                out = bytearray(b"\xaa" * (length + 2))
+                checkpoint.read_into("w", start, memoryview(out)[1 : 1 + length])
+                assert out[1 : 1 + length] == expected[start : start + length], f"bytes at {start} + {length} differ"
+                assert (out[0], out[-1]) == (0xAA, 0xAA), "bytes outside the buffer were written"
+
+    def test_read_into_refuses_what_it_cannot_fill(self, tmp_path: Path) -> None:
+        """A range outside the tensor and a buffer that is not plain writable bytes are `ValueError`s."""
+        with self.store({"w": torch.ones(4), "behind": torch.ones(9)}, tmp_path) as checkpoint:
+            cases = (
+                (1, memoryview(bytearray(16))),
+                (-1, memoryview(bytearray(4))),
+                (17, memoryview(bytearray())),
+                (0, memoryview(bytes(4))),
+                (0, memoryview(bytearray(8)).cast("f")),
+                (0, memoryview(bytearray(8))[::2]),
+            )
+            for start, out in cases:
+                what = f"read_into from byte {start} into a buffer of {out.nbytes} bytes"
+                _refusal(ValueError, what, checkpoint.read_into, "w", start, out)
+
+    def test_an_unknown_name_is_refused_with_the_near_one(self, tmp_path: Path) -> None:
+        """Reading a tensor that does not exist is a `CheckpointError`."""
+        with self.store({"model.weight": torch.ones(4)}, tmp_path) as checkpoint:
+            reading = _refusal(CheckpointError, "read of a name that does not exist", checkpoint.read, "model.weigth")
+            buffer = memoryview(bytearray())
+            into = _refusal(CheckpointError, "read_into of no tensor", checkpoint.read_into, "model.weigth", 0, buffer)
+            assert "'model.weight'" in reading, f"read does not offer the near name: {reading}"
+            assert "'model.weight'" in into, f"read_into does not offer the near name: {into}"
+
+    def test_prefetch_never_fails(self, tmp_path: Path) -> None:
+        """`prefetch` is a hint: any names, also after `close`."""
+        checkpoint = self.store(conformance_tensors(), tmp_path)
+        checkpoint.prefetch(["noise.weight", "empty", "no such tensor"])
+        checkpoint.close()
+        checkpoint.prefetch(["noise.weight"])
+
+    def test_threads_may_read_at_once(self, tmp_path: Path) -> None:
+        """Reads from many threads give every thread its own tensor."""
+        tensors = {f"t{i}": torch.full((257,), float(i)) for i in range(16)}
+        with self.store(tensors, tmp_path) as checkpoint, ThreadPoolExecutor(8) as pool:
+            names = list(tensors) * 6
+            for name, found in zip(names, pool.map(checkpoint.read, names), strict=True):
+                assert torch.equal(found, tensors[name]), f"{name!r} was mixed up"
+
+    def test_identity_is_stable_and_reads_nothing(self, tmp_path: Path) -> None:
+        """`identity` is the same before and after reading and for a second opening."""
+        with self.store({"w": torch.ones(4)}, tmp_path) as checkpoint:
+            before = checkpoint.identity()
+            checkpoint.read("w")
+            assert checkpoint.identity() == before, "reading changed the identity"
+
+    def test_close_ends_reading_and_may_be_called_twice(self, tmp_path: Path) -> None:
+        """After `close` a read raises `ValueError`, as a closed file does; specs stay."""
+        checkpoint = self.store({"w": torch.ones(4)}, tmp_path)
+        checkpoint.close()
+        checkpoint.close()
+        assert set(checkpoint.specs) == {"w"}, "specs are gone after close"
+        _refusal(ValueError, "read after close", checkpoint.read, "w")
+        _refusal(ValueError, "read_into after close", checkpoint.read_into, "w", 0, memoryview(bytearray(16)))
+
+
+def _refusal(kind: type[Exception], what: str, call: Callable[..., object], *arguments: object) -> str:
+    """Message of the error of that kind which the call must raise."""
+    try:
+        call(*arguments)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind.__name__}, nothing was raised: {what}")

@@ -1,0 +1,106 @@
+"""Every kind of checkpoint against the shipped conformance suite."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.hub import hub_stand_in
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.conformance import CheckpointConformance
+from actmat.checkpoints.counting import CountingCheckpoint
+from actmat.checkpoints.hub import open_hub
+from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.safetensors import open_safetensors
+from actmat.checkpoints.torch_files import open_torch_files
+
+
+class TestSingleSafetensorsFile(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return open_safetensors(folder)
+
+
+class TestShardedSafetensors(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        save_sharded(tensors, folder, shards=min(3, len(tensors)))
+        return open_safetensors(folder)
+
+
+class TestTorchFile(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        torch.save(dict(tensors), folder / "pytorch_model.bin")
+        return open_torch_files(folder)
+
+
+class TestLegacyTorchFile(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        torch.save(dict(tensors), folder / "weights.pt", _use_new_zipfile_serialization=False)
+        return open_torch_files(folder / "weights.pt")
+
+
+class TestTransposedTorchFile(CheckpointConformance):
+    """Matrices stored column by column must come out row by row."""
+
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        turned = {n: t.t().contiguous().t() if t.ndim == 2 else t for n, t in tensors.items()}
+        torch.save(turned, folder / "pytorch_model.bin")
+        return open_torch_files(folder)
+
+
+class TestMemory(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        return MemoryCheckpoint(tensors)
+
+
+class TestStridedMemory(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        return MemoryCheckpoint({n: torch.stack([t, t], dim=-1)[..., 0] for n, t in tensors.items()})
+
+
+class TestCounting(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        return CountingCheckpoint(MemoryCheckpoint(tensors))
+
+
+class TestHub(CheckpointConformance):
+    @pytest.fixture(autouse=True)
+    def _hub(self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+        with hub_stand_in(monkeypatch, tmp_path_factory.mktemp("cache")) as self.hub:
+            yield
+
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        save_sharded(tensors, folder, shards=min(2, len(tensors)))
+        self.hub.add("org/model", folder)
+        return open_hub("org/model")
+
+
+def test_the_suite_catches_a_checkpoint_that_returns_its_own_memory(tmp_path: Path) -> None:
+    class Leaky(MemoryCheckpoint):
+        def read(self, name: str) -> Tensor:
+            return self._tensor(name)
+
+    class Suite(CheckpointConformance):
+        def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+            return Leaky(tensors)
+
+    with pytest.raises(AssertionError, match="shows up in the next read"):
+        Suite().test_read_gives_memory_of_its_own(tmp_path)
+
+
+def test_counting_tells_whole_chunked_partial_and_double_reads_apart() -> None:
+    tensors = {name: torch.ones(10) for name in ("whole", "chunked", "partly", "twice", "never")}
+    counting = CountingCheckpoint(MemoryCheckpoint({**tensors, "empty": torch.empty(0)}))
+    counting.read("whole")
+    for start in range(0, 40, 8):
+        counting.read_into("chunked", start, memoryview(bytearray(8)))
+    counting.read_into("partly", 0, memoryview(bytearray(20)))
+    counting.read("twice")
+    counting.read("twice")
+    assert counting.read_other_than_once() == {"partly": 0.5, "twice": 2, "never": 0}
+    assert counting.read_other_than_once(["whole", "chunked"]) == {}
+    assert counting.calls["chunked"] == 5

@@ -1,0 +1,245 @@
+"""Headers written by an enemy or cut by a broken download: one clear error, no crash, no allocation."""
+
+import json
+import os
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import deserialize
+from safetensors.torch import save
+
+from actmat.checkpoints.header import MAX_HEADER_BYTES, Header, header_length, read_header
+from actmat.checkpoints.safetensors import open_safetensors
+from actmat.errors import CheckpointError
+
+VALID = save(
+    {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.empty(0)},
+    metadata={"format": "pt"},
+)
+
+
+def parse(content: bytes) -> Header:
+    return read_header(lambda offset, length: content[offset : offset + length], len(content), file="x.safetensors")
+
+
+def build(header: Any, data: bytes = b"", *, raw: bytes | None = None) -> bytes:
+    text = json.dumps(header).encode() if raw is None else raw
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(begin: int = 0, end: int = 8, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def problems(content: bytes) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        parse(content)
+    assert "x.safetensors" in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_valid_file_parses_in_storage_order() -> None:
+    header = parse(VALID)
+    assert header.metadata == {"format": "pt"}
+    assert {name: (spec.shape, spec.dtype) for name, spec in header.specs.items()} == {
+        "a": ((2, 3), "float32"),
+        "b": ((3,), "bfloat16"),
+        "c": ((0,), "float32"),
+    }
+    offsets = [spec.offset for spec in header.specs.values()]
+    assert offsets == sorted(offsets)
+    spec = header.specs["a"]
+    assert VALID[spec.offset : spec.offset + spec.nbytes] == struct.pack("<6f", *range(6))
+
+
+@pytest.mark.parametrize("cut", range(len(VALID)))
+def test_a_file_cut_anywhere_is_refused(cut: int) -> None:
+    problems(VALID[:cut])
+
+
+@pytest.mark.parametrize("extra", [1, 7, 4096])
+def test_bytes_behind_the_last_tensor_are_refused(extra: int) -> None:
+    assert f"{extra} bytes of data follow" in problems(VALID + bytes(extra))
+
+
+@pytest.mark.parametrize("length", [2**60, 2**64 - 1, MAX_HEADER_BYTES + 1, len(VALID) - 7])
+def test_a_lying_length_is_refused_before_anything_is_read(length: int) -> None:
+    def read_at(offset: int, wanted: int) -> bytes:
+        assert wanted <= 8, "the header was read although its length is impossible"
+        return struct.pack("<Q", length)
+
+    with pytest.raises(CheckpointError, match="claims"):
+        read_header(read_at, len(VALID), file="x.safetensors")
+
+
+def test_the_length_cap_itself_is_allowed() -> None:
+    assert header_length(struct.pack("<Q", MAX_HEADER_BYTES), 2 * MAX_HEADER_BYTES, file="x") == MAX_HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "said"),
+    [
+        ({"a": entry(), "b": entry(4, 12)}, 12, "overlaps tensor 'a' by 4 bytes"),
+        ({"a": entry(), "b": entry()}, 8, "overlaps tensor 'a' by 8 bytes"),
+        ({"a": entry(), "b": entry(12, 20)}, 20, "4 unused bytes before it"),
+        ({"a": entry(8, 16)}, 16, "8 unused bytes before it"),
+        ({"a": entry(0, 16, (4,))}, 8, "do not lie in the 8 bytes of data"),
+        ({"a": entry(8, 0)}, 8, "do not lie in"),
+        ({"a": entry(0, 2**62, (2**60,))}, 8, "do not lie in"),
+        ({"a": entry(0, 8, (3,))}, 8, "takes 12 bytes, data_offsets give it 8"),
+        ({"a": entry(dtype="F4")}, 8, "dtype 'F4' is not supported"),
+        ({"a": entry(dtype="F8_E8M0")}, 8, "dtype 'F8_E8M0' is not supported"),
+        ({"a": entry(dtype=["F32"])}, 8, "is not supported"),
+        ({"a": entry(dtype=None)}, 8, "is not supported"),
+        ({"a": entry(shape=[-2])}, 8, "not a list of non-negative integers"),
+        ({"a": entry(shape=[2.0])}, 8, "not a list of non-negative integers"),
+        ({"a": entry(shape=[True, 2])}, 8, "not a list of non-negative integers"),
+        ({"a": entry(shape=["2"])}, 8, "not a list of non-negative integers"),
+        ({"a": entry(shape=[2**64])}, 8, "not a list of non-negative integers"),
+        ({"a": entry(shape=[2**32, 2**32])}, 8, "overflows 63 bits"),
+        ({"a": entry(0, 0, shape=[0, 2**40, 2**40])}, 0, "overflows 63 bits"),
+        ({"a": {**entry(), "shape": 2}}, 8, "not a list of non-negative integers"),
+        ({"a": {**entry(), "data_offsets": [0]}}, 8, "not two non-negative integers"),
+        ({"a": {**entry(), "data_offsets": [0, 8, 8]}}, 8, "not two non-negative integers"),
+        ({"a": {**entry(), "data_offsets": [-8, 0]}}, 8, "not two non-negative integers"),
+        ({"a": {**entry(), "more": 1}}, 8, "expected exactly dtype, shape and data_offsets"),
+        ({"a": {"dtype": "F32"}}, 8, "expected exactly dtype, shape and data_offsets"),
+        ({"a": [1, 2]}, 8, "expected exactly dtype, shape and data_offsets"),
+        ({"a": None}, 8, "expected exactly dtype, shape and data_offsets"),
+        ({"\ud800": entry()}, 8, "surrogate"),
+        ({"a": entry(), "__metadata__": {"k": 1}}, 8, "map of strings, found int at 'k'"),
+        ({"a": entry(), "__metadata__": ["k"]}, 8, "map of strings, found list"),
+        ({"a": entry(), "__metadata__": None}, 8, "map of strings, found NoneType"),
+    ],
+)
+def test_an_impossible_entry_is_named(header: Any, data: int, said: str) -> None:
+    assert said in problems(build(header, bytes(data)))
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "length 0"),
+        (b"[]", "no opening brace"),
+        (b' {"a": 1}', "no opening brace"),
+        (b"{", "Expecting property name"),
+        (b'{"a": {}} x', "Extra data"),
+        (b'{"a": {}, "a": {}}', "the key 'a' twice"),
+        (b'{"a": {"dtype": "F32", "dtype": "F16"}}', "the key 'dtype' twice"),
+        (b'{"__metadata__": {"k": "1", "k": "2"}}', "the key 'k' twice"),
+        (b'{"a": NaN}', "NaN, which is not JSON"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "expected a safetensors header in JSON"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+        (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_text_that_is_not_strict_json_is_refused(raw: bytes, said: str) -> None:
+    assert said in problems(build(None, raw=raw))
+
+
+def test_padding_after_the_header_is_allowed() -> None:
+    text = json.dumps({"a": entry()}).encode() + b" " * 5
+    assert set(parse(build(None, bytes(8), raw=text)).specs) == {"a"}
+
+
+def test_every_bad_entry_is_listed_and_long_names_are_cut() -> None:
+    header = {"x" * 10_000: entry(dtype="F4"), "b": entry(shape=[-1]), "__metadata__": {"k": 0}, "fine": entry()}
+    with pytest.raises(CheckpointError) as caught:
+        parse(build(header, bytes(8)))
+    assert len(caught.value.problems) == 3
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("seed", [b"<html><body>404</body></html>", b"version https://git-lfs.github.com/spec/v1\n"])
+def test_a_file_of_another_kind_is_guessed(seed: bytes) -> None:
+    assert "not a safetensors file" in problems(seed * 4)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.binary(max_size=300))
+def test_random_bytes_never_do_anything_but_raise_the_error(content: bytes) -> None:
+    _parse_or_refuse(content)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+def test_mutated_bytes_of_a_valid_file_are_refused_or_consistent(changes: list[tuple[int, int]]) -> None:
+    content = bytearray(VALID)
+    for position, value in changes:
+        content[position] = value
+    _parse_or_refuse(bytes(content))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "BF16", "BOOL", "F4", "F8_E4M3"]) | JSON,
+        "shape": st.lists(st.integers(-1, 4), max_size=3) | JSON,
+        "data_offsets": st.lists(st.integers(-1, 40), min_size=2, max_size=2) | JSON,
+    }
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRY | JSON, max_size=4), st.integers(0, 40))
+def test_headers_of_any_shape_are_refused_or_consistent(header: dict[str, Any], size: int) -> None:
+    _parse_or_refuse(build(header, bytes(size)))
+
+
+def _parse_or_refuse(content: bytes) -> None:
+    """A `CheckpointError`, or specs that tile the data and that the reference reads alike; never more than a few MB."""
+    tracemalloc.start()
+    try:
+        header = parse(content)
+        reached = header.data_start
+        for spec in header.specs.values():
+            assert spec.offset == reached
+            reached += spec.nbytes
+        assert reached == len(content)
+        reference = deserialize(content)  # what we accept, the reference implementation accepts, and reads alike
+        assert {n: tuple(t["shape"]) for n, t in reference} == {n: s.shape for n, s in header.specs.items()}
+    except CheckpointError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 4_000_000
+
+
+def test_twenty_thousand_tensors_in_shards_open_in_seconds(tmp_path: Path) -> None:
+    weight_map: dict[str, str] = {}
+    for shard in range(20):
+        file = f"model-{shard:05}-of-00020.safetensors"
+        header = {f"model.layers.{shard}.experts.{i}.w": entry(2 * i, 2 * i + 2, (1,), "BF16") for i in range(1000)}
+        weight_map.update(dict.fromkeys(header, file))
+        (tmp_path / file).write_bytes(build(header, bytes(2000)))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    start = monotonic()
+    with open_safetensors(tmp_path) as checkpoint:
+        assert len(checkpoint.specs) == 20_000
+    assert monotonic() - start < 5
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_folder_or_pipe_with_the_name_of_a_weight_file_does_not_hang(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError):
+        open_safetensors(tmp_path)
+    if not (tmp_path / "model.safetensors").is_dir():
+        with pytest.raises(CheckpointError, match="expected a file"):
+            open_safetensors(tmp_path / "model.safetensors")
