@@ -5,13 +5,20 @@ from __future__ import annotations
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.adamerging import ADAMERGING
 from actmat.methods.average import AVERAGE
+from actmat.methods.breadcrumbs import BREADCRUMBS
 from actmat.methods.cat import CAT
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
+from actmat.methods.dare import DARE
+from actmat.methods.della import DELLA
 from actmat.methods.fisher import FISHER
 from actmat.methods.karcher import KARCHER
+from actmat.methods.linear import LINEAR
 from actmat.methods.model_stock import MODEL_STOCK
 from actmat.methods.nearswap import NEARSWAP
+from actmat.methods.sce import SCE
 from actmat.methods.slerp import SLERP
+from actmat.methods.task_arithmetic import TASK_ARITHMETIC
+from actmat.methods.ties import TIES
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
@@ -24,6 +31,13 @@ METHODS: tuple[MergeMethod, ...] = (
     FISHER,
     CAT,
     ADAMERGING,
+    TASK_ARITHMETIC,
+    LINEAR,
+    TIES,
+    DARE,
+    BREADCRUMBS,
+    DELLA,
+    SCE,
 )
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 

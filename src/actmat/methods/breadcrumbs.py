@@ -1,0 +1,82 @@
+"""Model breadcrumbs: drop the smallest entries of each delta and its largest outliers, then sum.
+
+M. Davari and E. Belilovsky, "Model breadcrumbs: scaling multi-task model merging with sparse masks", ECCV 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from torch import Tensor
+
+from actmat.linalg.election import elect, piece_workspace, weighted_sum
+from actmat.linalg.masks import Band, top_trims
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.ties import per_expert
+
+__all__ = ["BREADCRUMBS", "band", "merge"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    weights: Sequence[float] | None = None,
+    density: Annotated[float | list[float], Bounds(0, 1)] = 0.9,
+    gamma: Annotated[float | list[float], Bounds(0, 1)] = 0.01,
+    scaling: float = 0.3,
+    sign_election: bool = False,
+    reduce: Literal["mean", "sum"] = "sum",
+) -> Merged:
+    """`D* = scaling * sum_t w_t m_t * D_t`; the mask `m_t` drops the `gamma N` largest magnitudes and as many of the
+    smallest as leaves `density N` entries.
+
+    Ranks are taken within the tensor; equal magnitudes rank in storage order, so that counts are exact:
+    `int(gamma N)` dropped at the top, `int(density N)` kept.
+
+    Args:
+        weights: one per expert; 1 unless given.
+        density: fraction of the entries to keep; one for all experts, or a list. 1 keeps everything.
+        gamma: fraction of the entries to drop at the top, at most 1 - density; one for all experts, or a list.
+        scaling: lambda; 0.3 is the paper's choice, 1 is mergekit's.
+        sign_election: merge what agrees with the elected sign (mergekit's breadcrumbs_ties).
+        reduce: mean or sum of the agreeing entries, with `sign_election`.
+
+    Raises:
+        RecipeError: a list of the wrong length.
+    """
+    densities = per_expert("density", density, len(deltas))
+    gammas = per_expert("gamma", gamma, len(deltas))
+    share = [1.0] * len(deltas) if weights is None else list(weights)
+    held = [delta.contiguous() for delta in deltas]
+    masks = [band(x.reshape(-1), d, g) for x, d, g in zip(held, densities, gammas, strict=True)]
+    if not sign_election:
+        return Merged(weighted_sum(held, masks, [scaling * w for w in share]))
+    value = elect(held, masks, scales=share, counts=share, reduce=reduce, zero_sign="positive")
+    return Merged(value.mul_(scaling))
+
+
+def band(flat_N: Tensor, density: float, gamma: float) -> Band:
+    """Mask of the `int(density N)` entries below the `int(gamma N)` largest magnitudes.
+
+    When the largest and the kept entries exceed `N` together, fewer of the largest are dropped.
+    """
+    total = flat_N.numel()
+    kept = int(density * total)
+    dropped = min(int(gamma * total), total - kept)
+    (low, _), (high, _) = top_trims(flat_N, [kept + dropped, dropped], exact=True)
+    return Band(low, high)
+
+
+BREADCRUMBS = MergeMethod(
+    name="breadcrumbs",
+    merge=merge,
+    acts_on="tensor",
+    summary="Drop the smallest entries and the largest outliers of each delta, then sum.",
+    equation="D* = lambda sum_t w_t band(D_t)",
+    reference="Davari and Belilovsky, Model breadcrumbs, ECCV 2024",
+    laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
+    workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
+    flops="T N^2",
+)

@@ -1,0 +1,95 @@
+"""DARE: drop entries at random, rescale the rest, then merge by another rule.
+
+L. Yu et al., "Language models are super mario: absorbing abilities from homologous models as a free lunch",
+ICML 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from actmat.errors import RecipeError
+from actmat.linalg.election import elect, piece_workspace, weighted_sum
+from actmat.linalg.masks import Drop, l1_factors
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.ties import per_expert
+
+__all__ = ["DARE", "drops", "merge"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    weights: Sequence[float] | None = None,
+    generator: torch.Generator,
+    density: Annotated[float | list[float], Bounds(0, 1)] = 0.1,
+    rescale: Literal["inverse", "l1", "none"] = "inverse",
+    rule: Literal["task_arithmetic", "average", "linear", "ties"] = "task_arithmetic",
+    scaling: float = 0.4,
+    reduce: Literal["mean", "sum"] = "mean",
+) -> Merged:
+    """`D* = rule(m_1 * D_1 / d, ..., m_T * D_T / d)`, entries of `m_t` independent Bernoulli(`d`); `E[m D / d] = D`.
+
+    The masks are a function of the generator alone: one seed per expert is drawn from it, in expert order, and each
+    mask is drawn in the order of the entries, exact to 2^-33 in probability (see `linalg.masks.Drop`).
+
+    Args:
+        weights: one per expert, applied after masking; 1 unless given.
+        generator: source of the seeds of the masks.
+        density: probability `d` to keep an entry (1 - drop rate); one for all experts, or a list.
+        rescale: `inverse` divides by the density (the paper); `l1` gives each masked delta its L1 norm back, by one
+            factor (mergekit's default); `none` leaves the entries.
+        rule: `task_arithmetic`, scaling times the weighted sum; `linear`, the weighted sum (mergekit's dare_linear);
+            `average`, the weighted mean; `ties`, sign election without another trim (the random mask replaces it).
+        scaling: lambda of `task_arithmetic`; the other rules ignore it.
+        reduce: mean or sum of the agreeing entries in `ties`; mergekit's dare_ties sums.
+
+    Raises:
+        RecipeError: a density list of the wrong length, or an average whose weights sum to zero.
+    """
+    held = [delta.contiguous() for delta in deltas]
+    densities = per_expert("density", density, len(held))
+    share = [1.0] * len(held) if weights is None else list(weights)
+    masks = drops(densities, generator)
+    if rescale == "l1":
+        factors = l1_factors([delta.reshape(-1) for delta in held], masks)
+    else:
+        factors = [1 / d if rescale == "inverse" and d > 0 else 1.0 for d in densities]
+    scales = [w * f for w, f in zip(share, factors, strict=True)]
+    if rule == "ties":
+        return Merged(elect(held, masks, scales=scales, counts=share, reduce=reduce))
+    common = 1.0
+    if rule == "task_arithmetic":
+        common = scaling
+    elif rule == "average":
+        if math.fsum(share) == 0:
+            raise RecipeError(
+                f"dare: expected weights with a sum other than 0 for rule='average', got {share}. "
+                "Change the weights or the rule."
+            )
+        common = 1 / math.fsum(share)
+    return Merged(weighted_sum(held, masks, [common * s for s in scales]))
+
+
+def drops(densities: Sequence[float], generator: torch.Generator) -> list[Drop]:
+    """One random mask per expert, with seeds drawn from the generator in expert order."""
+    seeds = torch.randint(2**63 - 1, (len(densities),), generator=generator).tolist()
+    return [Drop(d, seed) for d, seed in zip(densities, seeds, strict=True)]
+
+
+DARE = MergeMethod(
+    name="dare",
+    merge=merge,
+    acts_on="tensor",
+    summary="Drop entries of each delta at random, rescale the rest, then merge by a second rule.",
+    equation="D* = rule(m_t D_t / d), m_t ~ Bernoulli(d)",
+    reference="Yu et al., Language models are super mario, ICML 2024",
+    laws=frozenset({"homogeneous", "odd", "zeros"}),
+    workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
+    flops="T N^2",
+)

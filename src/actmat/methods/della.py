@@ -1,0 +1,85 @@
+"""DELLA: drop entries at random, small ones more often, rescale, then elect signs and merge.
+
+P. Deep et al., "DELLA-Merging: reducing interference in model merging through magnitude-based sampling", 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from actmat.errors import RecipeError
+from actmat.linalg.election import elect, piece_workspace, weighted_sum
+from actmat.linalg.masks import Keep, magnitude_sampled
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.ties import per_expert
+
+__all__ = ["DELLA", "merge"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    weights: Sequence[float] | None = None,
+    generator: torch.Generator,
+    density: Annotated[float | list[float], Bounds(0, 1)] = 0.5,
+    epsilon: Annotated[float, Bounds(0, 0.5)] = 0.15,
+    rescale: Literal["inverse", "l1", "none"] = "inverse",
+    sign_election: bool = True,
+    reduce: Literal["mean", "sum"] = "mean",
+) -> Merged:
+    """Keep entry `i` of a row with probability `p_i = d - epsilon + 2 epsilon r_i`, then elect and merge.
+
+    `r_i` in [0, 1] is the rank of the magnitude within its row (last axis; a vector is one row), equal magnitudes in
+    storage order; a row of one entry has `p = d`.
+
+    Args:
+        weights: one per expert, applied after masking; 1 unless given.
+        generator: one seed per expert is drawn from it, in expert order.
+        density: mean probability `d` to keep an entry; one for all experts, or a list. 1 keeps all, 0 none.
+        epsilon: half the range of the probabilities, `0 < d - epsilon` and `d + epsilon < 1` (the paper's range is
+            `2 epsilon`).
+        rescale: `inverse` divides each kept entry by its own probability (the paper; unbiased); `l1` gives each
+            masked delta its L1 norm back, by one factor (mergekit's default); `none` leaves the entries.
+        sign_election: merge what agrees with the elected sign; off (mergekit's della_linear), sum all.
+        reduce: mean (the paper) or sum (mergekit) of the agreeing entries.
+
+    Raises:
+        RecipeError: a list of the wrong length, or probabilities outside (0, 1).
+    """
+    densities = per_expert("density", density, len(deltas))
+    if outside := [d for d in densities if 0 < d < 1 and not 0 < d - epsilon <= d + epsilon < 1]:
+        raise RecipeError(
+            f"della: density +- epsilon must stay inside (0, 1), got density {outside[0]:g} and epsilon {epsilon:g}. "
+            f"Take an epsilon below {min(outside[0], 1 - outside[0]):g}."
+        )
+    share = [1.0] * len(deltas) if weights is None else list(weights)
+    seeds = torch.randint(2**63 - 1, (len(deltas),), generator=generator).tolist()
+    sampled = [
+        magnitude_sampled(delta, d, epsilon, rescale=rescale, generator=torch.Generator().manual_seed(seed))
+        for delta, d, seed in zip(deltas, densities, seeds, strict=True)
+    ]
+    masks = [Keep()] * len(sampled)
+    if not sign_election:
+        return Merged(weighted_sum(sampled, masks, share))
+    return Merged(elect(sampled, masks, scales=share, counts=share, reduce=reduce))
+
+
+DELLA = MergeMethod(
+    name="della",
+    merge=merge,
+    acts_on="tensor",
+    summary="Drop entries at random, small ones more often, rescale, elect signs, average what agrees.",
+    equation="m_ti ~ Bernoulli(d - e + 2 e rank_i); D* = mean of the w_t m_ti D_ti / p_ti with the elected sign",
+    reference="Deep et al., DELLA-Merging, 2024",
+    laws=frozenset({"homogeneous", "odd", "zeros"}),
+    one_pass=True,
+    workspace=lambda shape, n_experts, options: (
+        (n_experts + 1) * math.prod(shape) + piece_workspace(math.prod(shape), n_experts)
+    ),
+    flops="T N^2 log N",
+)

@@ -1,0 +1,84 @@
+"""Linear: a weighted sum of the experts' weights, as LLM merging tools define it.
+
+mergekit's `linear`; C. Goddard et al., "Arcee's MergeKit: a toolkit for merging large language models", EMNLP 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from actmat.errors import RecipeError
+from actmat.methods.contract import Merged, MergeMethod
+
+__all__ = ["LINEAR", "merge"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    weights: Sequence[float] | None = None,
+    base: Tensor | None = None,
+    normalize: bool = True,
+) -> Merged:
+    """`W* = sum_t w_t W_t / sum_t w_t`, which in deltas is `D* = sum_t w_t D_t / sum_t w_t`.
+
+    Args:
+        weights: one per expert; 1 unless given.
+        base: `W_0`; only looked at when `normalize` is off.
+        normalize: divide by the sum of the weights. Without it the weights of the experts, not their deltas, are
+            summed: `D* = sum_t w_t D_t + (sum_t w_t - 1) W_0`, which also scales the base. `task_arithmetic` with
+            `scaling=1` is the sum of deltas.
+
+    Raises:
+        RecipeError: the weights sum to zero, or `normalize` is off without a base.
+    """
+    share = [1.0] * len(deltas) if weights is None else list(weights)
+    total = math.fsum(share)
+    if normalize and total == 0:
+        raise RecipeError(
+            f"linear: expected weights with a sum other than 0, got {share}; a normalised sum divides by it. "
+            "Change the weights, or use task_arithmetic for differences of experts."
+        )
+    out: Tensor | None = None
+    for delta, weight in zip(deltas, share, strict=True):
+        if out is None:
+            out = delta * weight
+        else:
+            out.add_(delta, alpha=weight)
+    assert out is not None, "a merge has at least one expert"
+    if normalize:
+        return Merged(out.div_(total))
+    if base is None:
+        raise RecipeError(
+            "linear: normalize=False sums the experts' weights and so needs the base tensor, but none was given. "
+            "Pass the base, or use task_arithmetic with scaling=1 to sum deltas."
+        )
+    return Merged(out.add_(base, alpha=total - 1))
+
+
+LINEAR = MergeMethod(
+    name="linear",
+    merge=merge,
+    acts_on="elementwise",
+    summary="Weighted mean of the experts; without normalisation, weighted sum of their weights.",
+    equation="W* = sum_t w_t W_t / sum_t w_t",
+    reference="Goddard et al., Arcee's MergeKit, EMNLP 2024 (linear)",
+    laws=frozenset(
+        {
+            "permutation",
+            "single",
+            "identical",
+            "homogeneous",
+            "odd",
+            "left_orthogonal",
+            "right_orthogonal",
+            "zeros",
+        }
+    ),
+    one_pass=True,
+    workspace=lambda shape, n_experts, options: math.prod(shape),
+    flops="T N^2",
+)

@@ -1,0 +1,78 @@
+"""SCE: select the entries on which experts differ most, weight experts by energy, erase the minority sign.
+
+F. Wan et al., "FuseChat: knowledge fusion of chat models", 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.election import elect, piece_workspace
+from actmat.linalg.masks import Keep, Mask, Trim, Where, top_trims
+from actmat.linalg.threshold import pieces
+from actmat.methods.contract import Bounds, Merged, MergeMethod
+
+__all__ = ["SCE", "merge"]
+
+
+def merge(deltas: Sequence[Tensor], *, select_topk: Annotated[float, Bounds(0, 1)] = 1.0) -> Merged:
+    """`D* = sum_{t in A} e_t D_t / sum_{t in A} e_t`, `e_t = ||D_t||_F^2`, `A = {t: sign(D_t) = sign(sum_t D_t)}`.
+
+    `D_t` here is the delta on the selected entries: the fraction `select_topk` of largest variance over experts.
+
+    Args:
+        select_topk: fraction, of the entries on which the experts differ at all, to keep; 1 keeps every entry.
+    """
+    held = [delta.contiguous() for delta in deltas]
+    masks: list[Mask] = [Keep()] * len(held)
+    if select_topk < 1:
+        variance_N, trim = _selection(held, select_topk)
+        masks = [Where(variance_N, trim)] * len(held)
+    energies = [_energy(delta, mask) for delta, mask in zip(held, masks, strict=True)]
+    total = math.fsum(energies)
+    share = [e / total for e in energies] if total > 0 else [1 / len(held)] * len(held)
+    value = elect(held, masks, scales=[1.0] * len(held), counts=share, mix=share, reduce="mean", zero_sign="positive")
+    return Merged(value, {"largest_share": max(share)})
+
+
+def _selection(deltas: Sequence[Tensor], fraction: float) -> tuple[Tensor, Trim]:
+    """Variance over experts per entry, and the trim that keeps its largest values, of those that are not zero."""
+    flats_TN = [delta.reshape(-1) for delta in deltas]
+    variance_N = torch.empty_like(flats_TN[0])
+    different = 0
+    for start, out_P in pieces(variance_N):
+        stack_TP = torch.stack([flat[start : start + out_P.numel()] for flat in flats_TN])
+        torch.var(stack_TP, dim=0, correction=0, out=out_P)
+        different += int(torch.count_nonzero(out_P))
+    ((trim, _),) = top_trims(variance_N, [int(fraction * different)], exact=True)
+    return variance_N, trim
+
+
+def _energy(delta: Tensor, mask: Mask) -> float:
+    """`||mask(D)||_F^2`, added up in float64."""
+    total = 0.0
+    for start, piece_P in pieces(delta.reshape(-1)):
+        kept_P = torch.empty_like(piece_P)
+        mask.apply(piece_P, start, kept_P)
+        total += float(kept_P.square_().sum(dtype=torch.float64))
+    return total
+
+
+SCE = MergeMethod(
+    name="sce",
+    merge=merge,
+    acts_on="tensor",
+    summary="Keep the entries of largest variance over experts, weight experts by energy, erase minority signs.",
+    equation="D* = sum_{t in A} e_t D_t / sum_{t in A} e_t, e_t = ||D_t||_F^2, A: sign(D_t) = sign(sum_t D_t)",
+    reference="Wan et al., FuseChat, 2024",
+    laws=frozenset({"permutation", "single", "identical", "homogeneous", "zero_expert", "zeros"}),
+    workspace=lambda shape, n_experts, options: (
+        (1 + (options["select_topk"] < 1)) * math.prod(shape) + piece_workspace(math.prod(shape), n_experts)
+    ),
+    flops="T N^2",
+)

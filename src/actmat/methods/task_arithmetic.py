@@ -1,0 +1,67 @@
+"""Task arithmetic: a scaled sum of the deltas.
+
+G. Ilharco et al., "Editing models with task arithmetic", ICLR 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.lowrank import LowRank
+from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
+
+__all__ = ["TASK_ARITHMETIC", "merge", "merge_lowrank"]
+
+
+def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None, scaling: float = 0.4) -> Merged:
+    """`D* = scaling * sum_t w_t D_t`.
+
+    Args:
+        weights: one per expert; 1 unless given.
+        scaling: lambda; 0.4 is the usual choice without validation data.
+    """
+    share = [1.0] * len(deltas) if weights is None else weights
+    out: Tensor | None = None
+    for delta, weight in zip(deltas, share, strict=True):
+        if out is None:
+            out = delta * weight
+        else:
+            out.add_(delta, alpha=weight)
+    assert out is not None, "a merge has at least one expert"
+    return Merged(out.mul_(scaling))
+
+
+def merge_lowrank(
+    deltas: Sequence[LowRank], *, weights: Sequence[float] | None = None, scaling: float = 0.4
+) -> MergedLowRank:
+    """The same sum in factored form: `[scaling w_1 b_1, ...] @ [a_1; ...]`, of rank `sum_t R_t` at most.
+
+    Args:
+        weights: one per expert; 1 unless given.
+        scaling: lambda.
+    """
+    share = [1.0] * len(deltas) if weights is None else weights
+    b_OR = torch.cat([d.b_OR * (scaling * w) for d, w in zip(deltas, share, strict=True)], dim=-1)
+    a_RI = torch.cat([d.a_RI for d in deltas], dim=-2)
+    return MergedLowRank(LowRank(b_OR, a_RI))
+
+
+TASK_ARITHMETIC = MergeMethod(
+    name="task_arithmetic",
+    merge=merge,
+    merge_lowrank=merge_lowrank,
+    acts_on="elementwise",
+    summary="Scaled sum of the experts' deltas.",
+    equation="D* = lambda sum_t w_t D_t",
+    reference="Ilharco et al., Editing models with task arithmetic, ICLR 2023",
+    laws=frozenset(
+        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
+    ),
+    one_pass=True,
+    workspace=lambda shape, n_experts, options: math.prod(shape),
+    flops="T N^2",
+)

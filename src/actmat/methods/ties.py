@@ -1,0 +1,208 @@
+"""TIES: trim small entries, elect a sign, merge what agrees.
+
+P. Yadav et al., "TIES-Merging: resolving interference when merging models", NeurIPS 2023.
+
+Public implementations differ in three details, which `variant` fixes together (`d` density, `N` entries):
+
+| variant  | entries kept             | equal to the threshold | votes cancel exactly          |
+|----------|--------------------------|------------------------|-------------------------------|
+| original | `int(d N) + 1`           | all kept               | sign of the sum of all signs  |
+| mergekit | `int(d N)`               | exactly that many      | plus                          |
+| actmat   | `round(d N)`             | exactly that many      | entry becomes 0               |
+
+They also disagree on what is trimmed: the original ranks the entries of the whole model together (`trim="global"`,
+so that layers that moved little lose nearly everything), most tools rank within each tensor (`trim="tensor"`, the
+default here: the result of a tensor does not depend on which others are merged, and the model is read once).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Annotated, Any, Literal
+
+from torch import Tensor
+
+from actmat.errors import RecipeError
+from actmat.linalg.election import ZeroSign, elect, piece_workspace, sign_balance
+from actmat.linalg.masks import Trim, top_trims
+from actmat.linalg.threshold import Cut, StreamedCut
+from actmat.methods.contract import Bounds, Merged, MergeMethod, Survey
+
+__all__ = ["TIES", "GlobalTrim", "kept_entries", "merge", "per_expert"]
+
+Variant = Literal["original", "mergekit", "actmat"]
+Density = Annotated[float | list[float], Bounds(0, 1)]
+ZERO_SIGN: dict[Variant, ZeroSign] = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalTrim:
+    """What `trim="global"` needs to know of the whole model.
+
+    Args:
+        cuts: smallest magnitude that expert `t` keeps.
+        kept: fraction of its entries that expert `t` keeps.
+        majority: sign of the sum of all elected signs, each expert voting with weight 1; 0 when nobody asked.
+    """
+
+    cuts: tuple[float, ...]
+    kept: tuple[float, ...]
+    majority: int
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    weights: Sequence[float] | None = None,
+    survey: GlobalTrim | None = None,
+    density: Density = 0.2,
+    trim: Literal["tensor", "global"] = "tensor",
+    reduce: Literal["mean", "sum"] = "mean",
+    variant: Variant = "original",
+) -> Merged:
+    """`D* = sum_{t in A} y_t / sum_{t in A} w_t` with `y_t = w_t top_d(D_t)`, `A = {t: sign(y_t) = sign(sum_t y_t)}`.
+
+    Args:
+        weights: one per expert, applied after trimming and before the vote; 1 unless given.
+        survey: thresholds of the whole model, for `trim="global"`.
+        density: fraction of the entries of largest magnitude to keep; one for all experts, or a list.
+        trim: rank the entries within each tensor, or over the whole model (as the original does, at the price of
+            two or three more passes over the inputs). Over the whole model all entries equal to a threshold stay.
+        reduce: mean or sum of the agreeing entries (the divisor `sum w_t` is left out).
+        variant: whose counting rule and tie-breaks, see the table at the top of this file.
+
+    Raises:
+        RecipeError: a density list of the wrong length, or `trim="global"` without the survey.
+    """
+    densities = per_expert("density", density, len(deltas))
+    held = [delta.contiguous() for delta in deltas]
+    if trim == "global":
+        if survey is None:
+            raise RecipeError(
+                "ties: trim='global' ranks the entries of a whole model, but this call sees one tensor and was given "
+                "no survey of the model. Merge checkpoints, or use trim='tensor' for single tensors."
+            )
+        masks = [Trim.at(cut, held[0].dtype) for cut in survey.cuts]
+        kept = sum(survey.kept) / len(held)
+    else:
+        masks, kept = [], 0.0
+        for delta, d in zip(held, densities, strict=True):
+            rank = kept_entries(d, delta.numel(), variant=variant)
+            exact = variant != "original"
+            ((mask, cut),) = top_trims(delta.reshape(-1), [rank], exact=exact)
+            masks.append(mask)
+            kept += (cut.rank / max(cut.total, 1) if exact else cut.fraction) / len(held)
+    share = [1.0] * len(held) if weights is None else list(weights)
+    value = elect(
+        held,
+        masks,
+        scales=share,
+        counts=share,
+        reduce=reduce,
+        zero_sign=ZERO_SIGN[variant],
+        majority=survey.majority if survey is not None and trim == "global" else None,
+    )
+    return Merged(value, {"kept_fraction": kept})
+
+
+def kept_entries(density: float, total: int, *, variant: Variant) -> int:
+    """How many of `total` entries a variant keeps; none for density 0, all for density 1."""
+    if density <= 0 or density >= 1:
+        return 0 if density <= 0 else total
+    if variant == "actmat":
+        return round(density * total)
+    return min(total, int(density * total) + (variant == "original"))
+
+
+def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> list[float]:
+    """An option that is one number for all experts or a list with one number in [0, 1] each, as a list.
+
+    Raises:
+        RecipeError: another length, or a number outside [0, 1].
+    """
+    if isinstance(value, int | float):
+        return [float(value)] * n_experts
+    if len(value) != n_experts:
+        raise RecipeError(
+            f"option '{name}' is a list of {len(value)}, but {n_experts} experts are merged. "
+            "Give one number per expert, in the order of the experts, or a single number for all."
+        )
+    if wrong := [v for v in value if not 0 <= v <= 1]:
+        raise RecipeError(f"option '{name}' must lie in [0, 1] for every expert, got {wrong}")
+    return [float(v) for v in value]
+
+
+@dataclass(slots=True)
+class _SurveyState:
+    """Rounds that find the thresholds, then one round of votes where cancelled votes follow the majority."""
+
+    selections: list[StreamedCut]
+    wants_votes: bool
+    votes_open: bool = False
+    balance: int = 0
+    lock: Lock = field(default_factory=Lock)
+
+    @property
+    def cuts(self) -> list[Cut]:
+        """Thresholds found so far: those of all experts once the vote is open."""
+        return [s.cut for s in self.selections if s.cut is not None]
+
+
+def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:
+    variant: Variant = options["variant"]
+    densities = per_expert("density", options["density"], n_experts)
+    selections = [StreamedCut(partial(kept_entries, d, variant=variant)) for d in densities]
+    return _SurveyState(selections, wants_votes=ZERO_SIGN[variant] == "majority")
+
+
+def _observe(state: _SurveyState, deltas: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+    if not state.votes_open:
+        for selection, delta in zip(state.selections, deltas, strict=True):
+            if selection.cut is None:
+                selection.observe(delta.reshape(-1))
+        return
+    held = [delta.contiguous() for delta in deltas]
+    balance = sign_balance(held, [Trim.at(c.value, held[0].dtype) for c in state.cuts])
+    with state.lock:
+        state.balance += balance
+
+
+def _advance(state: _SurveyState) -> bool:
+    if state.votes_open:
+        return False
+    unfinished = [s.advance() for s in state.selections if s.cut is None]
+    state.votes_open = not any(unfinished)
+    return any(unfinished) or state.wants_votes
+
+
+def _finish(state: _SurveyState) -> GlobalTrim:
+    cuts = state.cuts
+    return GlobalTrim(
+        cuts=tuple(c.value for c in cuts),
+        kept=tuple(c.fraction for c in cuts),
+        majority=(state.balance > 0) - (state.balance < 0),
+    )
+
+
+TIES = MergeMethod(
+    name="ties",
+    merge=merge,
+    acts_on="tensor",
+    summary="Keep the largest entries of each delta, elect a sign per entry, average what agrees with it.",
+    equation="y_t = w_t top_d(D_t); s = sign(sum_t y_t); D* = mean of the y_t with sign s",
+    reference="Yadav et al., TIES-Merging, NeurIPS 2023",
+    laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
+    workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
+    flops="T N^2",
+    survey=Survey(
+        applies=lambda options: options["trim"] == "global",
+        start=_start,
+        observe=_observe,
+        advance=_advance,
+        finish=_finish,
+    ),
+)
