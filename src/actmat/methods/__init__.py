@@ -11,6 +11,8 @@ from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, 
 from actmat.methods.dare import DARE
 from actmat.methods.della import DELLA
 from actmat.methods.fisher import FISHER
+from actmat.methods.iso_c import ISO_C
+from actmat.methods.iso_cts import ISO_CTS
 from actmat.methods.karcher import KARCHER
 from actmat.methods.linear import LINEAR
 from actmat.methods.model_stock import MODEL_STOCK
@@ -19,6 +21,7 @@ from actmat.methods.sce import SCE
 from actmat.methods.slerp import SLERP
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
+from actmat.methods.tsv import TSV
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
@@ -38,6 +41,9 @@ METHODS: tuple[MergeMethod, ...] = (
     BREADCRUMBS,
     DELLA,
     SCE,
+    TSV,
+    ISO_C,
+    ISO_CTS,
 )
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 

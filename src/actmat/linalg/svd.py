@@ -1,0 +1,206 @@
+"""Thin singular value decompositions on the numerical range, by the cheaper route that is accurate enough.
+
+Shapes: `O` rows, `I` columns, `K` singular triplets kept, `S <= L` the short and the long side of a matrix.
+Leading batch axes are allowed everywhere; the rank may differ from one batch element to the next.
+
+**Numerical range.** Singular vectors that belong to a zero singular value are not determined by the matrix: a LAPACK
+returns some orthonormal completion, another LAPACK returns another. Here such triplets are *zero*: `u`, `s` and `v`
+hold zeros beyond the numerical rank, so that every sum over triplets is a function of the matrix alone. A singular
+value counts as zero at or below `rtol * s_1` with `rtol = RANK_RTOL = 2^-20`, eight units of float32 rounding. That is
+above what rounding a product to float32 leaves in its null space (below one unit times `s_1` for factors of
+rank 64 on 4096 x 4096), and far below the spectrum of a real delta. It is the same in float32 and float64, so that the
+compute dtype does not decide the rank.
+
+**Two routes.** With `eps = 2^-53`, `kappa_i = s_1 / s_i`:
+
+* *orthogonal*: QR of the long side when `L >= 2 S`, then LAPACK's SVD, in float64. Backward stable: the error of
+  `s_i` is about `eps s_1`. Taken when float64 accuracy is asked for.
+* *gram*: `G = A A^T` (`S x S`) formed and decomposed in float64. The eigenvalues carry an error of about `eps s_1^2`,
+  so `s_i` is off by `eps s_1 kappa_i / 2`, and the products `v_i . v_j` of the vectors `A^T u_i / s_i` by about
+  `eps kappa_i kappa_j`. An SVD in float32 is off by `2^-24 s_1` and its vectors by `2^-24 kappa_i`; the Gram route is
+  the better one while `kappa <= 2^29`, and the numerical range ends at `kappa = 2^20`. Taken when float32 accuracy is
+  asked for: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalisation.
+
+Source: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 8.6 and 5.4.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.robust import economy_svd, eigh_descending, only_singular_values
+
+__all__ = [
+    "RANK_RTOL",
+    "ThinSVD",
+    "accuracy_of",
+    "gram_is_enough",
+    "numerical_range",
+    "orthogonal_svd",
+    "pieces",
+    "short_gram",
+    "singular_values",
+    "svd_workspace",
+    "thin_svd",
+]
+
+RANK_RTOL = 2.0**-20
+"""Relative singular value at or below which a direction is rounding, in float32 and float64 alike."""
+
+GRAM_RTOL = 2.0**-22
+"""Smallest cut-off that the Gram route resolves: the root of the error of its zero eigenvalues, with room."""
+
+CHUNK = 2048
+"""Columns of the long side that are widened to float64 at a time. Fixed, so that results do not depend on memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinSVD:
+    """`A ~ u_OK diag(s_K) v_IK^T`, singular values descending, float64, zeros beyond the numerical rank.
+
+    `rank` (int64, batch shape) is the numerical rank of the whole matrix, not capped at `K`. `retry` says in a word
+    how a decomposition that did not converge was saved ("" when it converged at once).
+    """
+
+    u_OK: Tensor
+    s_K: Tensor
+    v_IK: Tensor
+    rank: Tensor
+    retry: str = ""
+
+    def scaled(self, weight: float) -> ThinSVD:
+        """Decomposition of `weight * A`; the sign goes into `u`, and a weight of zero leaves nothing."""
+        if weight == 1:
+            return self
+        if weight == 0:
+            return ThinSVD(self.u_OK * 0, self.s_K * 0, self.v_IK * 0, self.rank * 0, self.retry)
+        sign = 1.0 if weight > 0 else -1.0
+        return ThinSVD(self.u_OK * sign, self.s_K * abs(weight), self.v_IK, self.rank, self.retry)
+
+
+def thin_svd(
+    matrix_OI: Tensor,
+    *,
+    k: int | None = None,
+    accuracy: torch.dtype | None = None,
+    rtol: float = RANK_RTOL,
+    floor: Tensor | float = 0.0,
+) -> ThinSVD:
+    """The top `k` singular triplets on the numerical range.
+
+    Args:
+        matrix_OI: `*batch O I`, any float dtype.
+        k: triplets wanted; all `min(O, I)` when None or larger.
+        accuracy: float32 allows the Gram route, float64 does not; default: that of the matrix's dtype.
+        rtol: singular values `<= rtol * s_1` are zero.
+        floor: singular values `<= floor` are zero as well; a number or a tensor of the batch shape.
+
+    Raises:
+        NumericalError: the matrix is not finite, or its decomposition did not converge.
+    """
+    if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
+        return _gram_svd(matrix_OI, k, rtol, floor)
+    u_OK, s_K, v_IK, retry = orthogonal_svd(matrix_OI)
+    s_K, rank = numerical_range(s_K, rtol, floor)
+    s_K = s_K[..., :k]
+    on = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
+    return ThinSVD(u_OK[..., :k] * on, s_K, v_IK[..., :k] * on, rank, retry)
+
+
+def svd_workspace(rows: int, columns: int) -> int:
+    """Elements of the matrix's dtype that `thin_svd` or `polar_factor` hold at their peak, result included.
+
+    `12 S^2` for the Gram matrix, its eigenvectors and LAPACK's work space in float64 (two float32 elements each), and
+    `4 S L` for a float64 copy, both bases and their product.
+    """
+    short, long = sorted((rows, columns))
+    return 12 * short * short + 4 * short * long
+
+
+def accuracy_of(matrix: Tensor) -> torch.dtype:
+    """float64 for float64, float32 for everything narrower."""
+    return torch.float64 if matrix.dtype == torch.float64 else torch.float32
+
+
+def gram_is_enough(accuracy: torch.dtype, rtol: float) -> bool:
+    """Whether a float64 Gram matrix resolves what float32 accuracy and this cut-off ask for."""
+    return accuracy != torch.float64 and rtol >= GRAM_RTOL
+
+
+def numerical_range(s_K: Tensor, rtol: float = RANK_RTOL, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    """`s` with everything `<= max(rtol * s_1, floor)` set to zero, and the number of what is left (`*batch`)."""
+    if s_K.shape[-1] == 0:
+        return s_K, torch.zeros(s_K.shape[:-1], dtype=torch.int64, device=s_K.device)
+    bound = torch.maximum(s_K.amax(-1) * rtol, torch.as_tensor(floor, dtype=s_K.dtype, device=s_K.device))
+    on = s_K > bound.unsqueeze(-1)
+    return s_K * on, on.sum(-1)
+
+
+def orthogonal_svd(matrix_OI: Tensor) -> tuple[Tensor, Tensor, Tensor, str]:
+    """`u, s, v, retry` of LAPACK in float64: *all* `min(O, I)` triplets, null directions as LAPACK completes them.
+
+    QR of the long side first when it is at least twice the short one; retry and errors as in `economy_svd`.
+    """
+    a_OI = matrix_OI.to(torch.float64)
+    if a_OI.shape[-2] < a_OI.shape[-1]:
+        v_IK, s_K, u_OK, retry = orthogonal_svd(a_OI.mT)
+        return u_OK, s_K, v_IK, retry
+    q_LS: Tensor | None = None
+    if a_OI.shape[-2] >= 2 * a_OI.shape[-1]:
+        q_LS, a_OI = torch.linalg.qr(a_OI)
+    u_OK, s_K, vh_KI, retry = economy_svd(a_OI)
+    return (u_OK if q_LS is None else q_LS @ u_OK), s_K, vh_KI.mT, retry
+
+
+def singular_values(matrix_OI: Tensor, *, accuracy: torch.dtype | None = None) -> Tensor:
+    """All `min(O, I)` singular values, descending, float64; zeros at and below `RANK_RTOL * s_1`.
+
+    Raises:
+        NumericalError: the matrix is not finite, or its decomposition did not converge.
+    """
+    if gram_is_enough(accuracy or accuracy_of(matrix_OI), RANK_RTOL):
+        values_S = eigh_descending(short_gram(matrix_OI))[0].clamp_min(0).sqrt()
+    else:
+        values_S = only_singular_values(matrix_OI.to(torch.float64))
+    return numerical_range(values_S)[0]
+
+
+def pieces(length: int) -> Iterator[slice]:
+    """Consecutive slices of at most `CHUNK` that cover `range(length)`."""
+    return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))
+
+
+def short_gram(matrix_OI: Tensor) -> Tensor:
+    """`A A^T` when `O <= I`, else `A^T A`: the Gram matrix of the short side, in float64, formed in pieces."""
+    a_SL = _short_by_long(matrix_OI)
+    if a_SL.dtype == torch.float64:
+        return a_SL @ a_SL.mT
+    gram_SS = a_SL.new_zeros((*a_SL.shape[:-1], a_SL.shape[-2]), dtype=torch.float64)
+    for piece in pieces(a_SL.shape[-1]):
+        wide = a_SL[..., piece].to(torch.float64)
+        gram_SS += wide @ wide.mT
+    return gram_SS
+
+
+def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | float) -> ThinSVD:
+    """Eigenvectors of the short side's Gram matrix; the long side's vectors are `A^T e_i / s_i`."""
+    values, vectors_SS, retry = eigh_descending(short_gram(matrix_OI))
+    s_K, rank = numerical_range(values.clamp_min(0).sqrt(), rtol, floor)
+    s_K = s_K[..., :k]
+    on = s_K > 0
+    short_SK = vectors_SS[..., :k] * on.unsqueeze(-2)
+    inverse_K = torch.where(on, s_K, 1.0).reciprocal()
+    a_SL = _short_by_long(matrix_OI)
+    basis_SK = short_SK * inverse_K.unsqueeze(-2)
+    long_LK = torch.cat([a_SL[..., p].mT.to(torch.float64) @ basis_SK for p in pieces(a_SL.shape[-1])], dim=-2)
+    if a_SL is matrix_OI:
+        return ThinSVD(short_SK, s_K, long_LK, rank, retry)
+    return ThinSVD(long_LK, s_K, short_SK, rank, retry)
+
+
+def _short_by_long(matrix_OI: Tensor) -> Tensor:
+    return matrix_OI if matrix_OI.shape[-2] <= matrix_OI.shape[-1] else matrix_OI.mT

@@ -1,0 +1,123 @@
+"""Iso-C: the sum of the deltas with its spectrum made flat.
+
+D. Marczak, S. Magistri, S. Cygert, B. Twardowski, A. D. Bagdanov, J. van de Weijer, "No Task Left Behind: Isotropic
+Model Merging with Common and Task-Specific Subspaces", ICML 2025.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of a factor pair, `P, Q` ranks of the common bases.
+
+**Rank-deficient sums.** Let `r < p = min(O, I)` be the rank of the sum. The published rule takes the mean over all `p`
+values, and LAPACK's `U V^T` includes `p - r` null-space pairs that the sum does not determine: the published answer is
+the sum of a determined part, `c U_r V_r^T`, and an arbitrary isometry of norm `c sqrt(p - r)` between the null spaces.
+With `null="zero"`, the default, the result is the determined part alone: the same `c`, the same action on the column
+and row space of the sum, and the base weights untouched beyond them. It has the rank of the sum, obeys the
+orthogonal laws, and has an exact low-rank form. With full rank there is nothing to choose and it is the published
+rule. `null="fill"` adds the arbitrary part as well, for comparison with published numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.polar import Polar
+from actmat.linalg.singular import isotropic
+from actmat.linalg.svd import RANK_RTOL, svd_workspace
+from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
+
+__all__ = ["ISO_C", "merge", "merge_lowrank"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    weights: Sequence[float] | None = None,
+    mean: Literal["all", "rank"] = "all",
+    null: Literal["zero", "fill"] = "zero",
+    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+) -> Merged:
+    """`sum_t w_t D_t = U diag(s) V^T -> D* = mean(s) U V^T`.
+
+    Args:
+        mean: "all" divides the sum of the singular values by `min(O, I)`, as published; "rank" by the numerical rank.
+        null: "zero" leaves the null directions of a rank-deficient sum alone; "fill" gives them the mean singular
+            value along the singular vectors that LAPACK returns, which the input does not determine.
+        rtol: singular values at or below `rtol` times the largest one count as zero.
+    """
+    total_OI: Tensor | None = None
+    shares = [1.0] * len(deltas) if weights is None else weights
+    for delta_OI, weight in zip(deltas, shares, strict=True):
+        if total_OI is None:
+            total_OI = delta_OI * weight
+        else:
+            total_OI.add_(delta_OI, alpha=weight)
+    assert total_OI is not None, "a merge has at least one expert"
+    directions = min(total_OI.shape[-2:])
+    value_OI, polar = isotropic(total_OI, directions, mean=mean, complete=null == "fill", rtol=rtol)
+    return Merged(value_OI.to(total_OI.dtype), _stats(polar, directions))
+
+
+def merge_lowrank(
+    deltas: Sequence[LowRank],
+    *,
+    weights: Sequence[float] | None = None,
+    mean: Literal["all", "rank"] = "all",
+    null: Literal["zero", "fill"] = "zero",
+    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+) -> MergedLowRank:
+    """The same rule on the sum of the cores; the mean is over `min(O, I)` of the full shape. Exact, in float64.
+
+    Raises:
+        ValueError: `null="fill"`, whose result has full rank.
+    """
+    if null == "fill":
+        raise ValueError(
+            'iso_c: null="fill" gives a matrix of full rank, which has no low-rank form; '
+            'merge the dense deltas, or leave null at "zero"'
+        )
+    dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
+    bases = common_bases([d.to(torch.float64) for d in deltas])
+    shares = [1.0] * len(deltas) if weights is None else weights
+    total_PQ = torch.zeros_like(bases.cores_PQ[0])
+    for core_PQ, weight in zip(bases.cores_PQ, shares, strict=True):
+        total_PQ.add_(core_PQ, alpha=weight)
+    value_PQ, polar = isotropic(total_PQ, directions, mean=mean, rtol=rtol, accuracy=torch.float64)
+    return MergedLowRank(bases.lift(value_PQ).to(dtype), _stats(polar, directions))
+
+
+def _stats(polar: Polar, directions: int) -> dict[str, float | int | str | bool]:
+    stats: dict[str, float | int | str | bool] = {
+        "directions": directions,
+        "rank_min": int(polar.rank.min()),
+        "rank_max": int(polar.rank.max()),
+    }
+    if polar.retry:
+        stats["retry"] = polar.retry
+    return stats
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    *batch, rows, columns = shape
+    # The sum, the factor times its level in float64, the result; `svd_workspace` covers the polar factor.
+    return math.prod(batch) * (4 * rows * columns + svd_workspace(rows, columns))
+
+
+ISO_C = MergeMethod(
+    name="iso_c",
+    merge=merge,
+    merge_lowrank=merge_lowrank,
+    acts_on="matrix",
+    summary="Sum of the deltas, all its singular values replaced by their mean.",
+    equation="D* = mean(s) U V^T, sum_t w_t D_t = U diag(s) V^T",
+    reference="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
+    laws=frozenset(
+        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
+    ),
+    one_pass=True,
+    workspace=_workspace,
+    flops="N^3",
+)

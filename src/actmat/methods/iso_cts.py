@@ -1,0 +1,139 @@
+"""Iso-CTS: a common subspace of the sum, completed by task-specific directions, with a flat spectrum.
+
+D. Marczak, S. Magistri, S. Cygert, B. Twardowski, A. D. Bagdanov, J. van de Weijer, "No Task Left Behind: Isotropic
+Model Merging with Common and Task-Specific Subspaces", ICML 2025.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `C` common directions, `K` task directions per expert,
+`J = C + T K <= min(O, I)`, `R` rank of a factor pair, `P, Q` ranks of the common bases.
+
+Directions that the deltas do not determine (common ones beyond the rank of the sum, task ones beyond the rank of a
+residual) are left at zero, where the published code takes LAPACK's null-space vectors; the mean is over `J` values
+either way. With deltas of full rank both agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.singular import join, orthogonalised_sum
+from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, svd_workspace, thin_svd
+from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
+
+__all__ = ["ISO_CTS", "merge", "merge_lowrank", "split_directions"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    weights: Sequence[float] | None = None,
+    common_fraction: Annotated[float, Bounds(low=0, high=1)] = 0.8,
+    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+) -> Merged:
+    """`D* = mean(s) polar([U_1 .. U_T U_c]) polar([V_1 .. V_T V_c])^T`, `s = [s_1 .. s_T s_c]`.
+
+    `U_c, s_c, V_c` are the top `C` triplets of `sum_t w_t D_t`; `U_t, s_t, V_t` the top `K` triplets of
+    `w_t (D_t - U_c U_c^T D_t)`. See `split_directions` for `C` and `K`.
+
+    Args:
+        common_fraction: share of the `min(O, I)` directions that is common.
+        rtol: singular values at or below `rtol` times the largest one of the sum (`||D_t||_F` for the residual of
+            expert t) count as zero.
+    """
+    shares = [1.0] * len(deltas) if weights is None else list(weights)
+    total_OI: Tensor | None = None
+    for delta_OI, weight in zip(deltas, shares, strict=True):
+        total_OI = delta_OI * weight if total_OI is None else total_OI.add_(delta_OI, alpha=weight)
+    assert total_OI is not None, "a merge has at least one expert"
+    sizes = split_directions(min(total_OI.shape[-2:]), len(deltas), common_fraction)
+    left, right, stats = _merge(total_OI, deltas, shares, sizes, rtol, accuracy_of(total_OI))
+    return Merged(left.to(total_OI.dtype) @ right.to(total_OI.dtype), stats)
+
+
+def merge_lowrank(
+    deltas: Sequence[LowRank],
+    *,
+    weights: Sequence[float] | None = None,
+    common_fraction: Annotated[float, Bounds(low=0, high=1)] = 0.8,
+    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+) -> MergedLowRank:
+    """The same rule on the cores of the common bases; `C`, `K` and the mean come from the full shape. Exact."""
+    dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
+    shares = [1.0] * len(deltas) if weights is None else list(weights)
+    bases = common_bases([d.to(torch.float64) for d in deltas])
+    total_PQ = torch.zeros_like(bases.cores_PQ[0])
+    for core_PQ, weight in zip(bases.cores_PQ, shares, strict=True):
+        total_PQ.add_(core_PQ, alpha=weight)
+    sizes = split_directions(directions, len(deltas), common_fraction)
+    left, right, stats = _merge(total_PQ, bases.cores_PQ, shares, sizes, rtol, torch.float64)
+    return MergedLowRank(bases.lift(left @ right).to(dtype), stats)
+
+
+def split_directions(directions: int, n_experts: int, common_fraction: float) -> tuple[int, int]:
+    """`(C, K)`: common directions, and task directions per expert, with `C + T K = p = directions`.
+
+    `T K = round((p - int(fraction p)) / T) T` (half to even), and never more than `p` allows.
+    """
+    rest = directions - int(directions * common_fraction)
+    per_expert = min(round(rest / n_experts), directions // n_experts)
+    return directions - per_expert * n_experts, per_expert
+
+
+def _merge(
+    total_OI: Tensor,
+    deltas: Sequence[Tensor],
+    shares: Sequence[float],
+    sizes: tuple[int, int],
+    rtol: float,
+    accuracy: torch.dtype,
+) -> tuple[Tensor, Tensor, dict[str, float | int | str | bool]]:
+    """The two factors of the merged delta, `O x J` and `J x I`; `total_OI` may be a small core."""
+    n_common, n_task = sizes
+    common = thin_svd(total_OI, k=n_common, accuracy=accuracy, rtol=rtol)
+    common_OC = common.u_OK.to(total_OI.dtype)
+    parts: list[ThinSVD] = []
+    if n_task:
+        for delta_OI, weight in zip(deltas, shares, strict=True):
+            rest_OI = delta_OI - common_OC @ (common_OC.mT @ delta_OI)
+            # The residual of a delta inside the common space is rounding: judge it by the delta, not by itself.
+            floor = rtol * torch.linalg.matrix_norm(delta_OI).to(torch.float64)
+            parts.append(thin_svd(rest_OI, k=n_task, accuracy=accuracy, rtol=rtol, floor=floor).scaled(weight))
+    u_OJ, s_J, v_IJ = join([*parts, common])
+    level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))
+    left_OJ, right_JI, retry = orthogonalised_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy)
+    stats: dict[str, float | int | str | bool] = {
+        "common": n_common,
+        "per_expert": n_task,
+        "common_rank_min": int(common.rank.min()),
+    }
+    if retry := retry or next((p.retry for p in (common, *parts) if p.retry), ""):
+        stats["retry"] = retry
+    return left_OJ, right_JI, stats
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    *batch, rows, columns = shape
+    short = min(rows, columns)
+    # The sum and a residual, then all triplets in float64 as parts, side by side and as polar factors.
+    decompose = 3 * rows * columns + 2 * short * (rows + columns) + svd_workspace(rows, columns)
+    orthogonalise = 2 * rows * columns + 7 * short * (rows + columns) + 12 * short * short
+    return math.prod(batch) * max(decompose, orthogonalise)
+
+
+ISO_CTS = MergeMethod(
+    name="iso_cts",
+    merge=merge,
+    merge_lowrank=merge_lowrank,
+    acts_on="matrix",
+    summary="Iso-C on a common subspace plus the leading directions of what each expert has outside it.",
+    equation="D* = mean(s) polar([U_t, U_c]) polar([V_t, V_c])^T, U_c of sum_t D_t, U_t of (I - U_c U_c^T) D_t",
+    reference="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
+    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
+    workspace=_workspace,
+    flops="T N^3",
+)

@@ -1,0 +1,138 @@
+"""TSV-M: task singular vectors, orthogonalised across experts.
+
+A. A. Gargiulo, D. Crisostomi, M. S. Bucarelli, S. Scardapane, F. Silvestri, E. Rodolà, "Task Singular Vectors:
+Reducing Task Interference in Model Merging", CVPR 2025.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per expert, `R` rank of a factor pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
+from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, svd_workspace, thin_svd
+from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
+
+__all__ = ["TSV", "merge", "merge_lowrank"]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    weights: Sequence[float] | None = None,
+    k: Annotated[int | None, Bounds(low=0)] = None,
+    min_k: Annotated[int, Bounds(low=0)] = 0,
+    rank_aware: bool = True,
+    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+) -> Merged:
+    """`D* = polar([U_1 .. U_T]) diag(s_1 .. s_T) polar([V_1 .. V_T])^T` with the top `K` triplets of each `w_t D_t`.
+
+    `K = floor(min(O, I) / T)`. With more experts than `min(O, I)` the published `K` is zero and the result is a zero
+    delta (the layer keeps its base weights); `min_k=1` keeps the leading direction of every expert instead.
+
+    Args:
+        k: directions kept per expert, instead of `floor(min(O, I) / T)`.
+        min_k: smallest number of directions kept per expert when `k` is not given.
+        rank_aware: keep no more directions of an expert than its numerical rank. Without it, the null-space vectors
+            that LAPACK happens to return enter the orthogonalisation, and the result depends on the LAPACK.
+        rtol: singular values at or below `rtol` times the largest one of the expert count as zero.
+    """
+    parts: list[ThinSVD] = []
+    slots = 0
+    shares = [1.0] * len(deltas) if weights is None else weights
+    for delta_OI, weight in zip(deltas, shares, strict=True):
+        slots = _slots(delta_OI.shape, len(deltas), k, min_k)
+        if slots == 0:
+            return Merged(torch.zeros_like(delta_OI), {"k": 0, "rank_min": 0, "rank_max": 0})
+        parts.append(_triplets(delta_OI, slots, rank_aware, rtol).scaled(weight))
+    assert parts, "a merge has at least one expert"
+    left_OJ, right_JI, retry = orthogonalised_sum(*join(parts), accuracy=accuracy_of(delta_OI))
+    return Merged(left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype), _stats(parts, slots, retry))
+
+
+def merge_lowrank(
+    deltas: Sequence[LowRank],
+    *,
+    weights: Sequence[float] | None = None,
+    k: Annotated[int | None, Bounds(low=0)] = None,
+    min_k: Annotated[int, Bounds(low=0)] = 0,
+    rank_aware: bool = True,
+    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+) -> MergedLowRank:
+    """The same rule on the cores of the common bases; `K` comes from the full shape. Exact, in float64.
+
+    Raises:
+        ValueError: `rank_aware=False`, whose null-space vectors do not exist in the factored form.
+    """
+    if not rank_aware:
+        raise ValueError(
+            "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not "
+            "have; merge the dense deltas, or leave rank_aware at True"
+        )
+    dtype, shape = deltas[0].b_OR.dtype, deltas[0].shape
+    bases = common_bases([d.to(torch.float64) for d in deltas])
+    slots = _slots(shape, len(deltas), k, min_k)
+    shares = [1.0] * len(deltas) if weights is None else weights
+    parts = [
+        thin_svd(core, k=slots, accuracy=torch.float64, rtol=rtol).scaled(weight)
+        for core, weight in zip(bases.cores_PQ, shares, strict=True)
+    ]
+    left, right, retry = orthogonalised_sum(*join(parts), accuracy=torch.float64)
+    return MergedLowRank(bases.lift(left @ right).to(dtype), _stats(parts, slots, retry))
+
+
+def _slots(shape: Sequence[int], n_experts: int, k: int | None, min_k: int) -> int:
+    wanted = max(slots_per_expert(shape, n_experts), min_k) if k is None else k
+    return min(wanted, *shape[-2:])
+
+
+def _triplets(delta_OI: Tensor, slots: int, rank_aware: bool, rtol: float) -> ThinSVD:
+    if rank_aware:
+        return thin_svd(delta_OI, k=slots, rtol=rtol)
+    u, s, v, retry = orthogonal_svd(delta_OI)
+    rank = torch.full(s.shape[:-1], s.shape[-1])
+    return ThinSVD(u[..., :slots], s[..., :slots], v[..., :slots], rank, retry)
+
+
+def _stats(parts: Iterable[ThinSVD], slots: int, retry: str) -> dict[str, float | int | str | bool]:
+    kept = torch.stack([p.rank.clamp_max(slots) for p in parts])
+    stats: dict[str, float | int | str | bool] = {
+        "k": slots,
+        "rank_min": int(kept.min()),
+        "rank_max": int(kept.max()),
+    }
+    if retry := retry or next((p.retry for p in parts if p.retry), ""):
+        stats["retry"] = retry
+    return stats
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    *batch, rows, columns = shape
+    slots = _slots(shape, n_experts, options["k"], options["min_k"])
+    joint = n_experts * slots
+    # All experts' triplets in float64: as parts, side by side, as polar factors; then the factors in the compute dtype.
+    decompose = 2 * joint * (rows + columns) + svd_workspace(rows, columns)
+    orthogonalise = 7 * joint * (rows + columns) + 12 * joint * joint + rows * columns
+    return math.prod(batch) * max(decompose, orthogonalise)
+
+
+TSV = MergeMethod(
+    name="tsv",
+    merge=merge,
+    merge_lowrank=merge_lowrank,
+    acts_on="matrix",
+    summary="Top singular vectors of every expert, orthogonalised across experts (TSV-M).",
+    equation="D* = polar([U_t]) diag([s_t]) polar([V_t])^T, K = floor(min(O, I) / T) triplets of each D_t",
+    reference="Gargiulo et al., Task Singular Vectors, CVPR 2025",
+    laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
+    one_pass=True,
+    workspace=_workspace,
+    flops="T N^3",
+)
