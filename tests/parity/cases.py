@@ -28,8 +28,8 @@ ORACLE_METHODS: dict[str, Rule] = {
     "actmat": ("actmat", {}),
     "tact": ("tact", {"density": 0.5}),
     "mean": ("average", {}),
-    "sum04": ("task_arithmetic", {"coefficient": 0.4}),
-    "actmat_ties": ("ties", {"density": 0.2}),
+    "sum04": ("task_arithmetic", {"scaling": 0.4}),
+    "actmat_ties": ("ties", {"density": 0.2, "variant": "actmat"}),
     "actmat_isoc": ("iso_c", {}),
     "actmat_tsv": ("tsv", {}),
     "actmat_knots_tsv": ("knots", {"order": "actmat", "rule": "tsv"}),
@@ -53,7 +53,7 @@ ORACLE_METHODS: dict[str, Rule] = {
     # TIES
     "ties": ("ties", {"density": 0.2, "trim": "global"}),
     "ties_k50": ("ties", {"density": 0.5, "trim": "global"}),
-    "ties_sum": ("ties", {"density": 0.2, "trim": "global"}),
+    "ties_sum": ("ties", {"density": 0.2, "trim": "global", "reduce": "sum"}),
     # WUDI and its closed forms
     "wudi_300": ("wudi", {"steps": 300}),
     "wudi_20": ("wudi", {"steps": 20}),
@@ -73,13 +73,16 @@ ORACLE_METHODS: dict[str, Rule] = {
     # mergekit 0.1.5
     "mk_linear": ("linear", {**_MK_WEIGHTS}),
     "mk_linear_raw": ("linear", {"normalize": False, **_MK_WEIGHTS}),
-    "mk_task_arithmetic": ("task_arithmetic", {**_MK_WEIGHTS}),
-    "mk_task_arithmetic_norm": ("task_arithmetic", {"normalize": True, **_MK_WEIGHTS}),
-    "mk_ties": ("ties", {"density": 0.5}),
-    "mk_ties_w": ("ties", {"density": [0.2, 0.4, 0.3], **_MK_WEIGHTS}),
-    "mk_breadcrumbs": ("breadcrumbs", {"density": 0.7, "gamma": 0.1, **_MK_WEIGHTS}),
-    "mk_breadcrumbs_ties": ("breadcrumbs_ties", {"density": 0.7, "gamma": 0.1, **_MK_WEIGHTS}),
-    "mk_breadcrumbs_g01": ("breadcrumbs", {"density": 0.9, "gamma": 0.01, **_MK_WEIGHTS}),
+    "mk_task_arithmetic": ("task_arithmetic", {"scaling": 1.0, **_MK_WEIGHTS}),
+    "mk_task_arithmetic_norm": ("linear", {**_MK_WEIGHTS}),
+    "mk_ties": ("ties", {"density": 0.5, "variant": "mergekit"}),
+    "mk_ties_w": ("ties", {"density": [0.2, 0.4, 0.3], "variant": "mergekit", "reduce": "sum", **_MK_WEIGHTS}),
+    "mk_breadcrumbs": ("breadcrumbs", {"density": 0.7, "gamma": 0.1, "scaling": 1.0, **_MK_WEIGHTS}),
+    "mk_breadcrumbs_ties": (
+        "breadcrumbs",
+        {"density": 0.7, "gamma": 0.1, "scaling": 1.0, "sign_election": True, **_MK_WEIGHTS},
+    ),
+    "mk_breadcrumbs_g01": ("breadcrumbs", {"density": 0.9, "gamma": 0.01, "scaling": 1.0, **_MK_WEIGHTS}),
     "mk_model_stock": ("model_stock", {}),
     "mk_model_stock_fw": ("model_stock", {"filter_wise": True}),
     "mk_slerp_03": ("slerp", {"t": 0.3, "experts": 1}),
@@ -88,7 +91,7 @@ ORACLE_METHODS: dict[str, Rule] = {
     "mk_karcher_base": ("karcher", {"include_base": True}),
     "mk_nearswap": ("nearswap", {"t": 0.01, "experts": 1}),
     "mk_sce": ("sce", {}),
-    "mk_sce_k05": ("sce", {"density": 0.5}),
+    "mk_sce_k05": ("sce", {"select_topk": 0.5}),
 }
 
 _AVERAGE: Rule = ("average", {})

@@ -63,9 +63,9 @@ def _model_wide(
     stored: Mapping[str, Mapping[str, Tensor]], weights: list[float] | None, floor: float, n_experts: int
 ) -> list[float]:
     """Weights that divide every expert's Fisher by its norm over the whole model."""
-    squares = sum((t["fisher_t"].double() + floor).flatten(1).square().sum(1) for t in stored.values())
+    squares = torch.stack([t["fisher_t"].double().flatten(1).square().sum(1) for t in stored.values()]).sum(0)
     share = torch.tensor(weights or [1.0] * n_experts, dtype=torch.float64)[:n_experts]
-    return (share / squares.sqrt()).tolist()
+    return (share / (squares.sqrt() + floor)).tolist()
 
 
 def error(case: Case, out: Mapping[str, Tensor], expected: str) -> float:

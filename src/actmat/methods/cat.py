@@ -90,7 +90,7 @@ CAT = MergeMethod(
     summary="Sum of the deltas, each without the output directions in which it disturbs the other tasks' inputs.",
     equation="D* = sum_i (I - P_i) D_i, B_k = top eigenvectors of sum_{i != k} D_i (G_k - lambda G_i) D_i^T",
     reference="Sun, Li, Geng, Li, CAT Merging, ICML 2025, arXiv:2505.06977",
-    laws=frozenset({"single", "homogeneous", "odd", "left_orthogonal", "zeros"}),
+    laws=frozenset({"single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     needs_statistics=("gram",),
     workspace=_workspace,
     flops="2 T^2 N^3",

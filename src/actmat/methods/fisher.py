@@ -42,18 +42,19 @@ def merge(
         floor_unit: "mean" takes `floor` times the mean Fisher of that expert's tensor, so that the answer does not
             depend on the units of the loss; "absolute" takes `floor` as it is.
         floor_use: "add" adds it to every entry; "drop" keeps the base where the summed Fisher is not above it.
-        normalise: "tensor" divides each expert's Fisher (floor included) by its Euclidean norm over this tensor.
+        normalise: "tensor" divides each expert's Fisher by its Euclidean norm over this tensor (plus the floor).
     """
     share = [1.0] * len(deltas) if weights is None else list(weights)
     top: Tensor | None = None
     threshold = floor if floor_unit == "absolute" else 0.0
-    for delta, fisher, weight in zip(deltas, statistics["fisher"], share, strict=True):
+    for delta, fisher, given in zip(deltas, statistics["fisher"], share, strict=True):
+        weight = given
         own_floor = floor if floor_unit == "absolute" else floor * float(fisher.mean())
+        if normalise == "tensor":
+            weight = weight / (float(torch.linalg.vector_norm(fisher)) + own_floor + _NOWHERE)
         precision = fisher.to(delta.dtype, copy=True)
         if floor_use == "add":
             precision.add_(own_floor + _NOWHERE)
-        if normalise == "tensor":
-            precision.div_(torch.linalg.vector_norm(precision).clamp_min(_NOWHERE))
         precision.mul_(weight)
         if floor_unit == "mean":
             threshold += weight * own_floor

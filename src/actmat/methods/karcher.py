@@ -52,7 +52,10 @@ def merge(
     else:
         points_KB = points_KB[1:]
     alpha_K = torch.tensor(share, dtype=torch.float64) / sum(share)
-    gram_KK = points_KB @ inner_products(basis) @ points_KB.mT
+    gram_BB = inner_products(basis)
+    if not bool(gram_BB.diagonal()[1:].any()):  # no expert moved: exactly the base, not the base up to rounding
+        return Merged(weighted_sum([0.0] * len(basis), basis), {"iterations": 0})
+    gram_KK = points_KB @ gram_BB @ points_KB.mT
     norm_K = gram_KK.diagonal().clamp_min(0).sqrt()
 
     valid = norm_K > tol
@@ -110,7 +113,7 @@ KARCHER = MergeMethod(
     summary="Centre of mass of the experts' weights on the sphere, at their mean norm.",
     equation="W* = (sum_t a_t |W_t|) argmin_u sum_t a_t angle(u, W_t)^2",
     reference="Karcher, Riemannian center of mass and mollifier smoothing, CPAM 1977",
-    laws=frozenset({"permutation", "single", "identical", "zeros"}),
+    laws=frozenset({"permutation", "single", "identical", "left_orthogonal", "right_orthogonal", "zeros"}),
     workspace=_workspace,
     flops="T^2 N^2",
 )

@@ -68,7 +68,7 @@ SLERP = MergeMethod(
     summary="Point on the great circle from the base to one expert, or from one expert to another.",
     equation="W* = [sin((1-t) a) X + sin(t a) Y] / sin(a), cos a = <X, Y> / (|X| |Y|)",
     reference="Shoemake, Animating rotation with quaternion curves, SIGGRAPH 1985",
-    laws=frozenset({"zeros"}),
+    laws=frozenset({"left_orthogonal", "right_orthogonal", "zeros"}),
     workspace=_workspace,
     flops="N^2",
     max_experts=2,

@@ -1,0 +1,202 @@
+"""What every merge rule owes its callers, generated from the declarations in `METHODS`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.helpers.experts import Experts, LazyDeltas, merged, relative, usable_experts
+from tests.helpers.survey import call, run_survey
+from torch import Tensor
+
+from actmat.errors import RecipeError
+from actmat.methods import METHODS, MergeMethod
+
+each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+
+
+def those(**declared: object) -> pytest.MarkDecorator:
+    """The methods whose declaration has these values."""
+    chosen = [m for m in METHODS if all(getattr(m, k) == v for k, v in declared.items())]
+    return pytest.mark.parametrize("method", chosen, ids=lambda m: m.name)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_names_are_unique() -> None:
+    names = [m.name for m in METHODS]
+    assert sorted(names) == sorted(set(names))
+
+
+@each_method
+def test_the_declaration_is_complete(method: MergeMethod) -> None:
+    for text in (method.summary, method.equation, method.reference, method.flops):
+        assert text.strip()
+    assert method.workspace is not None
+    for option in method.options.values():
+        assert option.doc, f"option '{option.name}' is not described under Args:"
+        assert option.problem(option.default) is None
+    assert set(method.needs_statistics) <= {"gram", "fisher"}
+    if method.needs_statistics:
+        assert "statistics" in method.needs
+    if method.preset_of is not None:
+        assert method.preset_of in {m.name for m in METHODS}
+
+
+@each_method
+def test_options_outside_their_bounds_are_refused(method: MergeMethod) -> None:
+    for name, option in method.options.items():
+        if option.bounds is None:
+            continue
+        for end, outside in ((option.bounds.low, -1), (option.bounds.high, 1)):
+            if end is not None:
+                with pytest.raises(RecipeError, match=name):
+                    method.resolve_options({name: type(end)(end + outside)})
+
+
+@each_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_dtype_and_shape_are_kept_and_the_result_owns_its_memory(method: MergeMethod, dtype: torch.dtype) -> None:
+    for n_experts in (1, 4):
+        experts = Experts.random(n_experts, (8, 11), dtype=dtype)
+        out = merged(method, experts)
+        assert out.dtype == dtype
+        assert out.shape == (8, 11)
+        assert bool(out.isfinite().all())
+        taken = {x.untyped_storage().data_ptr() for x in experts.all_tensors()}
+        assert out.untyped_storage().data_ptr() not in taken
+
+
+@each_method
+@pytest.mark.parametrize("n_experts", [1, 4])
+def test_inputs_are_left_alone(method: MergeMethod, n_experts: int) -> None:
+    experts = Experts.random(n_experts, (8, 11))
+    before = [x.clone() for x in experts.all_tensors()]
+    merged(method, experts)
+    assert all(torch.equal(a, b) for a, b in zip(before, experts.all_tensors(), strict=True))
+
+
+@each_method
+@pytest.mark.parametrize(
+    ("n_experts", "shape", "rank"),
+    [(7, (3, 4), None), (7, (4, 3), 1), (4, (12, 10), 2), (3, (1, 6), None), (3, (6, 1), None), (2, (1, 1), None)],
+)
+def test_awkward_shapes_and_ranks_give_finite_results(
+    method: MergeMethod, n_experts: int, shape: tuple[int, int], rank: int | None
+) -> None:
+    for dtype in (torch.float32, torch.float64):
+        out = merged(method, Experts.random(n_experts, shape, rank=rank, dtype=dtype))
+        assert out.shape == shape
+        assert bool(out.isfinite().all())
+
+
+@each_method
+def test_a_zero_delta_among_others_gives_no_nan(method: MergeMethod) -> None:
+    experts = Experts.random(4, (8, 11))
+    for zero_at in range(usable_experts(method, 4)):
+        deltas = [torch.zeros_like(d) if t == zero_at else d for t, d in enumerate(experts.deltas)]
+        assert bool(merged(method, experts.with_deltas(deltas)).isfinite().all())
+
+
+@each_method
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_float32_on_rounded_inputs_is_near_float64(method: MergeMethod, storage: torch.dtype) -> None:
+    stored = Experts.random(4, (16, 12), seed=4).to(storage)
+    assert relative(merged(method, stored.to(torch.float32)), merged(method, stored.to(torch.float64))) <= 1e-4
+
+
+@each_method
+def test_strides_do_not_matter(method: MergeMethod) -> None:
+    experts = Experts.random(3, (8, 11))
+    strided = experts.map(lambda x: x.mT.contiguous().mT)
+    assert not strided.deltas[0].is_contiguous()
+    assert relative(merged(method, strided), merged(method, experts)) <= 1e-12
+
+
+@those(acts_on="matrix", is_random=False)
+@pytest.mark.parametrize("rank", [None, 2], ids=["full", "rank_deficient"])
+def test_batch_axes_are_a_loop(method: MergeMethod, rank: int | None) -> None:
+    experts = Experts.random(3, (2, 3, 6, 8), rank=rank)
+    whole = merged(method, experts)
+    for i in range(2):
+        for j in range(3):
+            part = merged(method, experts.map(lambda x, i=i, j=j: x[i, j].clone()))
+            assert relative(whole[i, j], part) <= 1e-11
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.acts_on != "matrix"], ids=lambda m: m.name)
+@pytest.mark.parametrize("shape", [(), (13,), (2, 5, 4), (3, 2, 2, 3)])
+def test_tensor_rules_take_any_shape(method: MergeMethod, shape: tuple[int, ...]) -> None:
+    rng = torch.Generator().manual_seed(3)
+    deltas = [torch.randn(shape, generator=rng) for _ in range(3)]
+    fisher = [torch.rand(shape, generator=rng) for _ in range(3)]
+    out = merged(method, Experts(deltas, torch.randn(shape, generator=rng), {"fisher": fisher}))
+    assert out.shape == shape
+    assert bool(out.isfinite().all())
+
+
+@those(acts_on="elementwise", is_random=False)
+def test_elementwise_rules_may_be_fed_pieces(method: MergeMethod) -> None:
+    experts = Experts.random(usable_experts(method, 4), (7, 9), dtype=torch.float32)
+    flat = Experts([d.flatten() for d in experts.deltas], experts.base.flatten(), {})
+    options = method.resolve_options({})
+    survey = run_survey(method, {"weight": experts.deltas}, options)
+    pieces: list[Tensor] = []
+    for start, stop in ((0, 1), (1, 32), (32, 63)):
+        piece = flat.map(lambda x, a=start, b=stop: x[a:b])
+        pieces.append(call(method, piece.deltas, options, base=piece.base, survey=survey).value)
+    whole = call(method, experts.deltas, options, base=experts.base, survey=survey).value
+    assert torch.equal(torch.cat(pieces), whole.flatten())
+
+
+@those(one_pass=True)
+def test_one_pass_rules_read_each_delta_once_and_hold_one(method: MergeMethod) -> None:
+    experts = Experts.random(usable_experts(method, 5), (8, 11))
+    lazy = LazyDeltas(experts.deltas)
+    options = method.resolve_options({})
+    survey = run_survey(method, {"weight": experts.deltas}, options)
+    out = call(method, lazy, options, base=experts.base, statistics=experts.statistics, survey=survey)
+    assert lazy.reads == [1] * len(experts.deltas)
+    assert lazy.alive_before_read <= 1, "an earlier delta is still held while the next is read"
+    assert torch.equal(out.value, merged(method, experts))
+
+
+@those(is_random=True)
+def test_random_rules_follow_their_generator_alone(method: MergeMethod) -> None:
+    experts = Experts.random(3, (12, 10))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = merged(method, experts, seed=5)
+    assert torch.equal(torch.get_rng_state(), state), "the global random state was touched"
+    torch.manual_seed(2)
+    assert torch.equal(merged(method, experts, seed=5), first)
+    assert not torch.equal(merged(method, experts, seed=6), first)
+
+
+@each_method
+def test_the_number_of_threads_does_not_change_the_bytes(method: MergeMethod, two_threads: None) -> None:
+    experts = Experts.random(3, (24, 20), dtype=torch.float32)
+    with_two = merged(method, experts)
+    torch.set_num_threads(1)
+    assert torch.equal(merged(method, experts), with_two)
+
+
+@each_method
+def test_workspace_is_positive_and_grows(method: MergeMethod) -> None:
+    assert method.workspace is not None
+    options = method.resolve_options({})
+    sizes = [method.workspace(shape, 3, options) for shape in ((8, 8), (16, 8), (16, 16), (4, 16, 16))]
+    assert all(isinstance(s, int) for s in sizes)
+    assert sizes == sorted(sizes)
+    assert sizes[0] >= 64, "the result alone has this many elements"
+    counts = [method.workspace((16, 16), n, options) for n in range(1, usable_experts(method, 6) + 1)]
+    assert counts == sorted(counts)
+    assert sizes[-1] >= math.prod((4, 16, 16))

@@ -1,0 +1,99 @@
+"""Factored forms agree with the dense rule, and never form the dense matrix."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.experts import relative
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actmat.linalg.lowrank import LowRank
+from actmat.methods import METHODS, MergedLowRank, MergeMethod
+
+FACTORED = [m for m in METHODS if m.merge_lowrank is not None]
+each_factored = pytest.mark.parametrize("method", FACTORED, ids=lambda m: m.name)
+
+
+def factors(shape: tuple[int, ...], ranks: list[int], seed: int = 0) -> list[LowRank]:
+    rng = torch.Generator().manual_seed(seed)
+    *batch, n_out, n_in = shape
+
+    def gaussian(*size: int) -> Tensor:
+        return torch.randn(*batch, *size, generator=rng, dtype=torch.float64)
+
+    return [LowRank(gaussian(n_out, r) / r, gaussian(r, n_in)) for r in ranks]
+
+
+def merge_lowrank(method: MergeMethod, deltas: list[LowRank]) -> MergedLowRank:
+    assert method.merge_lowrank is not None
+    given: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "survey": None, "weights": None}
+    taken = inspect.signature(method.merge_lowrank).parameters
+    return method.merge_lowrank(deltas, **{n: v for n, v in given.items() if n in taken}, **method.resolve_options({}))
+
+
+def merge_dense(method: MergeMethod, deltas: list[Tensor]) -> Tensor:
+    given: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "survey": None, "weights": None}
+    needs = {n: v for n, v in given.items() if n in method.needs}
+    return method.merge(deltas, **needs, **method.resolve_options({})).value
+
+
+@each_factored
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ((20, 24), [2, 2, 2]),  # independent row spaces
+        ((20, 24), [3, 1, 2, 4]),  # ranks differ
+        ((10, 40), [4, 4, 4]),  # column spaces overlap
+        ((40, 10), [4, 4, 4]),  # row spaces overlap
+        ((16, 12), [3]),  # one expert
+        ((2, 14, 16), [2, 3]),  # batch axis
+    ],
+)
+def test_factored_equals_dense(method: MergeMethod, shape: tuple[int, ...], ranks: list[int]) -> None:
+    deltas = factors(shape, ranks)
+    out = merge_lowrank(method, deltas).value
+    assert out.shape == shape
+    assert relative(out.dense(), merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
+
+
+@each_factored
+def test_a_zero_adapter_is_no_trouble(method: MergeMethod) -> None:
+    deltas = factors((20, 24), [2, 2, 2])
+    deltas[1] = LowRank(torch.zeros_like(deltas[1].b_OR), deltas[1].a_RI)
+    out = merge_lowrank(method, deltas).value.dense()
+    assert relative(out, merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
+
+
+@each_factored
+def test_no_dense_matrix_is_formed(method: MergeMethod) -> None:
+    deltas = factors((150, 170), [2, 3, 2])
+    with Largest() as largest:
+        merge_lowrank(method, deltas)
+    assert 0 < largest.numel < 150 * 170
+
+
+@each_factored
+def test_inputs_are_left_alone(method: MergeMethod) -> None:
+    deltas = factors((20, 24), [2, 3])
+    before = [(d.b_OR.clone(), d.a_RI.clone()) for d in deltas]
+    merge_lowrank(method, deltas)
+    assert all(torch.equal(b, d.b_OR) and torch.equal(a, d.a_RI) for (b, a), d in zip(before, deltas, strict=True))

@@ -1,0 +1,38 @@
+"""No rule depends on the order of a set: two interpreters with other hash seeds give the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import hashlib
+import torch
+from actmat.methods import METHODS
+from tests.helpers.experts import Experts, merged
+torch.set_num_threads(1)
+experts = Experts.random(3, (12, 10), dtype=torch.float32)
+for method in METHODS:
+    value = merged(method, experts)
+    print(method.name, hashlib.sha256(bytes(value.contiguous().untyped_storage())).hexdigest())
+"""
+
+
+def test_hash_seed_does_not_change_the_bytes() -> None:
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root)])
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("0", "12345")
+    ]
+    first, second = (run.communicate()[0] for run in runs)
+    assert [run.returncode for run in runs] == [0, 0]
+    assert first == second
+    assert len(first.splitlines()) > 1
