@@ -370,7 +370,7 @@ def _finish(
         files_from = directories[recipe.files_from]
         copied = copy_sidecars(directories["base"], files_from, stage.path, recipe.dtype)
         (stage.path / "README.md").write_text(model_card(job.plan), encoding="utf-8")
-        manifest = build_manifest(job.plan, job.done, seconds=time.perf_counter() - began, files=copied)
+        manifest = build_manifest(job.plan, job.done, out=stage.out, seconds=time.perf_counter() - began, files=copied)
         write_manifest(stage.path, manifest, sha256=sha256)
     stage.commit()
     return manifest

@@ -141,7 +141,9 @@ class TensorReader:
         return wide
 
     def _check(self, delta: Tensor, raw: Tensor, base_raw: Tensor, t: int) -> None:
-        """Note non-finite entries; where they are tolerated, the expert counts as unchanged there.
+        """Note non-finite entries and count the expert as unchanged there.
+
+        Unless they are tolerated, the merge fails in the end; going on with zeros finds all of them first.
 
         A sum is finite only if every entry is (or it overflows, which the exact count then clears): one cheap pass.
         """
@@ -157,8 +159,7 @@ class TensorReader:
             self._findings.add(self.item.name, f"expert '{self._labels[t]}'", n)
         if t == 0 and (n := int(bad_base.sum())):
             self._findings.add(self.item.name, "the base", n)
-        if self._findings.tolerated:
-            delta.masked_fill_(bad | bad_base, 0.0)
+        delta.masked_fill_(bad | bad_base, 0.0)
 
     def hashes(self) -> tuple[str, tuple[str, ...]]:
         """Content hashes of the base's tensor and of each expert's; all parts must have been read."""

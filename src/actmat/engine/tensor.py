@@ -89,12 +89,14 @@ def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Fi
     for part in cut(item.shape, item.layout, _coarsest([v.method.acts_on for v in variants])):
         base_raw = reader.read_base(part)
         deltas = reader.deltas(part, base_raw)
+        if findings.fatal:  # nothing of this merge will be kept: read on only to find the other bad values
+            for _ in deltas:
+                pass
+            continue
         lazy = len(variants) == 1 and variants[0].method.one_pass and not _several_matrices(variants[0], part)
         held: Sequence[Tensor] = deltas if lazy else list(deltas)
         merged = _apply_all(variants, part, held, base_raw, reader)
         changed_anywhere |= deltas.changed
-        if findings.fatal:
-            continue  # nothing of this merge will be kept: go on only to find the other bad values
         for variant, value in zip(variants, merged, strict=True):
             _write(variant, part, base_raw, value if deltas.changed else None, reader)
     if findings.fatal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from actmat.checkpoints.hashing import HASH_NAME, hash_names, sha256_file
 from actmat.checkpoints.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.plan.model import MergePlan
+from actmat.plan.model import InputSummary, MergePlan
 
 __all__ = ["FORMAT", "build_manifest", "read_manifest", "write_manifest"]
 
@@ -20,7 +21,7 @@ FORMAT = 1
 
 
 def build_manifest(
-    plan: MergePlan, records: Mapping[str, Mapping[str, Any]], *, seconds: float, files: Sequence[str]
+    plan: MergePlan, records: Mapping[str, Mapping[str, Any]], *, out: Path, seconds: float, files: Sequence[str]
 ) -> dict[str, Any]:
     """The manifest as plain data.
 
@@ -30,6 +31,7 @@ def build_manifest(
     Args:
         plan: what was to be done.
         records: tensor name -> record from the engine, for every tensor.
+        out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
         seconds: wall time of the run that finished it.
         files: files copied from the inputs.
     """
@@ -66,6 +68,13 @@ def build_manifest(
             "tensor_seconds": {n: r["seconds"] for n, r in records.items()},
         },
     }
+
+
+def _input(summary: InputSummary, out: Path) -> dict[str, Any]:
+    row = summary.to_json()
+    if Path(summary.location).exists():
+        row["from_here"] = os.path.relpath(summary.location, out)
+    return row
 
 
 def _content(records: Mapping[str, Mapping[str, Any]], expert: int | None, tensors: Sequence[Any]) -> str:

@@ -61,7 +61,7 @@ def verify(
         problems.append("the manifest was edited: its tensors do not add up to its own content hash")
     checked = []
     if inputs:
-        for label, place, wanted in _inputs(manifest):
+        for label, place, wanted in _inputs(manifest, directory):
             try:
                 with open_checkpoint(place) as checkpoint:
                     problems += _compare(checkpoint, wanted, f"input '{label}' ({place})", progress, partial=True)
@@ -71,17 +71,23 @@ def verify(
     return Verification(len(expected), tuple(checked), tuple(problems))
 
 
-def _inputs(manifest: Mapping[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
+def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict[str, str]]]:
     """(label, location, tensor name there -> hash) of every input."""
     rows: list[dict[str, Any]] = manifest["tensors"]
-    out = [("base", manifest["base"]["location"], {r["name"]: r["input_hashes"]["base"] for r in rows})]
+    base = {r["name"]: r["input_hashes"]["base"] for r in rows}
+    found = [("base", _place(manifest["base"], out), base)]
     for t, expert in enumerate(manifest["experts"]):
         label = expert["name"]
-        wanted = {
-            r["sources"][t]: r["input_hashes"][label] for r in rows if label in r["input_hashes"] and "sources" in r
-        }
-        out.append((label, expert["location"], wanted))
-    return out
+        read = (r for r in rows if "sources" in r and label in r["input_hashes"])
+        wanted = {r["sources"][t]: r["input_hashes"][label] for r in read}
+        found.append((label, _place(expert, out), wanted))
+    return found
+
+
+def _place(entry: Mapping[str, Any], out: Path) -> str:
+    """Where an input is now: as seen from the output, else as it was given."""
+    near = out / entry["from_here"] if "from_here" in entry else None
+    return os.path.normpath(near) if near is not None and near.exists() else str(entry["location"])
 
 
 def _compare(
