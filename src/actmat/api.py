@@ -269,10 +269,9 @@ def run_recipes(
             try:
                 execute(jobs, base, experts, resources, progress=watch.tensor)
                 watch.finishing()
-                by_label = {"base": base.directory} | dict(
-                    zip(recipes[0].labels, (e.directory for e in experts), strict=True)
-                )
-                manifests = [_finish(j, s, by_label, began, sha256) for j, s in zip(jobs, stages, strict=True)]
+                wanted = {"base": base} | dict(zip(recipes[0].labels, experts, strict=True))
+                folders = {n: wanted[n].fetch_sidecars() for n in {"base", *(r.files_from for r in recipes)}}
+                manifests = [_finish(j, s, folders, began, sha256) for j, s in zip(jobs, stages, strict=True)]
             except MergeError as error:
                 if isinstance(error, CheckpointError | OutputError):  # nothing of it can be used again
                     for job, stage in zip(jobs, stages, strict=True):

@@ -142,6 +142,10 @@ class Checkpoint(abc.ABC):
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
 
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of config, tokenizer and processor files; a hub checkpoint downloads them first."""
+        return self.directory
+
     @abc.abstractmethod
     def close(self) -> None:
         """Release files. Reading afterwards is an error. May be called twice."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import ContentHash
-from actmat.engine.memory import Scratch, bytes_of
+from actmat.checkpoints.raw import raw_bytes
+from actmat.engine.memory import Scratch
 from actmat.plan.model import TensorPlan
 from actmat.plan.parts import CHUNK, Part
 
@@ -95,7 +96,7 @@ class TensorReader:
             raw = self._scratch.take("base", part.numel, self._base_dtype)
         else:
             raw = torch.empty(part.numel, dtype=self._base_dtype)
-        data = bytes_of(raw)
+        data = raw_bytes(raw)
         self._base.read_into(self.item.name, part.start * raw.itemsize, data)
         self._base_hash.update(data)
         return raw
@@ -116,7 +117,7 @@ class TensorReader:
     def _piece(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         dtype = torch_dtype(self.item.expert_dtypes[t])
         raw = self._scratch.take("expert", out.numel(), dtype)
-        data = bytes_of(raw)
+        data = raw_bytes(raw)
         self._experts[t].read_into(self.item.sources[t], start * raw.itemsize, data)
         self._hashes[t].update(data)
         if dtype == base_raw.dtype and _same_bits(raw, base_raw):

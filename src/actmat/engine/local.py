@@ -18,9 +18,10 @@ import torch
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writer import ShardWriter, TensorSink
 from actmat.engine.deltas import Findings, TensorReader
-from actmat.engine.memory import Budget, Scratch, bytes_of
+from actmat.engine.memory import Budget, Scratch
 from actmat.engine.resources import Resources
 from actmat.engine.survey import SurveyKey, run_surveys, survey_key
 from actmat.engine.tensor import TensorRecord, Variant, merge_tensor
@@ -178,10 +179,10 @@ def _copy(item: TensorPlan, base: Checkpoint, sink: TensorSink) -> TensorRecord:
     numel = item.numel
     for start in range(0, numel, CHUNK):
         piece = torch.empty(min(CHUNK, numel - start), dtype=dtype)
-        data = bytes_of(piece)
+        data = raw_bytes(piece)
         base.read_into(item.name, start * piece.itemsize, data)
         seen.update(data)
-        sink.write(bytes_of(piece.to(out_dtype)))
+        sink.write(raw_bytes(piece.to(out_dtype)))
     return TensorRecord(item.name, sink.digest, seen.hexdigest(), unchanged=True, seconds=time.perf_counter() - began)
 
 

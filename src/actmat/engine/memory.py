@@ -1,9 +1,8 @@
-"""Memory: raw buffers that are read into, and the budget that admits work."""
+"""Memory: warm buffers to read into, and the budget that admits work."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -11,17 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["Budget", "Scratch", "available_memory", "bytes_of"]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor as a writable view; valid while the tensor lives."""
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ValueError("only a contiguous CPU tensor has bytes in order")
-    if tensor.numel() == 0:
-        return memoryview(bytearray())
-    kind = ctypes.c_ubyte * (tensor.numel() * tensor.itemsize)
-    return memoryview(kind.from_address(tensor.data_ptr())).cast("B")
+__all__ = ["Budget", "Scratch", "available_memory"]
 
 
 class Scratch:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writer import TensorSink
 from actmat.engine.deltas import Findings, TensorReader
-from actmat.engine.memory import bytes_of
 from actmat.errors import NumericalError
 from actmat.linalg.caps import cap_delta
 from actmat.methods import Merged, MergeMethod, get_method
@@ -231,4 +231,4 @@ def _write(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | None,
                 f"tensor '{variant.item.name}' has values beyond float16's range (65504) after merging with "
                 f"'{variant.call.method}'; write with --dtype bfloat16 or float32, or lower the scale"
             )
-        variant.sink.write(bytes_of(result))
+        variant.sink.write(raw_bytes(result))

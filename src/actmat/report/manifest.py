@@ -53,8 +53,10 @@ def build_manifest(
         "device": plan.device,
         "family": plan.family,
         "hash": HASH_NAME,
-        "base": plan.base.to_json() | {"content": _content(records, None, plan.tensors)},
-        "experts": [e.to_json() | {"content": _content(records, t, plan.tensors)} for t, e in enumerate(plan.experts)],
+        "base": _input(plan.base, out) | {"content": _content(records, None, plan.tensors)},
+        "experts": [
+            _input(e, out) | {"content": _content(records, t, plan.tensors)} for t, e in enumerate(plan.experts)
+        ],
         "output": {
             "content": hash_names((n, r["hash"]) for n, r in records.items()),
             "files": {s.file: s.size for s in plan.shards},
