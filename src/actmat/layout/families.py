@@ -92,6 +92,11 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": _STATE_SPACE,
     # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor
     "gpt_oss": Family(experts="IO", gate_up="alternating"),
+    # the same alternation, on disk only (w13_weight)
+    "inkling_mm_model": Family(gate_up="alternating"),
+    "inkling_text": Family(gate_up="alternating"),
+    "inkling2": Family(gate_up="alternating"),
+    "inkling2_text": Family(gate_up="alternating"),
     "llama4": Family(experts="IO"),
     "llama4_text": Family(experts="IO"),
     "aria": Family(experts="IO"),

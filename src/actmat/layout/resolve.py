@@ -18,7 +18,7 @@ from actmat.layout.types import LayoutMap, Role, RoleOverride, TensorLayout
 
 __all__ = ["resolve_layout"]
 
-_NUMBER = re.compile(r"\d+")
+_INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # of a layer or an expert; the digits of fc1 and w2 are names
 
 Shape = tuple[int, ...]
 
@@ -44,7 +44,7 @@ def resolve_layout(
     layouts: dict[str, TensorLayout] = {}
     for name, spec in specs.items():
         partner = _partner_shape(name, specs)
-        key = (_NUMBER.sub("0", name), spec.shape, spec.dtype, partner)
+        key = (_INDEX.sub("0", name), spec.shape, spec.dtype, partner)
         if key not in decided:
             decided[key] = classify(spec, partner, towers.of(name))
         layouts[name] = decided[key]
