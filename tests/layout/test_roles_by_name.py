@@ -34,6 +34,7 @@ def one(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorLayo
         ("query_tokens", (1, 32, 8), Role.EMBEDDING),
         # linear layers named like tables
         ("embed_out.weight", (100, 8), Role.LINEAR),
+        ("model.vision_embed_tokens.weight", (8, 192), Role.LINEAR),
         ("class_embed.0.weight", (91, 8), Role.LINEAR),
         ("embeddings_project.weight", (16, 8), Role.LINEAR),
         ("encoder.embedding_hidden_mapping_in.weight", (16, 8), Role.LINEAR),

@@ -119,9 +119,16 @@ def test_the_table_of_the_same_part_of_the_model_is_the_one_shared() -> None:
 
 
 def test_a_head_stored_for_its_missing_table_is_the_embedding() -> None:
-    layout = resolve({"lm_head.weight": TABLE}, {"tie_word_embeddings": True}).tensors["lm_head.weight"]
+    shapes = {"lm_head.weight": TABLE, "model.wpe.weight": (16, 32)}
+    layout = resolve(shapes, {"tie_word_embeddings": True}).tensors["lm_head.weight"]
     assert layout.role is Role.EMBEDDING
     assert "stored under this name only" in layout.reason
+
+
+def test_ctrl_calls_its_table_w() -> None:
+    resolved = resolve({"transformer.w.weight": TABLE, "lm_head.weight": TABLE}, {"model_type": "ctrl"})
+    assert resolved.ties == {"lm_head.weight": "transformer.w.weight"}
+    assert resolved.tensors["transformer.w.weight"].role is Role.EMBEDDING
 
 
 def test_partner_of_a_name_that_another_tool_did_not_store() -> None:

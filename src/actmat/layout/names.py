@@ -98,12 +98,17 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, known: Knowledge
         return TensorLayout(Role.BUFFER, _buffer_reason(spec, leaf or owner))
     if len(shape) <= 1:
         return _vector_or_token(shape, owner, leaf)
-    if leaf == "bias" or leaf in _MAGNITUDES or (not leaf and _BIAS.fullmatch(owner) and not _is_table(owner)):
+    table = _is_table(owner, known) and not (indexed and not _INDEXED_TABLE.fullmatch(owner))
+    if leaf == "bias" or leaf in _MAGNITUDES or (not leaf and _BIAS.fullmatch(owner) and not table):
         what = "weight-norm magnitudes" if leaf in _MAGNITUDES else "a bias, or a mask named like one"
         return TensorLayout(Role.VECTOR, f"{len(shape)}-D, but {what}, by the name {leaf or owner}")
     if _NORM.fullmatch(owner):
         return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale of a norm, by the name {owner}")
-    if _is_table(owner) and (len(shape) == 2 or not leaf) and not (indexed and not _INDEXED_TABLE.fullmatch(owner)):
+    if (
+        _is_table(owner, known)
+        and (len(shape) == 2 or not leaf)
+        and not (indexed and not _INDEXED_TABLE.fullmatch(owner))
+    ):
         return TensorLayout(Role.EMBEDDING, f"table of vectors, by the name {owner}")
     if is_stacked(spec.name, owner, shape):
         return stacked_layout(owner, shape, partner, known)
@@ -119,10 +124,12 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, known: Knowledge
     return _with_word(layout, owner)
 
 
-def _is_table(owner: str) -> bool:
-    if _TOKEN.fullmatch(owner):
+def _is_table(owner: str, known: Knowledge) -> bool:
+    if owner in known.family.tables:
         return True
-    return _TABLE.fullmatch(owner) is not None and _NOT_A_TABLE.fullmatch(owner) is None
+    if _NOT_A_TABLE.fullmatch(owner):
+        return False
+    return _TOKEN.fullmatch(owner) is not None or _TABLE.fullmatch(owner) is not None
 
 
 def _is_matrix_parameter(owner: str, known: Knowledge) -> bool:
