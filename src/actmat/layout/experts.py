@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 
-from actmat.layout.fused import GATED
+from actmat.layout.fused import GATED, gate_and_up
 from actmat.layout.knowledge import Knowledge
-from actmat.layout.packing import SCHEMES, Packing
+from actmat.layout.packing import Packing
 from actmat.layout.types import Orientation, Role, TensorLayout
 
 __all__ = ["is_stacked", "stacked_layout"]
@@ -85,5 +85,5 @@ def _packing(
             return None
     elif owner not in ("gate_up_proj", "gate_and_up_projs", "w13_weight"):
         return None
-    packing = SCHEMES[known.family.gate_up](rows, known.config)
+    packing = gate_and_up(owner, rows, known)
     return packing if isinstance(packing, Packing) else None

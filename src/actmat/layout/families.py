@@ -24,12 +24,14 @@ class Family:
         packed: layer name -> scheme of `packing.SCHEMES`, or a text starting with "whole:" that says why the tensor
             stays one matrix.
         transposed: layer names whose weight is stored `I x O` (transformers' `Conv1D`).
+        tables: layer names that are embeddings, though they do not sound like it.
         experts: orientation of stacked experts where the shapes leave it open.
         gate_up: scheme of `gate_up_proj`.
     """
 
     packed: Mapping[str, str] | None = None
     transposed: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()
     experts: Orientation = "OI"
     gate_up: str = "halves"
 
@@ -64,6 +66,7 @@ FAMILIES: Mapping[str, Family] = {
     "falcon": Family(packed={"query_key_value": "falcon"}),
     "RefinedWeb": Family(packed={"query_key_value": "per_kv_group"}),
     "RefinedWebModel": Family(packed={"query_key_value": "falcon"}),
+    "ctrl": Family(tables=frozenset({"w"})),
     "chatglm": Family(packed={"query_key_value": "grouped_query"}),
     "codegen": Family(packed={"qkv_proj": "codegen"}),
     "minimax": Family(packed={"qkv_proj": "per_head"}),
@@ -92,6 +95,11 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": _STATE_SPACE,
     # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor
     "gpt_oss": Family(experts="IO", gate_up="alternating"),
+    # the same alternation, on disk only (w13_weight)
+    "inkling_mm_model": Family(gate_up="alternating"),
+    "inkling_text": Family(gate_up="alternating"),
+    "inkling2": Family(gate_up="alternating"),
+    "inkling2_text": Family(gate_up="alternating"),
     "llama4": Family(experts="IO"),
     "llama4_text": Family(experts="IO"),
     "aria": Family(experts="IO"),

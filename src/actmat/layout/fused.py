@@ -16,7 +16,7 @@ from actmat.layout.knowledge import Knowledge
 from actmat.layout.packing import SCHEMES, Packing, attention_of
 from actmat.layout.types import Orientation, Role, TensorLayout
 
-__all__ = ["PARTNERS", "linear_layout"]
+__all__ = ["GATED", "PARTNERS", "QKV", "gate_and_up", "linear_layout"]
 
 Shape = tuple[int, ...]
 
@@ -35,6 +35,10 @@ GATED: Mapping[str, str] = {
     "ff_proj": "ff_out",
 }
 """Layer that may hold a gate and an up projection -> the layer that takes their product in."""
+
+GATE_FIRST = frozenset(
+    {"gate_up_proj", "gate_and_up_projs", "w13_weight", "input_linear", "Wi", "weights_in", "dense_h_to_4h"}
+)
 
 PARTNERS: Mapping[str, tuple[str, ...]] = {
     **{up: (down,) for up, down in GATED.items()},
@@ -109,12 +113,19 @@ def _packing(owner: str, rows: int, cols: int, partner: Shape | None, known: Kno
     if owner in GATED and partner is not None and len(partner) == 2:
         width = partner[1]  # the columns of down_proj: what it takes in
         if rows == 2 * width:
-            return SCHEMES[known.family.gate_up](rows, known.config)
+            return gate_and_up(owner, rows, known)
         if owner == "gate_up_proj":
             return f"its {rows} rows are not twice the {width} inputs of {GATED[owner]}"
     elif owner == "gate_up_proj":
-        return SCHEMES[known.family.gate_up](rows, known.config)
+        return gate_and_up(owner, rows, known)
     return None
+
+
+def gate_and_up(owner: str, rows: int, known: Knowledge) -> Packing | str:
+    """The two halves of a gated layer's input projection; which is the gate is said only where it is known."""
+    if owner in GATE_FIRST:
+        return SCHEMES[known.family.gate_up](rows, known.config)
+    return Packing((("first", 1), ("second", 1)), words="halves of a gated layer")
 
 
 def _attention_packing(owner: str, rows: int, cols: int, known: Knowledge) -> Packing | str:

@@ -27,19 +27,24 @@ _NORM = re.compile(
 _BIAS = re.compile(r"(?:\w*_)?bias(?:es)?(?:_[a-z])?\d*")
 _STATISTICS = re.compile(r"running_(?:mean|var)")
 
+_SCALE = re.compile(
+    r"A_log|D|gamma\w*|beta|lambda\w*|alpha\w*|\w*scale\w*|\w*_decay|time_(?:mix|decay|first|maa)\w*|sinks"
+)
+
+# linear layers and convolutions that are named like tables
 _NOT_A_TABLE = re.compile(
-    r"\w*patch_embed\w*|embed_(?:out|proj|patches)\w*|\w*embeddings?_proj\w*|embedding_hidden_mapping_in|(?:class|bbox|"
-    r"score)_embed|(?:time|timestep|label|cond|value|input|guidance|pooled)_(?:emb|embed|embedding|embedder)|pos_conv_embed"
+    r"\w*patch_embed\w*|embed_(?:out|proj|patches|action|return|state)\w*|\w*embeddings?_proj\w*|vision_embed_tokens|"
+    r"embedding_hidden_mapping_in|(?:class|bbox|score)_embed|pos_conv_embed|"
+    r"(?:predictor|relative_pos|box_linear|xpath_unitseq2)_embeddings|"
+    r"(?:time|timestep|cond|value|guidance|pooled)_(?:emb|embed|embedding|embedder)"
 )
 _TABLE = re.compile(
-    r"(?:\w*_)?(?:wte|wpe|emb|embeds?|embeddings?|codebooks?|codevectors)|embed_\w+|\w*embed_tokens\w*|tokens_embed|shared|"
-    r"relative_attention_bias|\w*position_bias_table|rel_pos_[hw]"
+    r"(?:\w*_)?(?:wte|wpe|emb|embeds?|embeddings?|codebooks?|codevectors)(?:_\d+|_table|_window)?|embed_\w+|shared|"
+    r"\w*embed_tokens\w*|tokens_embed|\w*_embeds_layers?|(?:row|column|queries)_embedder|relative_attention_bias|"
+    r"\w*position_bias_table|rel_pos_[hw]|emb_rel_[kv]|query_feat|queries_features"
 )
-_TOKEN = re.compile(
-    r"(?:\w*_)?(?:cls|class|mask|dist|distillation|register|query|reg|prompt)_?tokens?|class_embedding|latents|"
-    r"latent_query|probe|masked_spec_embed|image_newline|pos_embed(?:ding)?s?"
-)
-_INDEXED_TABLE = re.compile(r"embed_tokens|embeddings|input_embeds_layers|codebooks?|emb|word_embeddings")
+_TOKEN = re.compile(r"\w+_tokens?|class_embedding|latents(?:_\dd)?|latent_query|probe|masked_spec_embed|image_newline")
+_INDEXED_TABLE = re.compile(r"embed_tokens|\w*embeddings|\w*_embeds_layers|codebooks?|emb|point_embed")
 
 _HEAD = frozenset(
     {
@@ -93,17 +98,24 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, known: Knowledge
         return TensorLayout(Role.BUFFER, _buffer_reason(spec, leaf or owner))
     if len(shape) <= 1:
         return _vector_or_token(shape, owner, leaf)
-    if leaf == "bias" or leaf in _MAGNITUDES or (not leaf and _BIAS.fullmatch(owner) and not _is_table(owner)):
+    table = _is_table(owner, known) and not (indexed and not _INDEXED_TABLE.fullmatch(owner))
+    if leaf == "bias" or leaf in _MAGNITUDES or (not leaf and _BIAS.fullmatch(owner) and not table):
         what = "weight-norm magnitudes" if leaf in _MAGNITUDES else "a bias, or a mask named like one"
         return TensorLayout(Role.VECTOR, f"{len(shape)}-D, but {what}, by the name {leaf or owner}")
     if _NORM.fullmatch(owner):
         return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale of a norm, by the name {owner}")
-    if _is_table(owner) and (len(shape) == 2 or not leaf) and not (indexed and not _INDEXED_TABLE.fullmatch(owner)):
+    if (
+        _is_table(owner, known)
+        and (len(shape) == 2 or not leaf)
+        and not (indexed and not _INDEXED_TABLE.fullmatch(owner))
+    ):
         return TensorLayout(Role.EMBEDDING, f"table of vectors, by the name {owner}")
     if is_stacked(spec.name, owner, shape):
         return stacked_layout(owner, shape, partner, known)
     if len(shape) >= 3:
         return _convolution_or_unknown(spec, owner, leaf)
+    if not leaf and _SCALE.fullmatch(owner):
+        return TensorLayout(Role.VECTOR, f"2-D scale or decay, by the name {owner}")
     if not leaf and not _is_matrix_parameter(owner, known):
         return TensorLayout(
             Role.VECTOR, f"2-D parameter named {owner}, of unknown use: entry by entry unless the recipe sets its role"
@@ -112,10 +124,12 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, known: Knowledge
     return _with_word(layout, owner)
 
 
-def _is_table(owner: str) -> bool:
-    if _TOKEN.fullmatch(owner):
+def _is_table(owner: str, known: Knowledge) -> bool:
+    if owner in known.family.tables:
         return True
-    return _TABLE.fullmatch(owner) is not None and _NOT_A_TABLE.fullmatch(owner) is None
+    if _NOT_A_TABLE.fullmatch(owner):
+        return False
+    return _TOKEN.fullmatch(owner) is not None or _TABLE.fullmatch(owner) is not None
 
 
 def _is_matrix_parameter(owner: str, known: Knowledge) -> bool:
@@ -149,6 +163,8 @@ def _convolution_or_unknown(spec: TensorSpec, owner: str, leaf: str) -> TensorLa
         depthwise = ", depthwise (one input channel per group)" if shape[1] == 1 else ""
         kernel = " x ".join(map(str, shape[2:]))
         return TensorLayout(Role.CONVOLUTION, f"{len(shape)}-D weight, kernel {kernel}{depthwise}")
+    if not leaf and _SCALE.fullmatch(owner):
+        return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale or decay, by the name {owner}")
     return TensorLayout(
         Role.VECTOR,
         f"{len(shape)}-D tensor named {owner}, of unknown use: entry by entry unless the recipe sets its role",

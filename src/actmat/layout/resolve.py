@@ -13,12 +13,12 @@ from actmat.layout.fused import PARTNERS, RECURRENT
 from actmat.layout.knowledge import Towers, text_config_of
 from actmat.layout.names import classify, owner_of
 from actmat.layout.overrides import apply_overrides
-from actmat.layout.ties import find_ties, is_output_head, ties_embeddings
+from actmat.layout.ties import find_ties, is_output_head, is_token_table, ties_embeddings
 from actmat.layout.types import LayoutMap, Role, RoleOverride, TensorLayout
 
 __all__ = ["resolve_layout"]
 
-_NUMBER = re.compile(r"\d+")
+_INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # of a layer or an expert; the digits of fc1 and w2 are names
 
 Shape = tuple[int, ...]
 
@@ -44,7 +44,7 @@ def resolve_layout(
     layouts: dict[str, TensorLayout] = {}
     for name, spec in specs.items():
         partner = _partner_shape(name, specs)
-        key = (_NUMBER.sub("0", name), spec.shape, spec.dtype, partner)
+        key = (_INDEX.sub("0", name), spec.shape, spec.dtype, partner)
         if key not in decided:
             decided[key] = classify(spec, partner, towers.of(name))
         layouts[name] = decided[key]
@@ -74,11 +74,10 @@ def _mark_tied_heads(
     """A tied output head is the token embedding: it takes the role of the table that it shares."""
     for name, canonical in ties.items():
         layouts[name] = replace(layouts[canonical], reason=f"tied to {canonical}, merged once")
-    if not ties_embeddings(config):
+    if not ties_embeddings(config) or any(map(is_token_table, layouts)):
         return
-    table_stored = any(layout.role is Role.EMBEDDING for name, layout in layouts.items() if name not in ties)
     for name, layout in layouts.items():
-        if layout.role is Role.LINEAR and is_output_head(name) and not table_stored:
+        if layout.role is Role.LINEAR and is_output_head(name):
             reason = "the config ties it to the token embedding, which is stored under this name only"
             layouts[name] = TensorLayout(Role.EMBEDDING, reason)
 

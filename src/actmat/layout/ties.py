@@ -15,7 +15,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.layout.families import TIED_BY_DEFAULT, recognise
 from actmat.layout.knowledge import text_config_of
 
-__all__ = ["OUTPUT_HEADS", "find_ties", "is_output_head", "tied_partner", "ties_embeddings"]
+__all__ = ["OUTPUT_HEADS", "find_ties", "is_output_head", "is_token_table", "tied_partner", "ties_embeddings"]
 
 Config = Mapping[str, Any]
 
@@ -47,6 +47,7 @@ TOKEN_TABLES = (
     "word_embedding.weight",
     "embeddings.weight",
     "embedding.weight",
+    "transformer.w.weight",
 )
 """Ends of names of token embeddings."""
 
@@ -115,6 +116,11 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
 def is_output_head(name: str) -> bool:
     """Whether a name is that of an output head over the vocabulary."""
     return _end(name, OUTPUT_HEADS) is not None
+
+
+def is_token_table(name: str) -> bool:
+    """Whether a name is that of a token embedding."""
+    return _end(name, TOKEN_TABLES) is not None
 
 
 class _NamesByEnd:
