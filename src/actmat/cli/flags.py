@@ -61,6 +61,9 @@ FilesFrom = Annotated[
     str | None,
     typer.Option("--files-from", help="Expert whose tokenizer files to copy [default: base]."),
 ]
+Ties = Annotated[
+    bool, typer.Option("--ties/--no-ties", help="Merge tensors that config.json ties once, or each by itself.")
+]
 MaxShardSize = Annotated[str | None, typer.Option("--max-shard-size", help="Largest output file [default: 5GB].")]
 Device = Annotated[str, typer.Option("--device", help="Where matrix rules compute: cpu, cuda, cuda:N or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -23,11 +23,12 @@ __all__ = ["Findings", "LazyDeltas", "TensorReader"]
 
 
 class Findings:
-    """Non-finite values found so far, in all tensors and experts. Thread-safe."""
+    """What is wrong with the values read so far: NaN and Inf, ties that do not hold. Thread-safe."""
 
     def __init__(self, *, tolerated: bool) -> None:
         self.tolerated = tolerated
         self._counts: dict[tuple[str, str], int] = {}
+        self._broken_ties: list[str] = []
         self._mutex = threading.Lock()
 
     def add(self, tensor: str, expert: str, count: int) -> None:
@@ -40,16 +41,22 @@ class Findings:
         with self._mutex:
             return sum(n for (name, _), n in self._counts.items() if name == tensor)
 
+    def add_broken_tie(self, problem: str) -> None:
+        """Note two tensors that should be one and differ."""
+        with self._mutex:
+            self._broken_ties.append(problem)
+
     @property
     def fatal(self) -> bool:
         """Whether the merge must be given up."""
-        return bool(self._counts) and not self.tolerated
+        return bool(self._broken_ties) or (bool(self._counts) and not self.tolerated)
 
     def problems(self) -> list[str]:
         """One sentence per tensor and expert."""
-        return [
+        bad = {} if self.tolerated else self._counts
+        return sorted(self._broken_ties) + [
             f"tensor '{name}' of {who} has {n} value{'s' if n > 1 else ''} that {'are' if n > 1 else 'is'} NaN or Inf"
-            for (name, who), n in sorted(self._counts.items())
+            for (name, who), n in sorted(bad.items())
         ]
 
 
