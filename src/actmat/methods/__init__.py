@@ -7,6 +7,7 @@ from actmat.methods.average import AVERAGE
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
 from actmat.methods.iso_c import ISO_C
 from actmat.methods.iso_cts import ISO_CTS
+from actmat.methods.knots import KNOTS
 from actmat.methods.tsv import TSV
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
@@ -16,6 +17,7 @@ METHODS: tuple[MergeMethod, ...] = (
     TSV,
     ISO_C,
     ISO_CTS,
+    KNOTS,
 )
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 
