@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-__all__ = ["GlobalVote", "Poll", "StreamedCut", "elect_mean", "kth_magnitude", "sign_balance"]
+__all__ = ["Poll", "StreamedCut", "elect_mean", "kth_magnitude"]
 
 DIGIT = 16
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -83,81 +83,49 @@ class StreamedCut:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalVote:
-    """What an election needs to know of the whole model: a threshold per expert, and the majority sign."""
-
-    cuts: tuple[float, ...]
-    majority: int
-
-
 @dataclass(slots=True)
 class Poll:
-    """A survey of a whole model: rounds that find each expert's threshold, then one that counts the elected signs."""
+    """A survey of a whole model: rounds that find each expert's threshold.
 
-    selections: list[StreamedCut]
-    votes_open: bool = False
-    balance: int = 0
-    _lock: Lock = field(default_factory=Lock)
+    Args:
+        selections: one per expert.
+    """
+
+    selections: tuple[StreamedCut, ...]
 
     @classmethod
     def of(cls, n_experts: int, rank: Callable[[int], int]) -> Poll:
         """A poll that keeps `rank(total)` of each expert's entries."""
-        return cls([StreamedCut(rank) for _ in range(n_experts)])
+        return cls(tuple(StreamedCut(rank) for _ in range(n_experts)))
 
     def observe(self, parts: Sequence[Tensor]) -> None:
         """Show the entries of one tensor, one part per expert, in any order of tensors and from any thread."""
-        if self.votes_open:
-            balance = sign_balance(parts, self._cuts())
-            with self._lock:
-                self.balance += balance
-            return
         for selection, part in zip(self.selections, parts, strict=True):
             if selection.cut is None:
                 selection.observe(part)
 
     def advance(self) -> bool:
         """End a round; True when another one is wanted."""
-        if self.votes_open:
-            return False
         unfinished = [s.advance() for s in self.selections]
-        self.votes_open = not any(unfinished)
-        return True
+        return any(unfinished)
 
-    def finish(self) -> GlobalVote:
-        """The thresholds and the majority sign (-1, 0, 1)."""
-        return GlobalVote(self._cuts(), (self.balance > 0) - (self.balance < 0))
-
-    def _cuts(self) -> tuple[float, ...]:
+    def finish(self) -> tuple[float, ...]:
+        """The threshold of each expert."""
         return tuple(s.cut for s in self.selections if s.cut is not None)
 
 
-def sign_balance(parts: Sequence[Tensor], cuts: Sequence[float]) -> int:
-    """Sum over the entries of the elected signs `sign(sum_t y_t)`: its sign is the majority."""
-    return int(_total(parts, cuts).sign().sum(dtype=torch.float64))
-
-
-def elect_mean(parts: Sequence[Tensor], cuts: Sequence[float], majority: int | None = None) -> Tensor:
+def elect_mean(parts: Sequence[Tensor], cuts: Sequence[float]) -> Tensor:
     """Mean of the trimmed entries that agree with the elected sign, 0 where none does.
 
-    `y_t = x_t` where `|x_t| >= cut_t`, else 0; elected sign `sign(sum_t y_t)`, and where that sum is exactly zero the
-    `majority` of the elected signs, over these entries unless it is given.
+    `y_t = x_t` where `|x_t| >= cut_t`, else 0; elected sign `sign(sum_t y_t)`. Votes that cancel exactly elect nothing.
     """
-    sign = _total(parts, cuts).sign_()
-    if majority is None:
-        balance = float(sign.sum(dtype=torch.float64))
-        majority = (balance > 0) - (balance < 0)
-    sign = torch.where(sign == 0, float(majority), sign)
+    sign = torch.zeros_like(parts[0])
+    for part, cut in zip(parts, cuts, strict=True):
+        sign += part * (part.abs() >= cut)
+    sign.sign_()
     value, count = torch.zeros_like(sign), torch.zeros_like(sign)
     for part, cut in zip(parts, cuts, strict=True):
         agrees = (part * sign > 0) & (part.abs() >= cut)
         value += part * agrees
         count += agrees
     return value / count.clamp_min_(1)
-
-
-def _total(parts: Sequence[Tensor], cuts: Sequence[float]) -> Tensor:
-    total = torch.zeros_like(parts[0])
-    for part, cut in zip(parts, cuts, strict=True):
-        total += part * (part.abs() >= cut)
-    return total

@@ -13,8 +13,10 @@ bases of low-rank deltas.
 | `actmat` (K-TSV and K-Iso-C of the ACTMat paper's code) | `V_t^T` | `D* = U diag(s) rule(V_1^T, ..., V_T^T)` |
 
 The coordinates are computed as `C_t = U^T D_t`, so no right singular vector is needed and a zero delta has
-coordinates that are exactly zero. With inner TIES the thresholds and the majority sign are those of all coordinates of
-the whole model (`trim="global"`, as in the original), which a survey finds before the first tensor is merged.
+coordinates that are exactly zero. With inner TIES each expert's threshold is that of all its coordinates in the whole
+model (`trim="global"`, as in the original), which a survey finds before the first tensor is merged. Votes that cancel
+exactly elect nothing: the original takes the majority sign of all coordinates, but the sign of a coordinate is that of
+its singular vector, which a LAPACK is free to choose.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.ballot import GlobalVote, Poll, elect_mean, kth_magnitude
+from actmat.linalg.ballot import Poll, elect_mean, kth_magnitude
 from actmat.linalg.joint import JointBasis, joint_basis
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
@@ -44,7 +46,7 @@ OFFICIAL_ATOL = 1e-5
 def merge(
     deltas: Sequence[Tensor],
     *,
-    survey: GlobalVote | None = None,
+    survey: Sequence[float] | None = None,
     generator: torch.Generator | None = None,
     rule: Rule = "ties",
     order: Order = "official",
@@ -56,7 +58,8 @@ def merge(
     """`D* = U rule(U^T D_1, ..., U^T D_T)`, or the order of the ACTMat paper's code, see the table above.
 
     Args:
-        survey: thresholds of the whole model for `rule="ties", trim="global"`; without it, these deltas are the model.
+        survey: each expert's threshold over the whole model, for `rule="ties", trim="global"`; without it, these
+            deltas are the model.
         generator: source of the masks of `rule="dare"`.
         rule: `ties`, mean of the trimmed coordinates that agree in sign; `task_arithmetic`, sum; `dare`, sum of
             randomly dropped and rescaled coordinates; `tsv`, TSV-M; `iso_c`, Iso-C (mean over `min(O, I)` values).
@@ -81,7 +84,7 @@ def merge(
 def merge_lowrank(
     deltas: Sequence[LowRank],
     *,
-    survey: GlobalVote | None = None,
+    survey: Sequence[float] | None = None,
     generator: torch.Generator | None = None,
     rule: Rule = "ties",
     order: Order = "official",
@@ -144,13 +147,13 @@ def _by_entry(
     rule: Rule,
     density: float | None,
     trim: str,
-    survey: GlobalVote | None,
+    survey: Sequence[float] | None,
     generator: torch.Generator | None,
 ) -> Tensor:
     if rule == "dare":
         return _dropped_sum(parts_RI, _density(rule, density), generator)
     if survey is not None and trim == "global":
-        return elect_mean(parts_RI, survey.cuts, survey.majority)
+        return elect_mean(parts_RI, survey)
     ranks = (_kept(_density(rule, density), part[on_R].numel()) for part in parts_RI)
     return elect_mean(parts_RI, [kth_magnitude(p[on_R].reshape(-1), k) for p, k in zip(parts_RI, ranks, strict=True)])
 
