@@ -18,6 +18,7 @@ from actmat.methods.fisher import FISHER
 from actmat.methods.iso_c import ISO_C
 from actmat.methods.iso_cts import ISO_CTS
 from actmat.methods.karcher import KARCHER
+from actmat.methods.knots import KNOTS
 from actmat.methods.linear import LINEAR
 from actmat.methods.model_stock import MODEL_STOCK
 from actmat.methods.nearswap import NEARSWAP
@@ -56,6 +57,7 @@ METHODS: tuple[MergeMethod, ...] = (
     TSV,
     ISO_C,
     ISO_CTS,
+    KNOTS,
     FISHER,
     ADAMERGING,
 )
