@@ -197,6 +197,6 @@ def test_workspace_is_positive_and_grows(method: MergeMethod) -> None:
     assert all(isinstance(s, int) for s in sizes)
     assert sizes == sorted(sizes)
     assert sizes[0] >= 64, "the result alone has this many elements"
-    counts = [method.workspace((16, 16), n, options) for n in range(1, usable_experts(method, 6) + 1)]
-    assert counts == sorted(counts)
+    # Not monotone in the number of experts: k = floor(min(O, I) / T) directions each can add up to fewer.
+    assert all(method.workspace((16, 16), n, options) >= 256 for n in range(1, usable_experts(method, 6) + 1))
     assert sizes[-1] >= math.prod((4, 16, 16))

@@ -30,7 +30,7 @@ ORACLE_METHODS: dict[str, Rule] = {
     "mean": ("average", {}),
     "sum04": ("task_arithmetic", {"scaling": 0.4}),
     "actmat_ties": ("ties", {"density": 0.2, "variant": "actmat"}),
-    "actmat_isoc": ("iso_c", {}),
+    "actmat_isoc": ("iso_c", {"null": "fill"}),
     "actmat_tsv": ("tsv", {}),
     "actmat_knots_tsv": ("knots", {"order": "actmat", "rule": "tsv"}),
     "actmat_knots_isoc": ("knots", {"order": "actmat", "rule": "iso_c"}),
@@ -44,7 +44,7 @@ ORACLE_METHODS: dict[str, Rule] = {
     # task singular vectors, isotropic merging, KnOTS
     "tsv_m": ("tsv", {}),
     "tsv_m_eigen": ("tsv", {}),
-    "iso_c": ("iso_c", {}),
+    "iso_c": ("iso_c", {"null": "fill"}),
     "iso_cts": ("iso_cts", {"common_fraction": 0.8}),
     "iso_cts_f05": ("iso_cts", {"common_fraction": 0.5}),
     "knots_ties": ("knots", {"rule": "ties", "density": 0.2}),
