@@ -36,7 +36,7 @@ from benchmarks.common import (
     summary,
     write_result,
 )
-from benchmarks.make_llama import add_size_arguments, make_family, size_from
+from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
 
 MERGEKIT = "mergekit==0.1.5"
 COLUMNS = ("method", "tool", "wall_s", "durable_s", "peak_anonymous_b", "times_floor", "largest_difference")
@@ -197,7 +197,7 @@ def main() -> None:
     python = mergekit_python(given.mergekit_python)
     size = size_from(given)
     parameters = size.parameters()
-    base, experts = make_family(WORK / f"llama-{parameters / 1e9:.3g}b", size, given.experts, dtype=given.dtype)
+    base, experts = make_family(home(WORK, size, given.dtype), size, given.experts, dtype=given.dtype)
     rows = [row for name in given.methods for row in benchmark(name, base, experts, python, given)]
     for row in rows:
         row["parameters"] = parameters

@@ -207,6 +207,11 @@ def size_from(arguments: argparse.Namespace) -> Size:
     return Size(**{name: getattr(arguments, name) for name in Size.__dataclass_fields__})
 
 
+def home(work: Path, size: Size, dtype: str) -> Path:
+    """Folder of the checkpoints of this size and dtype, shared by the benchmarks."""
+    return work / f"llama-{size.parameters() / 1e9:.3g}b-{dtype}"
+
+
 def make_family(folder: Path, size: Size, experts: int, **how: Any) -> tuple[Path, list[Path]]:
     """`base` and the experts under `folder`; a checkpoint that was finished with the same settings is kept."""
     settings = json.dumps([repr(size), sorted(how.items())], default=str)

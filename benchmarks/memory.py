@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import HERE, WORK, actmat_command, fresh, markdown, measure, write_result
-from benchmarks.make_llama import Size, make_family
+from benchmarks.make_llama import Size, home, make_family
 
 SIZES = {"small": Size(hidden=1024, intermediate=2816, layers=18), "large": Size()}
 SCOPES = {"average": "all", "actmat": "linear"}
@@ -36,7 +36,7 @@ def estimate(arguments: list[str | Path], workers: int) -> int:
 
 def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, Any]:
     """One merge, foretold and measured."""
-    base, paths = make_family(WORK / f"llama-{size.parameters() / 1e9:.3g}b", size, experts, dtype="bfloat16")
+    base, paths = make_family(home(WORK, size, "bfloat16"), size, experts, dtype="bfloat16")
     arguments: list[str | Path] = ["--base", base, "--method", method, "--scope", SCOPES[method]]
     for path in paths:
         arguments += ["--expert", path]

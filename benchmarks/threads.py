@@ -26,7 +26,7 @@ from benchmarks.common import (
     summary,
     write_result,
 )
-from benchmarks.make_llama import add_size_arguments, make_family, size_from
+from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
 
 COLUMNS = ("method", "threads", "wall_s", "speed_up", "efficiency", "peak_anonymous_b")
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser.set_defaults(hidden=1024, intermediate=2816, layers=4)
     given = parser.parse_args()
     size = size_from(given)
-    base, experts = make_family(WORK / f"llama-{size.parameters() / 1e9:.3g}b", size, given.experts, dtype="bfloat16")
+    base, experts = make_family(home(WORK, size, "bfloat16"), size, given.experts, dtype="bfloat16")
     outputs = {count: WORK / "out" / f"threads-{count}" for count in given.threads}
 
     def merge(count: int) -> Run:
