@@ -154,10 +154,11 @@ def magnitude_sampled(
     """
     if density >= 1 or density <= 0:
         return delta.clone() if density >= 1 else torch.zeros_like(delta)
-    rows_RI = delta.reshape(-1, delta.shape[-1] if delta.dim() else 1)
+    width = delta.shape[-1] if delta.dim() else 1
+    rows_RI = delta.reshape(math.prod(delta.shape[:-1]), width)
     out_RI = torch.empty_like(rows_RI)
     before, after = 0.0, 0.0
-    step = max(2, PIECE // max(1, rows_RI.shape[1]) // 2 * 2)  # even: two numbers come from one draw
+    step = max(2, PIECE // max(1, width) // 2 * 2)  # even: two numbers come from one draw
     for x_RI, out in zip(torch.split(rows_RI, step), torch.split(out_RI, step), strict=True):
         keep_RI = (density - epsilon) + 2 * epsilon * normalized_ranks(x_RI.abs())
         uniform_RI = random_int32(x_RI.numel(), generator).view(x_RI.shape).to(x_RI.dtype).mul_(2.0**-32).add_(0.5)

@@ -17,7 +17,7 @@ from actmat.errors import RecipeError
 from actmat.linalg.election import elect, piece_workspace, weighted_sum
 from actmat.linalg.masks import Drop, l1_factors
 from actmat.methods.contract import Bounds, Merged, MergeMethod
-from actmat.methods.ties import per_expert
+from actmat.methods.per_expert import per_expert
 
 __all__ = ["DARE", "drops", "merge"]
 

@@ -16,7 +16,7 @@ from actmat.errors import RecipeError
 from actmat.linalg.election import elect, piece_workspace, weighted_sum
 from actmat.linalg.masks import Keep, magnitude_sampled
 from actmat.methods.contract import Bounds, Merged, MergeMethod
-from actmat.methods.ties import per_expert
+from actmat.methods.per_expert import per_expert
 
 __all__ = ["DELLA", "merge"]
 

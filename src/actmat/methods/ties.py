@@ -31,8 +31,9 @@ from actmat.linalg.election import ZeroSign, elect, piece_workspace, sign_balanc
 from actmat.linalg.masks import Trim, top_trims
 from actmat.linalg.threshold import Cut, StreamedCut
 from actmat.methods.contract import Bounds, Merged, MergeMethod, Survey
+from actmat.methods.per_expert import per_expert
 
-__all__ = ["TIES", "GlobalTrim", "kept_entries", "merge", "per_expert"]
+__all__ = ["TIES", "GlobalTrim", "kept_entries", "merge"]
 
 Variant = Literal["original", "mergekit", "actmat"]
 Density = Annotated[float | list[float], Bounds(0, 1)]
@@ -116,24 +117,6 @@ def kept_entries(density: float, total: int, *, variant: Variant) -> int:
     if variant == "actmat":
         return round(density * total)
     return min(total, int(density * total) + (variant == "original"))
-
-
-def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> list[float]:
-    """An option that is one number for all experts or a list with one number in [0, 1] each, as a list.
-
-    Raises:
-        RecipeError: another length, or a number outside [0, 1].
-    """
-    if isinstance(value, int | float):
-        return [float(value)] * n_experts
-    if len(value) != n_experts:
-        raise RecipeError(
-            f"option '{name}' is a list of {len(value)}, but {n_experts} experts are merged. "
-            "Give one number per expert, in the order of the experts, or a single number for all."
-        )
-    if wrong := [v for v in value if not 0 <= v <= 1]:
-        raise RecipeError(f"option '{name}' must lie in [0, 1] for every expert, got {wrong}")
-    return [float(v) for v in value]
 
 
 @dataclass(slots=True)

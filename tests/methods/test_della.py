@@ -1,0 +1,103 @@
+"""DELLA: the keep probabilities of its ranks, and what follows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.helpers.masking import call, naive_elect, relative_error, smooth_deltas
+
+from actmat.errors import RecipeError
+from actmat.methods.della import DELLA
+
+PLAIN = {"sign_election": False}
+
+
+def test_keep_probabilities_grow_with_rank_within_each_row() -> None:
+    draws, density, epsilon = 2000, 0.5, 0.15
+    (delta,) = smooth_deltas(1, (4, 30))
+    delta[1] *= 1000  # ranks are taken by row: the scale of a row does not matter
+    ranks = delta.abs().argsort(dim=1).argsort(dim=1) / 29
+    p = density - epsilon + 2 * epsilon * ranks
+    kept = torch.zeros_like(delta)
+    for seed in range(draws):
+        kept += call(DELLA, [delta], seed=seed, density=density, epsilon=epsilon, **PLAIN) != 0
+    z = (kept / draws - p) / (p * (1 - p) / draws).sqrt()
+    assert float(z.abs().max()) < 4.5
+    assert abs(float(z.mean())) < 4 / math.sqrt(z.numel())
+    assert float(z.std()) == pytest.approx(1, abs=4 / math.sqrt(2 * z.numel()))
+
+
+def test_expectation_is_the_delta() -> None:
+    draws = 2000
+    (delta,) = smooth_deltas(1, (6, 15))
+    p = 0.35 + 0.3 * delta.abs().argsort(dim=1).argsort(dim=1) / 14
+    total = torch.zeros_like(delta)
+    for seed in range(draws):
+        total += call(DELLA, [delta], seed=seed, **PLAIN)
+    z = (total / draws - delta) / (delta.abs() * ((1 - p) / (p * draws)).sqrt())
+    assert float(z.abs().max()) < 4.5
+    assert abs(float(z.mean())) < 4 / math.sqrt(z.numel())
+
+
+def test_kept_entries_are_divided_by_their_own_probability() -> None:
+    delta = torch.arange(1.0, 12.0, dtype=torch.float64)
+    p = 0.35 + 0.3 * torch.arange(11, dtype=torch.float64) / 10
+    for seed in range(20):
+        out = call(DELLA, [delta], seed=seed, **PLAIN)
+        kept = out != 0
+        assert torch.allclose(out[kept], (delta / p)[kept], rtol=1e-13, atol=0)
+
+
+def test_l1_rescale_keeps_the_norm_and_one_factor() -> None:
+    (delta,) = smooth_deltas(1, (40, 70))
+    out = call(DELLA, [delta], rescale="l1", **PLAIN)
+    ratio = (out / delta)[out != 0]
+    assert float(out.abs().sum()) == pytest.approx(float(delta.abs().sum()), rel=1e-12)
+    assert float(ratio.max() - ratio.min()) < 1e-12
+
+
+def test_zero_epsilon_is_dare() -> None:
+    (delta,) = smooth_deltas(1, (50_000,))
+    out = call(DELLA, [delta], density=0.2, epsilon=0.0, **PLAIN)
+    kept = out != 0
+    assert abs(int(kept.sum()) - 10_000) < 5 * math.sqrt(50_000 * 0.2 * 0.8)
+    assert torch.allclose(out[kept], delta[kept] / 0.2, rtol=1e-13, atol=0)
+
+
+def test_full_density_is_the_identity_and_none_is_zero() -> None:
+    (delta,) = smooth_deltas(1, (8, 9))
+    assert torch.equal(call(DELLA, [delta], density=1.0), delta)
+    assert float(call(DELLA, [delta], density=0.0).abs().sum()) == 0
+
+
+def test_election_acts_on_the_sampled_deltas() -> None:
+    deltas, weights = smooth_deltas(3, (20, 9)), [0.5, 1.0, 2.0]
+    votes = [
+        call(DELLA, deltas, weights=[w if i == t else 0.0 for i in range(3)], **PLAIN) for t, w in enumerate(weights)
+    ]
+    for reduce in ("mean", "sum"):
+        expected = naive_elect(votes, weights, reduce=reduce, zero_sign="majority")
+        assert relative_error(call(DELLA, deltas, weights=weights, reduce=reduce), expected) < 1e-14
+    assert relative_error(call(DELLA, deltas, weights=weights, **PLAIN), sum(votes)) < 1e-14
+
+
+def test_one_pass_over_the_deltas() -> None:
+    deltas = smooth_deltas(3, (6, 5))
+    reads: list[int] = []
+
+    class Lazy(list):  # type: ignore[type-arg]
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            for i in range(len(self)):
+                reads.append(i)
+                yield self[i]
+
+    assert torch.equal(call(DELLA, Lazy(deltas)), call(DELLA, deltas))
+    assert reads == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("density", "epsilon"), [(0.1, 0.15), (0.9, 0.15), (0.5, 0.5)])
+def test_probabilities_outside_the_unit_interval_are_refused(density: float, epsilon: float) -> None:
+    with pytest.raises(RecipeError, match="must stay inside"):
+        call(DELLA, smooth_deltas(1, (4,)), density=density, epsilon=epsilon)

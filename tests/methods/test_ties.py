@@ -1,0 +1,138 @@
+"""TIES against an entry-by-entry transcription, in its three public variants, per tensor and over a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.masking import awkward_deltas, call, naive_elect, naive_top, relative_error, smooth_deltas
+from torch import Tensor
+
+from actmat.errors import RecipeError
+from actmat.methods.ties import TIES, GlobalTrim, kept_entries
+
+ZERO_SIGN = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
+
+
+def naive_ties(
+    deltas: Sequence[Tensor], weights: Sequence[float], densities: Sequence[float], variant: str, reduce: str
+) -> Tensor:
+    votes = []
+    for delta, weight, d in zip(deltas, weights, densities, strict=True):
+        n = delta.numel()
+        k = {"original": min(n, int(d * n) + 1), "mergekit": int(d * n), "actmat": round(d * n)}[variant]
+        votes.append(weight * naive_top(delta, k, exact=variant != "original"))
+    return naive_elect(votes, weights, reduce=reduce, zero_sign=ZERO_SIGN[variant])
+
+
+def survey(model: dict[str, list[Tensor]], order: Sequence[str], threads: int = 1, **given: Any) -> GlobalTrim:
+    options = TIES.resolve_options({"trim": "global", **given})
+    assert TIES.survey is not None
+    state = TIES.survey.start(len(next(iter(model.values()))), options)
+    again = True
+    with ThreadPoolExecutor(threads) as pool:
+        while again:
+            list(pool.map(lambda name: TIES.survey.observe(state, model[name], options), order))  # type: ignore[union-attr]
+            again = TIES.survey.advance(state)
+    return TIES.survey.finish(state)
+
+
+@pytest.mark.parametrize("variant", list(ZERO_SIGN))
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@pytest.mark.parametrize("make", [awkward_deltas, smooth_deltas])
+@pytest.mark.parametrize("density", [0.1, 0.35, 0.999])
+def test_naive_transcription(variant: str, reduce: str, make: Any, density: float) -> None:
+    deltas = make(4, (9, 7))
+    expected = naive_ties(deltas, [1.0] * 4, [density] * 4, variant, reduce)
+    assert relative_error(call(TIES, deltas, density=density, variant=variant, reduce=reduce), expected) < 1e-14
+
+
+def test_weights_and_densities_per_expert() -> None:
+    deltas, weights, densities = smooth_deltas(3, (11, 5)), [0.5, 0.3, 0.4], [0.2, 0.4, 0.3]
+    expected = naive_ties(deltas, weights, densities, "mergekit", "sum")
+    found = call(TIES, deltas, weights=weights, density=densities, variant="mergekit", reduce="sum")
+    assert relative_error(found, expected) < 1e-14
+
+
+@pytest.mark.parametrize("variant", list(ZERO_SIGN))
+def test_counts_of_kept_entries(variant: Any) -> None:
+    assert kept_entries(0.0, 10, variant=variant) == 0
+    assert kept_entries(1.0, 10, variant=variant) == 10
+    assert kept_entries(0.2, 0, variant=variant) == 0
+    assert kept_entries(0.27, 10, variant=variant) == {"original": 3, "mergekit": 2, "actmat": 3}[variant]
+    assert kept_entries(0.24, 10, variant=variant) == {"original": 3, "mergekit": 2, "actmat": 2}[variant]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (0, 4)])
+@pytest.mark.parametrize("variant", list(ZERO_SIGN))
+def test_tiny_tensors(shape: tuple[int, ...], variant: str) -> None:
+    out = call(TIES, [torch.ones(shape), torch.ones(shape)], variant=variant, density=1.0)
+    assert torch.equal(out, torch.ones(shape))
+    assert call(TIES, [torch.ones(shape)], variant=variant, density=0.0).abs().sum() == 0
+
+
+def test_the_record_tells_the_fraction_kept() -> None:
+    (delta,) = smooth_deltas(1, (100,))
+    merged = TIES.merge([delta], **TIES.resolve_options({"density": 0.25, "variant": "actmat"}))
+    assert merged.stats["kept_fraction"] == 0.25
+    assert int(torch.count_nonzero(merged.value)) == 25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("make", [awkward_deltas, smooth_deltas])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_global_trim_equals_ties_of_the_concatenated_model(dtype: torch.dtype, make: Any, reduce: str) -> None:
+    """Layers of different scale: per-tensor trimming would give another answer."""
+    shapes = {"a": (6, 5), "b": (13,), "c": (2, 3, 4)}
+    model = {n: [x * 2**i for x in make(3, s, seed=i, dtype=dtype)] for i, (n, s) in enumerate(shapes.items())}
+    whole = [torch.cat([model[n][t].reshape(-1) for n in shapes]) for t in range(3)]
+    expected = naive_ties(whole, [1.0] * 3, [0.3] * 3, "original", reduce)
+    found = survey(model, list(shapes), density=0.3, reduce=reduce)
+    merged = [call(TIES, model[n], survey=found, trim="global", density=0.3, reduce=reduce).reshape(-1) for n in shapes]
+    assert relative_error(torch.cat(merged), expected) < (1e-6 if dtype is torch.float32 else 1e-14)
+    per_tensor = [call(TIES, model[n], density=0.3, reduce=reduce).reshape(-1) for n in shapes]
+    assert relative_error(torch.cat(per_tensor), expected) > 0.05
+
+
+def test_the_survey_does_not_depend_on_order_or_threads() -> None:
+    model = {str(i): awkward_deltas(3, (5 + i, 4), seed=i) for i in range(12)}
+    names = list(model)
+    assert survey(model, names) == survey(model, names[::-1], threads=4)
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0, [0.0, 1.0, 0.5]])
+def test_the_survey_takes_densities_at_the_ends(density: Any) -> None:
+    deltas = smooth_deltas(3, (40,))
+    found = survey({"w": deltas}, ["w"], density=density)
+    assert (
+        relative_error(
+            call(TIES, deltas, survey=found, trim="global", density=density), call(TIES, deltas, density=density)
+        )
+        == 0
+    )
+
+
+def test_only_the_original_variant_asks_for_a_round_of_votes() -> None:
+    assert survey({"w": [torch.ones(4)]}, ["w"], density=0.5).majority == 1
+    assert survey({"w": [torch.ones(4)]}, ["w"], density=0.5, variant="actmat").majority == 0
+
+
+def test_global_trim_without_a_survey_is_refused() -> None:
+    with pytest.raises(RecipeError, match="no survey"):
+        call(TIES, smooth_deltas(2, (4,)), trim="global")
+    assert TIES.survey is not None
+    assert not TIES.survey.applies(TIES.resolve_options({}))
+
+
+@pytest.mark.parametrize(("density", "match"), [([0.1], "a list of 1, but 2 experts"), ([0.1, 1.5], r"got \[1.5\]")])
+def test_wrong_density_lists_are_refused(density: list[float], match: str) -> None:
+    with pytest.raises(RecipeError, match=match):
+        call(TIES, smooth_deltas(2, (4,)), density=density)
+
+
+def test_transposed_input_gives_the_transposed_result() -> None:
+    deltas = smooth_deltas(3, (8, 6))
+    assert torch.equal(call(TIES, [d.mT for d in deltas]), call(TIES, deltas).mT)
