@@ -42,6 +42,7 @@ __all__ = [
     "numerical_range",
     "orthogonal_svd",
     "pieces",
+    "row_gram",
     "short_gram",
     "singular_values",
     "svd_workspace",
@@ -175,15 +176,19 @@ def pieces(length: int) -> Iterator[slice]:
 
 
 def short_gram(matrix_OI: Tensor) -> Tensor:
-    """`A A^T` when `O <= I`, else `A^T A`: the Gram matrix of the short side, in float64, formed in pieces."""
-    a_SL = _short_by_long(matrix_OI)
-    if a_SL.dtype == torch.float64:
-        return a_SL @ a_SL.mT
-    gram_SS = a_SL.new_zeros((*a_SL.shape[:-1], a_SL.shape[-2]), dtype=torch.float64)
-    for piece in pieces(a_SL.shape[-1]):
-        wide = a_SL[..., piece].to(torch.float64)
-        gram_SS += wide @ wide.mT
-    return gram_SS
+    """`A A^T` when `O <= I`, else `A^T A`: the Gram matrix of the short side, in float64."""
+    return row_gram(_short_by_long(matrix_OI))
+
+
+def row_gram(matrix_OI: Tensor) -> Tensor:
+    """`A A^T` (`O x O`) in float64; the columns of a narrower dtype are widened piece by piece."""
+    if matrix_OI.dtype == torch.float64:
+        return matrix_OI @ matrix_OI.mT
+    gram_OO = matrix_OI.new_zeros((*matrix_OI.shape[:-1], matrix_OI.shape[-2]), dtype=torch.float64)
+    for piece in pieces(matrix_OI.shape[-1]):
+        wide = matrix_OI[..., piece].to(torch.float64)
+        gram_OO += wide @ wide.mT
+    return gram_OO
 
 
 def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | float) -> ThinSVD:

@@ -14,6 +14,7 @@ from actmat.methods.fisher import FISHER
 from actmat.methods.iso_c import ISO_C
 from actmat.methods.iso_cts import ISO_CTS
 from actmat.methods.karcher import KARCHER
+from actmat.methods.knots import KNOTS
 from actmat.methods.linear import LINEAR
 from actmat.methods.model_stock import MODEL_STOCK
 from actmat.methods.nearswap import NEARSWAP
@@ -44,6 +45,7 @@ METHODS: tuple[MergeMethod, ...] = (
     TSV,
     ISO_C,
     ISO_CTS,
+    KNOTS,
 )
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 

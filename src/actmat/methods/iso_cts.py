@@ -119,8 +119,8 @@ def _merge(
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, rows, columns = shape
     short = min(rows, columns)
-    # The sum and a residual, then all triplets in float64 as parts, side by side and as polar factors.
-    decompose = 3 * rows * columns + 2 * short * (rows + columns) + svd_workspace(rows, columns)
+    # The sum, a residual and its projection; all triplets in float64 as parts, side by side and as polar factors.
+    decompose = 4 * rows * columns + 2 * short * (rows + columns) + svd_workspace(rows, columns)
     orthogonalise = 2 * rows * columns + 7 * short * (rows + columns) + 12 * short * short
     return math.prod(batch) * max(decompose, orthogonalise)
 

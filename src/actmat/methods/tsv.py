@@ -98,7 +98,8 @@ def _triplets(delta_OI: Tensor, slots: int, rank_aware: bool, rtol: float) -> Th
         return thin_svd(delta_OI, k=slots, rtol=rtol)
     u, s, v, retry = orthogonal_svd(delta_OI)
     rank = torch.full(s.shape[:-1], s.shape[-1])
-    return ThinSVD(u[..., :slots], s[..., :slots], v[..., :slots], rank, retry)
+    # Copies, so that the full bases are freed before the next expert is read.
+    return ThinSVD(u[..., :slots].clone(), s[..., :slots].clone(), v[..., :slots].clone(), rank, retry)
 
 
 def _stats(parts: Iterable[ThinSVD], slots: int, retry: str) -> dict[str, float | int | str | bool]:
@@ -118,7 +119,9 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     slots = _slots(shape, n_experts, options["k"], options["min_k"])
     joint = n_experts * slots
     # All experts' triplets in float64: as parts, side by side, as polar factors; then the factors in the compute dtype.
-    decompose = 2 * joint * (rows + columns) + svd_workspace(rows, columns)
+    # `svd_workspace` is for a compute dtype of float32; LAPACK's own route, in float64, takes twice that.
+    routes = 1 if options["rank_aware"] else 2
+    decompose = 2 * joint * (rows + columns) + routes * svd_workspace(rows, columns)
     orthogonalise = 7 * joint * (rows + columns) + 12 * joint * joint + rows * columns
     return math.prod(batch) * max(decompose, orthogonalise)
 

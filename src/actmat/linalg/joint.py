@@ -1,0 +1,81 @@
+"""A joint column basis of several matrices, and their coordinates in it.
+
+Shapes: `T` experts, `O` rows, `I` columns, `R` directions of the joint basis. Leading batch axes are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.robust import eigh_descending
+from actmat.linalg.svd import GRAM_RTOL, RANK_RTOL, accuracy_of, numerical_range, pieces, row_gram, thin_svd
+
+__all__ = ["JointBasis", "joint_basis"]
+
+
+@dataclass(frozen=True, slots=True)
+class JointBasis:
+    """`[D_1 ... D_T] = U diag(s) [V_1^T ... V_T^T]` on the kept directions.
+
+    `R` is the largest rank in the batch; elements of lower rank have zeros in `u` and `s` and False in `on` beyond it.
+    """
+
+    u_OR: Tensor
+    s_R: Tensor
+    on_R: Tensor
+    retry: str = ""
+
+    def coordinates(self, delta_OI: Tensor) -> Tensor:
+        """`U^T D_t = diag(s) V_t^T` (`R x I`), computed in float64, in the dtype of the delta.
+
+        A zero delta has coordinates that are exactly zero, which slices of a computed SVD would not have.
+        """
+        return _project(self.u_OR, delta_OI)
+
+    def whitened(self, delta_OI: Tensor) -> Tensor:
+        """`diag(s)^-1 U^T D_t = V_t^T` (`R x I`)."""
+        inverse_R = torch.where(self.on_R, self.s_R, torch.inf).reciprocal()
+        return _project(self.u_OR * inverse_R.unsqueeze(-2), delta_OI)
+
+
+def joint_basis(
+    deltas: Sequence[Tensor], *, atol: float = 0.0, rtol: float = RANK_RTOL, accuracy: torch.dtype | None = None
+) -> JointBasis:
+    """Left singular vectors and singular values of `[D_1 ... D_T]` (`O x T I`).
+
+    For float32 accuracy the concatenation is not formed: `[D_1 ... D_T] [D_1 ... D_T]^T = sum_t D_t D_t^T`.
+
+    Args:
+        deltas: one per expert, `*batch O I`.
+        atol: directions with `s <= atol` are dropped.
+        rtol: directions with `s <= rtol * s_1` are dropped as well.
+        accuracy: see `linalg.svd.thin_svd`.
+
+    Raises:
+        NumericalError: a matrix is not finite, or its decomposition did not converge.
+    """
+    rows, columns = deltas[0].shape[-2:]
+    if (accuracy or accuracy_of(deltas[0])) != torch.float64 and rtol >= GRAM_RTOL and rows <= len(deltas) * columns:
+        gram_OO = row_gram(deltas[0])
+        for delta_OI in deltas[1:]:
+            gram_OO += row_gram(delta_OI)
+        values, u_OR, retry = eigh_descending(gram_OO)
+        s_R, rank = numerical_range(values.clamp_min(0).sqrt(), rtol, atol)
+    else:
+        svd = thin_svd(torch.cat(list(deltas), dim=-1), accuracy=accuracy, rtol=rtol, floor=atol)
+        u_OR, s_R, rank, retry = svd.u_OK, svd.s_K, svd.rank, svd.retry
+    width = int(rank.max())
+    s_R = s_R[..., :width]
+    on_R = s_R > 0
+    return JointBasis(u_OR[..., :width] * on_R.unsqueeze(-2), s_R, on_R, retry)
+
+
+def _project(basis_OR: Tensor, delta_OI: Tensor) -> Tensor:
+    out_RI = delta_OI.new_empty((*delta_OI.shape[:-2], basis_OR.shape[-1], delta_OI.shape[-1]))
+    for piece in pieces(delta_OI.shape[-1]):
+        out_RI[..., piece] = basis_OR.mT @ delta_OI[..., piece].to(torch.float64)
+    return out_RI

@@ -1,0 +1,248 @@
+"""KnOTS: align the experts in one joint singular basis, merge their coordinates there, go back.
+
+G. Stoica, P. Ramesh, B. Ecsedi, L. Choshen, J. Hoffman, "Model merging with SVD to tie the KnOTS", ICLR 2025.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` directions of the joint basis, `P, Q` ranks of the common
+bases of low-rank deltas.
+
+    [D_1 ... D_T] = U diag(s) [V_1^T ... V_T^T]        (O x T I)
+
+| order | merged by the inner rule | result |
+|---|---|---|
+| `official` (the paper and its code) | `C_t = diag(s) V_t^T` | `D* = U rule(C_1, ..., C_T)` |
+| `actmat` (K-TSV and K-Iso-C of the ACTMat paper's code) | `V_t^T` | `D* = U diag(s) rule(V_1^T, ..., V_T^T)` |
+
+The coordinates are computed as `C_t = U^T D_t`, so no right singular vector is needed and a zero delta has
+coordinates that are exactly zero. With inner TIES each expert's threshold is that of all its coordinates in the whole
+model (`trim="global"`, as in the original), which a survey finds before the first tensor is merged. Votes that cancel
+exactly elect nothing: the original takes the majority sign of all coordinates, but the sign of a coordinate is that of
+its singular vector, which a LAPACK is free to choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.ballot import Poll, elect_mean, kth_magnitude
+from actmat.linalg.joint import JointBasis, joint_basis
+from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
+from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
+from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Survey
+
+__all__ = ["KNOTS", "merge", "merge_lowrank"]
+
+Rule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
+Order = Literal["official", "actmat"]
+OFFICIAL_ATOL = 1e-5
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    survey: Sequence[float] | None = None,
+    generator: torch.Generator | None = None,
+    rule: Rule = "ties",
+    order: Order = "official",
+    density: Annotated[float | None, Bounds(low=0, high=1)] = None,
+    trim: Literal["global", "tensor"] = "global",
+    atol: Annotated[float | None, Bounds(low=0)] = None,
+    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+) -> Merged:
+    """`D* = U rule(U^T D_1, ..., U^T D_T)`, or the order of the ACTMat paper's code, see the table above.
+
+    Args:
+        survey: each expert's threshold over the whole model, for `rule="ties", trim="global"`; without it, these
+            deltas are the model.
+        generator: source of the masks of `rule="dare"`.
+        rule: `ties`, mean of the trimmed coordinates that agree in sign; `task_arithmetic`, sum; `dare`, sum of
+            randomly dropped and rescaled coordinates; `tsv`, TSV-M; `iso_c`, Iso-C (mean over `min(O, I)` values).
+        order: whether the coordinates carry the singular values (`official`) or not (`actmat`).
+        density: fraction of coordinates that `ties` (default 0.2) or `dare` (default 0.1) keeps.
+        trim: rank coordinates over the whole model or within each tensor.
+        atol: singular values `<= atol` are dropped; 1e-5 in the official order and 0 in the other unless given.
+        rtol: singular values at or below `rtol` times the largest one are dropped as well.
+
+    Raises:
+        ValueError: `rule="dare"` without a generator.
+    """
+    basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
+    if _elementwise(rule):
+        value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator)
+    else:
+        value_RI = _by_spectrum(parts_RI, rule, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
+    dtype = deltas[0].dtype
+    return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis))
+
+
+def merge_lowrank(
+    deltas: Sequence[LowRank],
+    *,
+    survey: Sequence[float] | None = None,
+    generator: torch.Generator | None = None,
+    rule: Rule = "ties",
+    order: Order = "official",
+    density: Annotated[float | None, Bounds(low=0, high=1)] = None,
+    trim: Literal["global", "tensor"] = "global",
+    atol: Annotated[float | None, Bounds(low=0)] = None,
+    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+) -> MergedLowRank:
+    """The same rule from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
+
+    `[M_1 ... M_T] = U' diag(s) [..]` gives `U = P U'` and `C_t = (U'^T M_t) Q^T`. Rules that commute with rotations of
+    the inputs act on `R x Q`; `ties` and `dare` act on the entries of `R x I`. Options and errors as in `merge`.
+    """
+    bases, basis, parts_RQ = _lowrank_parts(deltas, order, atol, rtol)
+    if _elementwise(rule):
+        parts_RI = [_expanded(part_RQ, bases, deltas[0]) for part_RQ in parts_RQ]
+        value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
+    else:
+        value_RI = _by_spectrum(parts_RQ, rule, min(deltas[0].shape[-2:]), torch.float64) @ bases.q_IQ.mT
+    value = LowRank(bases.p_OP @ _outer(basis, order), value_RI)
+    return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis))
+
+
+def _elementwise(rule: Rule) -> bool:
+    return rule in ("ties", "dare")
+
+
+def _atol(order: Order, atol: float | None) -> float:
+    if atol is not None:
+        return atol
+    return OFFICIAL_ATOL if order == "official" else 0.0
+
+
+def _dense_parts(
+    deltas: Sequence[Tensor], order: Order, atol: float | None, rtol: float
+) -> tuple[JointBasis, list[Tensor]]:
+    basis = joint_basis(deltas, atol=_atol(order, atol), rtol=rtol)
+    return basis, [basis.coordinates(d) if order == "official" else basis.whitened(d) for d in deltas]
+
+
+def _lowrank_parts(
+    deltas: Sequence[LowRank], order: Order, atol: float | None, rtol: float
+) -> tuple[CommonBases, JointBasis, list[Tensor]]:
+    bases = common_bases([d.to(torch.float64) for d in deltas])
+    return bases, *_dense_parts(bases.cores_PQ, order, atol, rtol)
+
+
+def _expanded(part_RQ: Tensor, bases: CommonBases, like: LowRank) -> Tensor:
+    """Coordinates over the inputs, `R x I`, rounded as the dense rule rounds them."""
+    return (part_RQ @ bases.q_IQ.mT).to(like.b_OR.dtype)
+
+
+def _outer(basis: JointBasis, order: Order) -> Tensor:
+    return basis.u_OR if order == "official" else basis.u_OR * basis.s_R.unsqueeze(-2)
+
+
+def _by_entry(
+    parts_RI: Sequence[Tensor],
+    on_R: Tensor,
+    rule: Rule,
+    density: float | None,
+    trim: str,
+    survey: Sequence[float] | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    if rule == "dare":
+        return _dropped_sum(parts_RI, _density(rule, density), generator)
+    if survey is not None and trim == "global":
+        return elect_mean(parts_RI, survey)
+    ranks = (_kept(_density(rule, density), part[on_R].numel()) for part in parts_RI)
+    return elect_mean(parts_RI, [kth_magnitude(p[on_R].reshape(-1), k) for p, k in zip(parts_RI, ranks, strict=True)])
+
+
+def _density(rule: Rule, density: float | None) -> float:
+    if density is not None:
+        return density
+    return 0.2 if rule == "ties" else 0.1
+
+
+def _kept(density: float, total: int) -> int:
+    """How many of `total` coordinates the original keeps: those `>=` the value just below the top fraction."""
+    if density <= 0 or density >= 1:
+        return 0 if density <= 0 else total
+    return min(total, int(density * total) + 1)
+
+
+def _dropped_sum(parts_RI: Sequence[Tensor], density: float, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        raise ValueError('knots: rule="dare" draws random masks and needs a generator; give a seed')
+    total_RI = torch.zeros_like(parts_RI[0])
+    if density > 0:
+        for part_RI in parts_RI:
+            kept = torch.rand(part_RI.shape, generator=generator, dtype=torch.float64) < density
+            total_RI += part_RI * kept.to(part_RI.device) / density
+    return total_RI
+
+
+def _by_spectrum(parts_RI: Sequence[Tensor], rule: Rule, directions: int, accuracy: torch.dtype) -> Tensor:
+    """Rules on whole coordinates; `directions` is `min(O, I)` of the layer, whatever the size of the coordinates."""
+    if rule == "tsv":
+        slots = slots_per_expert((directions, directions), len(parts_RI))
+        left, right, _ = orthogonalised_sum(
+            *join([thin_svd(part, k=slots, accuracy=accuracy) for part in parts_RI]), accuracy=accuracy
+        )
+        return left @ right
+    total_RI = torch.stack(list(parts_RI)).sum(0)
+    return isotropic(total_RI, directions, accuracy=accuracy)[0] if rule == "iso_c" else total_RI
+
+
+def _stats(basis: JointBasis) -> dict[str, float | int | str | bool]:
+    rank = basis.on_R.sum(-1)
+    stats: dict[str, float | int | str | bool] = {"rank_min": int(rank.min()), "rank_max": int(rank.max())}
+    if basis.retry:
+        stats["retry"] = basis.retry
+    return stats
+
+
+def _start(n_experts: int, options: Mapping[str, Any]) -> Poll:
+    return Poll.of(n_experts, partial(_kept, _density(options["rule"], options["density"])))
+
+
+def _observe(state: Poll, deltas: Sequence[Tensor] | Sequence[LowRank], options: Mapping[str, Any]) -> None:
+    """Show the poll the coordinates that `merge` or `merge_lowrank` will see, without the padding of lower ranks."""
+    order: Order = options["order"]
+    atol, rtol = options["atol"], options["rtol"]
+    factored = [d for d in deltas if isinstance(d, LowRank)]
+    if factored:
+        bases, basis, parts_RQ = _lowrank_parts(factored, order, atol, rtol)
+        parts_RI = [_expanded(part_RQ, bases, factored[0]) for part_RQ in parts_RQ]
+    else:
+        basis, parts_RI = _dense_parts([d for d in deltas if isinstance(d, Tensor)], order, atol, rtol)
+    state.observe([part_RI[basis.on_R].reshape(-1) for part_RI in parts_RI])
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    *batch, rows, columns = shape
+    kept = min(rows, n_experts * columns)
+    # Coordinates of all experts; while merging, a few more of their size (masks, or triplets in float64).
+    inner = n_experts * kept * columns + 7 * kept * (kept + columns) + svd_workspace(kept, columns)
+    return math.prod(batch) * max(inner + 2 * rows * (kept + columns), svd_workspace(rows, n_experts * columns))
+
+
+KNOTS = MergeMethod(
+    name="knots",
+    merge=merge,
+    merge_lowrank=merge_lowrank,
+    acts_on="matrix",
+    summary="Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.",
+    equation="[D_1 .. D_T] = U diag(s) [V_1^T .. V_T^T]; D* = U rule(diag(s) V_1^T, .., diag(s) V_T^T)",
+    reference="Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
+    laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
+    workspace=_workspace,
+    flops="T N^3",
+    survey=Survey(
+        applies=lambda options: options["rule"] == "ties" and options["trim"] == "global",
+        start=_start,
+        observe=_observe,
+        advance=Poll.advance,
+        finish=Poll.finish,
+    ),
+)

@@ -1,0 +1,193 @@
+"""Thin SVD: both routes against LAPACK in float64, on constructed spectra, at the edge of the numerical range."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.spectra import gap, graded, random_deltas, with_spectrum
+
+from actmat.errors import NumericalError
+from actmat.linalg import robust, svd
+from actmat.linalg.svd import RANK_RTOL, numerical_range, orthogonal_svd, singular_values, thin_svd
+
+SHAPES = [(12, 12), (9, 31), (31, 9), (7, 40), (1, 5), (5, 1)]
+
+
+def rebuilt(parts: svd.ThinSVD) -> torch.Tensor:
+    return (parts.u_OK * parts.s_K.unsqueeze(-2)) @ parts.v_IK.mT
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-13)])
+def test_triplets_rebuild_the_matrix_and_are_orthonormal(shape, dtype, bound):
+    (matrix,) = random_deltas(1, *shape, dtype=dtype)
+    parts = thin_svd(matrix)
+    eye = torch.eye(min(shape), dtype=torch.float64)
+    assert gap(rebuilt(parts), matrix) < bound * 10
+    assert gap(parts.u_OK.mT @ parts.u_OK, eye) < bound * 1e3
+    assert gap(parts.v_IK.mT @ parts.v_IK, eye) < bound * 1e3
+    assert gap(parts.s_K, torch.linalg.svdvals(matrix.double())) < bound
+    assert int(parts.rank) == min(shape)
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e6])
+@pytest.mark.parametrize("shape", [(20, 60), (60, 20), (30, 30)])
+def test_gram_route_beats_a_float32_svd_on_steep_spectra(condition, shape):
+    matrix = graded(*shape, condition).float()
+    s_exact = torch.linalg.svdvals(matrix.double())
+    parts = thin_svd(matrix)
+    u32, s32, vh32 = torch.linalg.svd(matrix, full_matrices=False)
+    error = float((parts.s_K - s_exact).abs().max() / s_exact[0])
+    assert error < 1e-9
+    assert error < float((s32.double() - s_exact).abs().max() / s_exact[0])
+    assert int(parts.rank) == min(shape)
+
+    # Isometries that the rules build from the factors: U V^T is as far from exact as eps64 kappa^2 allows.
+    u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    found, plain = gap(parts.u_OK @ parts.v_IK.mT, u @ vh), gap(u32 @ vh32, u @ vh)
+    assert found < 2.0**-50 * condition**2
+    assert found < plain
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e6])
+def test_float64_is_never_squared(condition):
+    matrix = graded(24, 60, condition)
+    parts = thin_svd(matrix)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    assert gap(parts.s_K, s) < 1e-14
+    assert gap(parts.u_OK @ parts.v_IK.mT, u @ vh) < 1e-15 * condition
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (18, 18)])
+def test_null_directions_are_zero_and_counted_out(dtype, shape):
+    matrix = with_spectrum(*shape, [3.0, 1.0, 0.2, 1e-3]).to(dtype)
+    parts = thin_svd(matrix)
+    assert int(parts.rank) == 4
+    assert parts.s_K.shape == (min(shape),)
+    for tail in (parts.s_K[4:], parts.u_OK[:, 4:], parts.v_IK[:, 4:]):
+        assert not tail.any()
+    assert gap(rebuilt(parts), matrix) < 1e-6
+
+
+def test_the_cut_is_the_same_in_both_dtypes_and_either_side_of_it_counts():
+    for factor, rank in ((2.0, 3), (0.5, 2)):
+        matrix = with_spectrum(8, 20, [1.0, 0.5, RANK_RTOL * factor])
+        assert int(thin_svd(matrix).rank) == rank
+        assert int(thin_svd(matrix, accuracy=torch.float32).rank) == rank
+
+
+def test_rounding_of_a_product_is_below_the_cut():
+    g = torch.Generator().manual_seed(0)
+    product = torch.randn(96, 16, generator=g) @ torch.randn(16, 128, generator=g)
+    assert int(thin_svd(product).rank) == 16
+    assert int(thin_svd(product, accuracy=torch.float64).rank) == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_top_k_is_a_slice_of_all(dtype):
+    (matrix,) = random_deltas(1, 10, 25, dtype=dtype)
+    whole, top = thin_svd(matrix), thin_svd(matrix, k=3)
+    assert torch.equal(top.s_K, whole.s_K[:3])
+    assert torch.equal(top.u_OK, whole.u_OK[:, :3])
+    assert gap(top.v_IK, whole.v_IK[:, :3]) < 1e-14
+    assert int(top.rank) == 10
+    assert thin_svd(matrix, k=99).s_K.shape == (10,)
+    assert thin_svd(matrix, k=0).u_OK.shape == (10, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_elements_have_their_own_rank_and_floor(dtype):
+    batch = torch.stack([with_spectrum(6, 14, [2.0, 1.0]), torch.zeros(6, 14), graded(6, 14, 10)]).to(dtype)
+    parts = thin_svd(batch)
+    assert parts.rank.tolist() == [2, 0, 6]
+    for element, matrix in enumerate(batch):
+        alone = thin_svd(matrix)
+        assert gap(rebuilt(parts)[element], matrix) < 1e-6
+        assert gap(parts.s_K[element], alone.s_K) < 1e-12
+    assert thin_svd(batch, floor=torch.tensor([1.5, 0.0, 5.0])).rank.tolist() == [1, 0, 0]
+
+
+@given(scale=st.floats(-8, 8), rank=st.integers(0, 6))
+@settings(max_examples=20, deadline=None)
+def test_rank_does_not_depend_on_the_scale(scale, rank):
+    matrix = with_spectrum(6, 9, torch.linspace(1, 2, rank), seed=3) * 10.0**scale
+    assert int(thin_svd(matrix).rank) == rank
+    assert int(thin_svd(matrix.float()).rank) == rank
+
+
+def test_wide_columns_are_widened_in_pieces_without_changing_the_result(monkeypatch):
+    (matrix,) = random_deltas(1, 5, 50, dtype=torch.float32)
+    whole = thin_svd(matrix)
+    monkeypatch.setattr(svd, "CHUNK", 7)
+    pieced = thin_svd(matrix)
+    assert gap(rebuilt(pieced), rebuilt(whole)) < 1e-14
+    assert gap(svd.row_gram(matrix), matrix.double() @ matrix.double().mT) < 1e-15
+
+
+def test_scaled_is_the_decomposition_of_the_multiple():
+    (matrix,) = random_deltas(1, 5, 8)
+    for weight in (1.0, 2.5, -0.5, 0.0):
+        parts = thin_svd(matrix).scaled(weight)
+        assert gap(rebuilt(parts), weight * matrix) < 1e-14
+        assert bool((parts.s_K >= 0).all())
+    assert not thin_svd(matrix).scaled(0.0).u_OK.any()
+
+
+def test_orthogonal_svd_completes_null_directions():
+    u, s, v, retry = orthogonal_svd(torch.zeros(4, 9))
+    assert gap(u.mT @ u, torch.eye(4)) < 1e-15
+    assert gap(v.mT @ v, torch.eye(4)) < 1e-15
+    assert not s.any()
+    assert retry == ""
+
+
+def test_singular_values_of_both_accuracies_agree():
+    matrix = graded(10, 30, 1e3)
+    assert gap(singular_values(matrix, accuracy=torch.float32), singular_values(matrix)) < 1e-10
+    assert gap(singular_values(matrix), torch.linalg.svdvals(matrix)) < 1e-14
+
+
+def test_numerical_range_of_an_empty_spectrum():
+    s, rank = numerical_range(torch.zeros(2, 0))
+    assert s.shape == (2, 0)
+    assert rank.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_that_are_not_finite_are_named(value, dtype):
+    matrix = torch.ones(3, 5, dtype=dtype)
+    matrix[1, 2] = value
+    with pytest.raises(NumericalError, match="NaN or infinity"):
+        thin_svd(matrix)
+
+
+class Stubborn:
+    """A decomposition that fails to converge the first `times`."""
+
+    def __init__(self, function, times):
+        self.function, self.times = function, times
+
+    def __call__(self, *args, **kwargs):
+        self.times -= 1
+        if self.times >= 0:
+            raise robust.LinAlgError("did not converge")
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("eigh", torch.float32), ("svd", torch.float64)])
+def test_a_decomposition_that_does_not_converge_is_tried_again_and_recorded(monkeypatch, name, dtype):
+    (matrix,) = random_deltas(1, 6, 9, dtype=dtype)
+    expected = rebuilt(thin_svd(matrix))
+    original = getattr(torch.linalg, name)
+    monkeypatch.setattr(torch.linalg, name, Stubborn(original, 1))
+    parts = thin_svd(matrix)
+    assert parts.retry == "jitter"
+    assert gap(rebuilt(parts), expected) < 1e-13
+
+    monkeypatch.setattr(torch.linalg, name, Stubborn(original, 2))
+    with pytest.raises(NumericalError, match="did not converge"):
+        thin_svd(matrix)

@@ -1,0 +1,76 @@
+"""What the singular-vector rules declare about memory and passes, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from tests.helpers.spectra import random_deltas
+
+from actmat.methods.contract import MergeMethod
+from actmat.methods.iso_c import ISO_C
+from actmat.methods.iso_cts import ISO_CTS
+from actmat.methods.knots import KNOTS
+from actmat.methods.tsv import TSV
+
+CASES = [
+    (TSV, {}),
+    (TSV, {"rank_aware": False}),
+    (ISO_C, {}),
+    (ISO_C, {"null": "fill"}),
+    (ISO_CTS, {}),
+    (KNOTS, {}),
+    (KNOTS, {"rule": "tsv"}),
+    (KNOTS, {"rule": "iso_c", "order": "actmat"}),
+]
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Largest sum of live allocations made inside `function`, LAPACK's work space included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    del result
+    return peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(64, 400), (400, 64), (128, 128)])
+@pytest.mark.parametrize(("method", "options"), CASES)
+def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod, options, shape, dtype):
+    deltas = random_deltas(4, *shape, dtype=dtype)
+    peak = peak_bytes(lambda: method.merge(deltas, **options)) / dtype.itemsize
+    assert method.workspace is not None
+    declared = method.workspace(shape, 4, method.resolve_options(options))
+    assert peak <= declared
+    assert declared <= 6 * peak
+
+
+class ReadOnce(Sequence):
+    """Deltas that may each be read once, in order."""
+
+    def __init__(self, deltas):
+        self.deltas, self.next = deltas, 0
+
+    def __len__(self):
+        return len(self.deltas)
+
+    def __getitem__(self, index):
+        if index == len(self):
+            raise IndexError(index)
+        assert index == self.next, f"read {index}, expected {self.next}"
+        self.next += 1
+        return self.deltas[index]
+
+
+@pytest.mark.parametrize(("method", "options"), [c for c in CASES if c[0].one_pass])
+def test_one_pass_rules_read_every_delta_once(method: MergeMethod, options):
+    deltas = random_deltas(3, 9, 12)
+    reader = ReadOnce(deltas)
+    assert torch.equal(method.merge(reader, **options).value, method.merge(deltas, **options).value)
+    assert reader.next == 3
