@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.methods.ace import ACE
+from actmat.methods.actmat import ACTMAT
+from actmat.methods.actmat_ridge import ACTMAT_RIDGE
+from actmat.methods.aswudi import ASWUDI
 from actmat.methods.average import AVERAGE
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
+from actmat.methods.lot import LOT
+from actmat.methods.regmean import REGMEAN
+from actmat.methods.swudi import SWUDI
+from actmat.methods.tact import TACT
+from actmat.methods.wudi import WUDI
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
-METHODS: tuple[MergeMethod, ...] = (AVERAGE,)
+METHODS: tuple[MergeMethod, ...] = (
+    AVERAGE,
+    ACTMAT,
+    ACTMAT_RIDGE,
+    TACT,
+    ACE,
+    WUDI,
+    SWUDI,
+    ASWUDI,
+    REGMEAN,
+    LOT,
+)
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 
 
