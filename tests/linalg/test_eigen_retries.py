@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.interference import gaussian, orthogonal, relative
 
 from actmat.errors import NumericalError
 from actmat.linalg import eigen
-from tests.helpers.interference import gaussian, orthogonal, relative
 
 
 def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.interference import gaussian, relative
 
 from actmat.linalg.estimators import Estimator, trim_to_top
-from tests.helpers.interference import gaussian, relative
 
 
 @settings(max_examples=50, deadline=None)

@@ -40,7 +40,10 @@ Null = Literal["zero", "sum", "mean"]
 """`N`: nothing (the base weights stay), `sum_t v_t D_t`, or `sum_t v_t D_t / sum_t v_t`, `v_t` the user's weights."""
 
 Solver = Literal["auto", "eigh", "stacked", "dual"]
-"""auto: the cheapest; eigh: of `S`, always; dual: of `A A^T`; stacked: SVD of the stacked factors, never squared."""
+"""auto: the cheapest; eigh: of `S`, always; dual: of `A A^T`; stacked: SVD of the stacked factors `A`, never squared.
+
+On steep spectra in float32, stacked is the most accurate, and dual the least where the rows of `A` are dependent:
+ask for dual only where all rows together are fewer than `I`, as auto does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ def prepare(
         if state is None:
             factor_rows = rule.estimator.rows(*(delta if factors is None else factors[0]).shape[-2:])
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
-            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), width)
+            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), width, grams is not None)
         gram = None if grams is None else batch_items(_checked_gram(grams[index], delta, index))
         factor = None if factors is None else batch_items(factors[index])
         for item, matrix_OI in enumerate(batch_items(delta)):
@@ -212,7 +215,7 @@ def finish(state: State, rule: Rule, *, fill: tuple[Tensor, float] | None = None
 
 
 def _start(
-    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], width: int | None
+    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], width: int | None, has_grams: bool
 ) -> tuple[State, list[PrimalMoments | StackedMoments]]:
     """An empty state, and one accumulator per batch item (`stack`: experts, rows of each factor)."""
     rows, columns = delta.shape[-2:]
@@ -221,7 +224,9 @@ def _start(
     left = None
     if form == "primal":
         left = delta.new_empty(count, rows, columns)
-        moments = [PrimalMoments(left[item]) for item in range(count)]
+        needs_term = has_grams or PrimalMoments.needs_term(stack[1], columns)
+        term = delta.new_empty(columns, columns) if needs_term else None
+        moments = [PrimalMoments(left[item], term) for item in range(count)]
     else:
         moments = [StackedMoments(rows, *stack, delta) for _ in range(count)]
     total = None if rule.null == "zero" else delta.new_zeros(count, rows, columns)
@@ -294,11 +299,12 @@ def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:
     out["retries"] = len(retries)
     if retries:
         out["retried_as"] = ", ".join(sorted(set(retries)))
-    out["norm"] = float(torch.linalg.vector_norm(value, dtype=torch.float64))
-    if not math.isfinite(out["norm"]):
+    norm = float(torch.linalg.vector_norm(value, dtype=torch.float64))
+    if not math.isfinite(norm):
         raise NumericalError(
-            f"expected a finite merged delta, found norm {out['norm']} from finite deltas. Likely cause: products of "
+            f"expected a finite merged delta, found norm {norm} from finite deltas. Likely cause: products of "
             "their entries overflow the compute dtype, or the statistics hold NaN. Fix: compute in float64."
         )
+    out["norm"] = norm
     out["mean_expert_norm"] = sum(math.sqrt(n) for n in state.squared_norms) / len(state.squared_norms)
     return out
