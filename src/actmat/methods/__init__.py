@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.methods.ace import ACE
+from actmat.methods.actmat import ACTMAT
+from actmat.methods.actmat_ridge import ACTMAT_RIDGE
 from actmat.methods.adamerging import ADAMERGING
+from actmat.methods.aswudi import ASWUDI
 from actmat.methods.average import AVERAGE
 from actmat.methods.breadcrumbs import BREADCRUMBS
 from actmat.methods.cat import CAT
@@ -16,13 +20,18 @@ from actmat.methods.iso_cts import ISO_CTS
 from actmat.methods.karcher import KARCHER
 from actmat.methods.knots import KNOTS
 from actmat.methods.linear import LINEAR
+from actmat.methods.lot import LOT
 from actmat.methods.model_stock import MODEL_STOCK
 from actmat.methods.nearswap import NEARSWAP
+from actmat.methods.regmean import REGMEAN
 from actmat.methods.sce import SCE
 from actmat.methods.slerp import SLERP
+from actmat.methods.swudi import SWUDI
+from actmat.methods.tact import TACT
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
 from actmat.methods.tsv import TSV
+from actmat.methods.wudi import WUDI
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
 
@@ -46,6 +55,15 @@ METHODS: tuple[MergeMethod, ...] = (
     ISO_C,
     ISO_CTS,
     KNOTS,
+    ACTMAT,
+    ACTMAT_RIDGE,
+    TACT,
+    ACE,
+    WUDI,
+    SWUDI,
+    ASWUDI,
+    REGMEAN,
+    LOT,
 )
 """All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
 

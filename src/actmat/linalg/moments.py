@@ -1,0 +1,193 @@
+"""The sums that the interference family needs, accumulated over the experts, one delta alive at a time.
+
+    S = sum_t w_t A_t^T A_t        B = sum_t w_t D_t A_t^T A_t        N = sum_t v_t D_t
+
+`w_t` holds the user's weight and the normaliser, `v_t` the user's weight alone. Two forms hold the same information:
+
+* primal: `S` and `B` themselves;
+* stacked: `A = [sqrt(w_t) A_t]` and `M = [sqrt(w_t) D_t A_t^T]`, so that `S = A^T A` and `B = M A`. Smaller when all
+  rows together are fewer than `I`, and the only form that does not square.
+
+Both end as a `Reduced` problem, which is all that the solver sees.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced Gram matrix
+(`I` primal, `T R` dual, `min(T R, I)` stacked).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.eigen import Spectrum, eigh, thin_svd
+
+__all__ = ["Form", "PrimalMoments", "Reduced", "StackedMoments", "add_gram_of_rows", "form_for"]
+
+Form = Literal["primal", "dual", "stacked"]
+
+PANELLED_FROM = 512
+"""Smallest side at which the symmetric product is worth cutting into panels (below, calls cost more than they save)."""
+
+
+@dataclass(slots=True)
+class Reduced:
+    """`D* = N + (left - N right^T) G right` with `G` a function of the symmetric `gram`; `right` None: the identity.
+
+    Primal: left = B, gram = S. Dual: left = M, gram = A A^T, right = A. Stacked (A = U s V^T): left = M U,
+    gram = diag(s^2), right = diag(s) V^T. One state belongs to one thread: the spectrum is computed when first asked
+    for, and kept.
+    """
+
+    left_ON: Tensor
+    gram_NN: Tensor | None
+    right_NI: Tensor | None
+    form: Form
+    retries: tuple[str, ...] = ()
+    _spectrum: Spectrum | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Side `N` of the reduced Gram matrix."""
+        return int(self.left_ON.shape[-1])
+
+    @property
+    def has_spectrum(self) -> bool:
+        """Whether the eigendecomposition has been paid for already."""
+        return self._spectrum is not None
+
+    def trace(self) -> float:
+        """`tr(S)`, the same in all forms, summed in float64."""
+        diagonal = self.spectrum().values_N if self.gram_NN is None else self.gram_NN.diagonal()
+        return float(diagonal.double().sum())
+
+    def spectrum(self) -> Spectrum:
+        """Eigendecomposition of the reduced Gram matrix, computed once."""
+        if self._spectrum is None:
+            assert self.gram_NN is not None, "the stacked form is made with its spectrum"
+            self._spectrum = eigh(self.gram_NN)
+        return self._spectrum
+
+
+def form_for(factor_rows: int, n_experts: int, width: int) -> Form:
+    """The cheaper exact form: dual when the stacked factors have fewer rows than `I` columns."""
+    return "dual" if factor_rows * n_experts < width else "primal"
+
+
+def add_gram_of_rows(out_II: Tensor, a_RI: Tensor, alpha: float) -> None:
+    """`out += alpha A^T A` in the blocks on and above the diagonal only; `_mirror` fills the rest.
+
+    With four column panels this is 5/8 of the full product.
+    """
+    starts = _panels(out_II.shape[-1])
+    for start, stop in pairwise(starts):
+        out_II[start:stop, start:].addmm_(a_RI[:, start:stop].mT, a_RI[:, start:], alpha=alpha)
+
+
+def _panels(width: int) -> list[int]:
+    count = 4 if width >= PANELLED_FROM else 1
+    return [width * i // count for i in range(count + 1)]
+
+
+def _mirror(gram_II: Tensor) -> None:
+    """Copy the blocks above the diagonal to below it."""
+    starts = _panels(gram_II.shape[-1])
+    for start, stop in pairwise(starts):
+        gram_II[stop:, start:stop] = gram_II[start:stop, stop:].mT
+
+
+class PrimalMoments:
+    """`S` and `B`, accumulated in place.
+
+    Args:
+        left_OI: where `B` is accumulated (zeroed here); the caller may pass a slice of a larger buffer.
+        term_II: where one `K_t` is formed; the items of a batch share it. See `needs_term`.
+    """
+
+    def __init__(self, left_OI: Tensor, term_II: Tensor | None) -> None:
+        width = left_OI.shape[-1]
+        self.left_OI = left_OI.zero_()
+        self.gram_II = left_OI.new_zeros(width, width)
+        self._term_II = term_II
+
+    @staticmethod
+    def needs_term(factor_rows: int, width: int) -> bool:
+        """Whether `D_t K_t` (`O I^2` once `K_t` is there) is cheaper than `(D_t A_t^T) A_t` (`2 O R I`)."""
+        return 2 * factor_rows >= width
+
+    def _term(self) -> Tensor:
+        assert self._term_II is not None, "a buffer for K_t was given"
+        return self._term_II
+
+    def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
+        """Add one expert with `K_t = A_t^T A_t`; a negative weight takes it out again."""
+        if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
+            add_gram_of_rows(self.gram_II, factor_RI, weight)
+            self.left_OI.addmm_(delta_OI @ factor_RI.mT, factor_RI, alpha=weight)
+            return
+        term = self._term().zero_()
+        add_gram_of_rows(term, factor_RI, 1.0)
+        _mirror(term)
+        self._add_term(delta_OI, weight)
+
+    def add_gram(self, delta_OI: Tensor, gram_II: Tensor, weight: float, off_diagonal: float) -> None:
+        """Add one expert with a given `K_t` whose off-diagonal entries are multiplied by `off_diagonal`."""
+        term = self._term().copy_(gram_II)
+        if off_diagonal != 1.0:
+            diagonal = term.diagonal().clone()
+            term.mul_(off_diagonal).diagonal().copy_(diagonal)
+        self._add_term(delta_OI, weight)
+
+    def _add_term(self, delta_OI: Tensor, weight: float) -> None:
+        self.gram_II.add_(self._term(), alpha=weight)
+        self.left_OI.addmm_(delta_OI, self._term(), alpha=weight)
+
+    def reduced(self) -> Reduced:
+        """The finished sums. The accumulator is spent."""
+        self._term_II = None
+        _mirror(self.gram_II)
+        return Reduced(self.left_OI, self.gram_II, None, "primal")
+
+
+class StackedMoments:
+    """`A` and `M`, filled expert by expert.
+
+    Args:
+        rows: rows `O` of a delta.
+        n_experts: `T`.
+        factor_rows: rows `R` of one factor.
+        like: gives width `I`, dtype and device.
+    """
+
+    def __init__(self, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
+        self._rows = factor_rows
+        self._filled = 0
+        self.a_NI = like.new_empty(n_experts * factor_rows, like.shape[-1])
+        self.m_ON = like.new_empty(rows, n_experts * factor_rows)
+
+    def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
+        """Put one expert below the others."""
+        here = slice(self._filled, self._filled + self._rows)
+        torch.mul(factor_RI, math.sqrt(weight), out=self.a_NI[here])
+        self.m_ON[:, here] = delta_OI @ self.a_NI[here].mT
+        self._filled = here.stop
+
+    def reduced(self, form: Literal["dual", "stacked"]) -> Reduced:
+        """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""
+        assert self._filled == self.a_NI.shape[0], "every expert has been added"
+        if form == "dual":
+            gram = self.a_NI.new_zeros(self.a_NI.shape[0], self.a_NI.shape[0])
+            # the rows of A are the columns of A^T: the same panelled product
+            add_gram_of_rows(gram, self.a_NI.mT, 1.0)
+            _mirror(gram)
+            return Reduced(self.m_ON, gram, self.a_NI, "dual")
+        svd = thin_svd(self.a_NI)
+        order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)
+        s = svd.s_R[order]
+        left = self.m_ON @ svd.u_MR[:, order]
+        right = s.unsqueeze(-1) * svd.vh_RN[order]
+        return Reduced(left, None, right, "stacked", svd.retries, Spectrum(s.square(), None, svd.retries))
