@@ -37,6 +37,7 @@ class Experts:
         rank: int | None = None,
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
+        statistics: bool = True,
     ) -> Experts:
         """Gaussian deltas a tenth of the base's size, of full rank unless a `rank` is given."""
         rng = torch.Generator().manual_seed(1000 * seed + 7)
@@ -50,15 +51,13 @@ class Experts:
             left, right = gaussian(*shape[:-1], rank), gaussian(*shape[:-2], rank, shape[-1])
             return 0.1 * left @ right / math.sqrt(rank)
 
+        deltas, base = [delta().to(dtype) for _ in range(n_experts)], gaussian(*shape).to(dtype)
+        if not statistics:
+            return cls(deltas, base, {})
         inputs = [gaussian(*shape[:-2], shape[-1] + 5, shape[-1]) for _ in range(n_experts)]
-        return cls(
-            [delta().to(dtype) for _ in range(n_experts)],
-            gaussian(*shape).to(dtype),
-            {
-                "gram": [(x.mT @ x / x.shape[-2]).to(dtype) for x in inputs],
-                "fisher": [gaussian(*shape).square().to(dtype) for _ in range(n_experts)],
-            },
-        )
+        grams = [(x.mT @ x / x.shape[-2]).to(dtype) for x in inputs]
+        fishers = [gaussian(*shape).square().to(dtype) for _ in range(n_experts)]
+        return cls(deltas, base, {"gram": grams, "fisher": fishers})
 
     def with_deltas(self, deltas: Sequence[Tensor]) -> Experts:
         """Same base, other deltas; statistics cut or repeated to their number."""

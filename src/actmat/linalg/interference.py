@@ -21,7 +21,7 @@ Leading batch axes are allowed; every item of a batch is a problem of its own, s
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,13 +34,16 @@ from actmat.linalg.filters import Filter
 from actmat.linalg.moments import Form, PrimalMoments, Reduced, StackedMoments, form_for
 from actmat.linalg.spectral_solve import Stats, solve
 
-__all__ = ["Null", "Rule", "Solution", "Solver", "State", "finish", "prepare"]
+__all__ = ["Null", "Rule", "Solution", "Solver", "State", "batch_items", "checked_deltas", "finish", "prepare"]
 
 Null = Literal["zero", "sum", "mean"]
 """`N`: nothing (the base weights stay), `sum_t v_t D_t`, or `sum_t v_t D_t / sum_t v_t`, `v_t` the user's weights."""
 
 Solver = Literal["auto", "eigh", "stacked", "dual"]
-"""auto: the cheapest; eigh: of `S`, always; dual: of `A A^T`; stacked: SVD of the stacked factors, never squared."""
+"""auto: the cheapest; eigh: of `S`, always; dual: of `A A^T`; stacked: SVD of the stacked factors `A`, never squared.
+
+On steep spectra in float32, stacked is the most accurate, and dual the least where the rows of `A` are dependent:
+ask for dual only where all rows together are fewer than `I`, as auto does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ def prepare(
     """Accumulate the sums of one tensor: one pass over the deltas, one alive at a time.
 
     Args:
-        deltas: `*batch O I` each, float32 or float64.
+        deltas: `*batch O I` each, float32 or float64. Entries below 1e-12 underflow in float32 when cubed.
         rule: the member of the family.
         weights: non-negative, one per expert; they multiply `K_t` and, in the fill, `D_t`.
         grams: `I x I` or `*batch I I`, one per expert, in place of the estimates.
@@ -138,48 +141,36 @@ def prepare(
         width: in_features of the layer where `I` is the size of a compressed basis.
 
     Raises:
-        ValueError: no deltas, a negative or non-finite weight.
+        ValueError: no deltas, or weights of the wrong number, negative or not finite.
         StatisticsError: Gram matrices of the wrong number or shape.
         NumericalError: a delta holds NaN or infinity.
     """
-    if not len(deltas):
-        raise ValueError("a merge needs at least one expert; found no delta")
-    shares = _checked_weights(weights, len(deltas))
     if grams is not None and len(grams) != len(deltas):
         raise StatisticsError(f"expected one Gram matrix per expert ({len(deltas)}), found {len(grams)}")
     state: State | None = None
     moments: list[PrimalMoments | StackedMoments] = []
-    for index, delta in enumerate(deltas):
+    for index, (delta, share, squared_norms) in enumerate(checked_deltas(deltas, weights)):
         if state is None:
             factor_rows = rule.estimator.rows(*(delta if factors is None else factors[0]).shape[-2:])
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
-            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), sum(shares), width)
-        gram = None if grams is None else _checked_gram(grams[index], delta, index)
-        factor = None if factors is None else factors[index]
-        squared_norm = 0.0
-        for item, matrix_OI in enumerate(_items(delta)):
-            squared = float(torch.linalg.vector_norm(matrix_OI, dtype=torch.float64) ** 2)
-            if not math.isfinite(squared):
-                raise NumericalError(
-                    f"expected finite deltas, but that of expert {index} (counted from 0) holds NaN or infinity. "
-                    "Likely cause: a diverged or damaged expert. Fix: check that checkpoint, or leave the expert out."
-                )
-            squared_norm += squared
+            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), width, grams is not None)
+        gram = None if grams is None else batch_items(_checked_gram(grams[index], delta, index))
+        factor = None if factors is None else batch_items(factors[index])
+        for item, matrix_OI in enumerate(batch_items(delta)):
             accumulator = moments[item]
             if gram is not None:
                 assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
-                gram_II = _items(gram)[item]
-                accumulator.add_gram(matrix_OI, gram_II, shares[index] * rule.gram_weight(gram_II), rule.off_diagonal)
+                weight = share * rule.gram_weight(gram[item])
+                accumulator.add_gram(matrix_OI, gram[item], weight, rule.off_diagonal)
             else:
-                if factor is None:
-                    a_RI, retries = rule.estimator.factor(matrix_OI)
-                else:
-                    a_RI, retries = rule.estimator.powered(_items(factor)[item])
+                estimator = rule.estimator
+                a_RI, retries = estimator.factor(matrix_OI) if factor is None else estimator.powered(factor[item])
                 state.retries += retries
-                accumulator.add(matrix_OI, a_RI, shares[index] * rule.estimator.weight(squared))
+                accumulator.add(matrix_OI, a_RI, share * estimator.weight(squared_norms[item]))
             if state.sum_BOI is not None:
-                state.sum_BOI[item].add_(matrix_OI, alpha=shares[index])
-        state.squared_norms.append(squared_norm)
+                state.sum_BOI[item].add_(matrix_OI, alpha=share)
+        state.weight_sum += share
+        state.squared_norms.append(sum(squared_norms))
     assert state is not None
     for accumulator in moments:
         if isinstance(accumulator, PrimalMoments):
@@ -198,6 +189,10 @@ def finish(state: State, rule: Rule, *, fill: tuple[Tensor, float] | None = None
         rule: the member of the family.
         fill: `(X, a)` takes `N = a X` in place of the rule's null policy.
         consume: write the result over the state's numerators (the state is spent), which saves one `O x I` matrix.
+
+    Raises:
+        NumericalError: the result is not finite, or an eigensolver did not converge.
+        ValueError: the mean was asked for with weights that sum to zero.
     """
     if fill is None and rule.null != "zero":
         assert state.sum_BOI is not None, "the state was prepared for a rule that fills with the sum"
@@ -220,7 +215,7 @@ def finish(state: State, rule: Rule, *, fill: tuple[Tensor, float] | None = None
 
 
 def _start(
-    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], weight_sum: float, width: int | None
+    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], width: int | None, has_grams: bool
 ) -> tuple[State, list[PrimalMoments | StackedMoments]]:
     """An empty state, and one accumulator per batch item (`stack`: experts, rows of each factor)."""
     rows, columns = delta.shape[-2:]
@@ -229,30 +224,47 @@ def _start(
     left = None
     if form == "primal":
         left = delta.new_empty(count, rows, columns)
-        moments = [PrimalMoments(left[item]) for item in range(count)]
+        needs_term = has_grams or PrimalMoments.needs_term(stack[1], columns)
+        term = delta.new_empty(columns, columns) if needs_term else None
+        moments = [PrimalMoments(left[item], term) for item in range(count)]
     else:
         moments = [StackedMoments(rows, *stack, delta) for _ in range(count)]
     total = None if rule.null == "zero" else delta.new_zeros(count, rows, columns)
-    state = State([], delta.shape, delta[..., :0, :0], left, total, weight_sum, width or columns, [], ())
+    state = State([], delta.shape, delta[..., :0, :0], left, total, 0.0, width or columns, [], ())
     return state, moments
 
 
-def _items(tensor: Tensor) -> Tensor:
+def batch_items(tensor: Tensor) -> Tensor:
     """`*batch M N` -> `B M N`."""
     return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(0, -3)
 
 
-def _checked_weights(weights: Sequence[float] | None, n_experts: int) -> list[float]:
-    if weights is None:
-        return [1.0] * n_experts
-    if len(weights) != n_experts:
-        raise ValueError(f"expected one weight per expert ({n_experts}), found {len(weights)}")
-    bad = [w for w in weights if not (math.isfinite(w) and w >= 0)]
-    if bad:
+def checked_deltas(
+    deltas: Sequence[Tensor], weights: Sequence[float] | None
+) -> Iterator[tuple[Tensor, float, list[float]]]:
+    """Each delta, once, with its weight and `||D_t||_F^2` per batch item (summed in float64).
+
+    Raises:
+        ValueError: no deltas, or weights of the wrong number, negative or not finite.
+        NumericalError: a delta holds NaN or infinity.
+    """
+    if not len(deltas):
+        raise ValueError("a merge needs at least one expert; found no delta")
+    shares = [1.0] * len(deltas) if weights is None else [float(w) for w in weights]
+    if len(shares) != len(deltas):
+        raise ValueError(f"expected one weight per expert ({len(deltas)}), found {len(shares)}")
+    if bad := [w for w in shares if not (math.isfinite(w) and w >= 0)]:
         raise ValueError(
             f"the interference family needs finite weights >= 0 (they weight semidefinite matrices), found {bad}"
         )
-    return [float(w) for w in weights]
+    for index, (delta, share) in enumerate(zip(deltas, shares, strict=True)):
+        squares = [float(torch.linalg.vector_norm(m, dtype=torch.float64)) ** 2 for m in batch_items(delta)]
+        if not math.isfinite(sum(squares)):
+            raise NumericalError(
+                f"expected finite deltas, but that of expert {index} (counted from 0) holds NaN or infinity. "
+                "Likely cause: a diverged or damaged expert. Fix: check that checkpoint, or leave the expert out."
+            )
+        yield delta, share, squares
 
 
 def _checked_gram(gram: Tensor, delta: Tensor, index: int) -> Tensor:
@@ -262,8 +274,8 @@ def _checked_gram(gram: Tensor, delta: Tensor, index: int) -> Tensor:
     if gram.shape[-2:] != (width, width) or (gram.dim() > 2 and gram.shape[:-2] != batch):
         raise StatisticsError(
             f"expected a Gram matrix of shape ({width}, {width}), one per input feature, or with the batch axes "
-            f"{tuple(batch)} before it; expert {index} has {tuple(gram.shape)}. Likely cause: statistics of another layer "
-            "or model, or a transposed weight. Fix: collect the statistics again for this model."
+            f"{tuple(batch)} before it; expert {index} has {tuple(gram.shape)}. Likely cause: statistics of another "
+            "layer or model, or a transposed weight. Fix: collect the statistics again for this model."
         )
     return gram.expand(*batch, width, width)
 
@@ -287,6 +299,12 @@ def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:
     out["retries"] = len(retries)
     if retries:
         out["retried_as"] = ", ".join(sorted(set(retries)))
-    out["norm"] = float(torch.linalg.vector_norm(value, dtype=torch.float64))
+    norm = float(torch.linalg.vector_norm(value, dtype=torch.float64))
+    if not math.isfinite(norm):
+        raise NumericalError(
+            f"expected a finite merged delta, found norm {norm} from finite deltas. Likely cause: products of "
+            "their entries overflow the compute dtype, or the statistics hold NaN. Fix: compute in float64."
+        )
+    out["norm"] = norm
     out["mean_expert_norm"] = sum(math.sqrt(n) for n in state.squared_norms) / len(state.squared_norms)
     return out

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from actmat.linalg.estimators import Estimator
 from actmat.linalg.interference import Rule
+from actmat.linalg.moments import PrimalMoments
 from actmat.linalg.spectral_solve import PANEL_ROWS
 
 __all__ = ["workspace"]
@@ -29,8 +30,8 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
     estimate = 0 if has_grams else _estimate(rows, width, rule.estimator)
     if form == "primal":
         held = fill + batch * (rows * width + width * width)
-        reuses_term = has_grams or 2 * factor_rows >= width
-        adding = estimate + (width * width if reuses_term else rows * factor_rows)
+        needs_term = has_grams or PrimalMoments.needs_term(factor_rows, width)
+        adding = estimate + (width * width if needs_term else rows * factor_rows)
         return held + max(adding, _solving(rows, width, rule, panel))
     stack = n_experts * factor_rows
     held = fill + batch * (stack * width + rows * stack)

@@ -105,25 +105,27 @@ class PrimalMoments:
 
     Args:
         left_OI: where `B` is accumulated (zeroed here); the caller may pass a slice of a larger buffer.
+        term_II: where one `K_t` is formed; the items of a batch share it. See `needs_term`.
     """
 
-    def __init__(self, left_OI: Tensor) -> None:
+    def __init__(self, left_OI: Tensor, term_II: Tensor | None) -> None:
         width = left_OI.shape[-1]
         self.left_OI = left_OI.zero_()
         self.gram_II = left_OI.new_zeros(width, width)
-        self._term_II: Tensor | None = None
+        self._term_II = term_II
+
+    @staticmethod
+    def needs_term(factor_rows: int, width: int) -> bool:
+        """Whether `D_t K_t` (`O I^2` once `K_t` is there) is cheaper than `(D_t A_t^T) A_t` (`2 O R I`)."""
+        return 2 * factor_rows >= width
 
     def _term(self) -> Tensor:
-        if self._term_II is None:
-            self._term_II = torch.empty_like(self.gram_II)
+        assert self._term_II is not None, "a buffer for K_t was given"
         return self._term_II
 
     def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
-        """Add one expert with `K_t = A_t^T A_t`; a negative weight takes it out again.
-
-        `D (A^T A)` costs `O I^2` once `K_t` is there, `(D A^T) A` costs `2 O R I`: the cheaper is taken.
-        """
-        if 2 * factor_RI.shape[-2] < factor_RI.shape[-1]:
+        """Add one expert with `K_t = A_t^T A_t`; a negative weight takes it out again."""
+        if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             add_gram_of_rows(self.gram_II, factor_RI, weight)
             self.left_OI.addmm_(delta_OI @ factor_RI.mT, factor_RI, alpha=weight)
             return

@@ -20,8 +20,10 @@ from actmat.methods.iso_cts import ISO_CTS
 from actmat.methods.karcher import KARCHER
 from actmat.methods.knots import KNOTS
 from actmat.methods.linear import LINEAR
+from actmat.methods.lot import LOT
 from actmat.methods.model_stock import MODEL_STOCK
 from actmat.methods.nearswap import NEARSWAP
+from actmat.methods.regmean import REGMEAN
 from actmat.methods.sce import SCE
 from actmat.methods.slerp import SLERP
 from actmat.methods.swudi import SWUDI
@@ -53,6 +55,8 @@ METHODS: tuple[MergeMethod, ...] = (
     WUDI,
     SWUDI,
     ASWUDI,
+    REGMEAN,
+    LOT,
     CAT,
     TSV,
     ISO_C,

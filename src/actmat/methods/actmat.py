@@ -65,8 +65,8 @@ def merge(
     Args:
         weights: non-negative, one per expert; they multiply `K_t`.
         rtol: directions whose eigenvalue of `S = sum_t w_t K_t` is at most `rtol` times the largest are dropped.
-            Default `I * eps(float32)`, in float64 too: the cut-off is part of the method. Values below the rounding of the
-            compute dtype (`I * eps`) are raised to it.
+            Default `I * eps(float32)`, in float64 too: the cut-off is part of the method. Values below the rounding of
+            the compute dtype (`I * eps`) are raised to it.
         solver: "auto" takes the cheapest exact form; "eigh" decomposes `S`; "stacked" takes the SVD of the stacked
             deltas, which does not square the condition number; "dual" decomposes the matrix of their row products.
         filter: "hard" cut-off; "tikhonov" `l / (l + ridge m)`; "exponential" `1 - exp(-l time / m)`; "adaptive" keeps

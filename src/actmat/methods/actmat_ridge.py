@@ -37,7 +37,9 @@ def merge(
     null: Null = "zero",
     solver: Solver = "auto",
 ) -> Merged:
-    """`D* = N + (B - N S) (S + rho I)^-1`, `rho = ridge * tr(S) / I`, `S = sum_t w_t D_t^T D_t`, `B = sum_t w_t D_t D_t^T D_t`.
+    """`D* = N + (B - N S) (S + rho I)^-1`, `rho = ridge * tr(S) / I`.
+
+    `S = sum_t w_t D_t^T D_t`, `B = sum_t w_t D_t D_t^T D_t`, `N` the fill.
 
     Args:
         weights: non-negative, one per expert; they multiply `K_t`.

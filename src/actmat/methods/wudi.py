@@ -8,16 +8,16 @@ takes a fixed number of Adam steps from the sum of the deltas, which is the othe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from actmat.linalg import interference
 from actmat.linalg.estimators import Estimator
 from actmat.linalg.filters import Filter
 from actmat.linalg.interference import Null, Rule, State
+from actmat.linalg.interference_descent import Descent, accumulate, descend
 from actmat.linalg.interference_workspace import workspace
 from actmat.linalg.lowrank import LowRank
 from actmat.methods._interference import merge_rule, merge_rule_lowrank, stages_of
@@ -27,20 +27,9 @@ __all__ = ["WUDI", "merge", "merge_lowrank"]
 
 Optimiser = Literal["closed", "adam"]
 
-ADAM_BETAS = (0.9, 0.999)
-ADAM_EPS = 1e-8
 
-
-def _rule(
-    optimiser: Optimiser = "closed",
-    rtol: float | None = None,
-    null: Null = "sum",
-    steps: int = 300,
-    lr: float = 1e-5,
-) -> Rule:
-    # Adam starts at the sum and needs S itself: its moments are those of null="sum" in the primal form.
-    adam = optimiser == "adam"
-    return Rule(Estimator(normalise="norm"), Filter(rtol=rtol), "sum" if adam else null, "eigh" if adam else "auto")
+def _rule(rtol: float | None = None, null: Null = "sum") -> Rule:
+    return Rule(Estimator(normalise="norm"), Filter(rtol=rtol), null)
 
 
 def merge(
@@ -71,10 +60,9 @@ def merge(
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
     """
-    rule = _rule(optimiser, rtol, null, steps, lr)
     if optimiser == "closed":
-        return merge_rule(deltas, rule, weights)
-    return _descend(interference.prepare(deltas, rule, weights=weights), steps, lr)
+        return merge_rule(deltas, _rule(rtol, null), weights)
+    return _descended(accumulate(deltas, weights), steps, lr)
 
 
 def merge_lowrank(
@@ -97,56 +85,54 @@ def merge_lowrank(
             "optimiser='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by "
             "itself, which the factors do not show. Merge the dense deltas, or take optimiser='closed'."
         )
-    return merge_rule_lowrank(deltas, _rule(optimiser, rtol, null, steps, lr), weights)
+    return merge_rule_lowrank(deltas, _rule(rtol, null), weights)
 
 
-def _descend(state: State, steps: int, lr: float) -> Merged:
-    """Adam on the objective, whose gradient `2 (D S - B)` needs the accumulated moments alone.
-
-    D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
-    """
-    assert state.sum_BOI is not None and state.left_BOI is not None
-    value = state.sum_BOI.clone()
-    (beta1, beta2), eps = ADAM_BETAS, ADAM_EPS
-    for item, reduced in enumerate(state.items):
-        assert reduced.gram_NN is not None
-        point_OI, left_OI = value[item], reduced.left_ON
-        mean_OI, square_OI = torch.zeros_like(point_OI), torch.zeros_like(point_OI)
-        for step in range(1, steps + 1):
-            gradient_OI = torch.addmm(left_OI, point_OI, reduced.gram_NN, beta=-2, alpha=2)
-            mean_OI.lerp_(gradient_OI, 1 - beta1)
-            square_OI.mul_(beta2).addcmul_(gradient_OI, gradient_OI, value=1 - beta2)
-            root = square_OI.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
-            point_OI.addcdiv_(mean_OI, root, value=-lr / (1 - beta1**step))
-    norms = [math.sqrt(n) for n in state.squared_norms]
+def _descended(start: Descent, steps: int, lr: float) -> Merged:
+    value = descend(start, steps, lr)
     stats: dict[str, float | int | str | bool] = {
         "solver": "adam",
         "steps": steps,
         "norm": float(torch.linalg.vector_norm(value, dtype=torch.float64)),
-        "mean_expert_norm": sum(norms) / len(norms),
+        "mean_expert_norm": sum(start.norms) / len(start.norms),
     }
-    return Merged(value.view(state.shape), stats)
+    return Merged(value, stats)
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     if options.get("optimiser") != "adam":
-        return workspace(shape, n_experts, _rule(**options))
-    # per batch: B, the sum, the result, S; per item: gradient, two moments, root
-    item = math.prod(shape[-2:])
-    return math.prod(shape[:-2]) * (3 * item + shape[-1] ** 2) + 4 * item
+        return workspace(shape, n_experts, _rule(**_closed(options)))
+    # per batch item: sum, S, residual, result; in work: step, two moments, gradient, root
+    item, square = math.prod(shape[-2:]), shape[-1] ** 2
+    return math.prod(shape[:-2]) * (2 * item + square) + max(square, (math.prod(shape[:-2]) + 5) * item)
+
+
+def _closed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the closed form takes."""
+    return {name: options[name] for name in ("rtol", "null") if name in options}
 
 
 def _stages() -> Stages:
     closed = stages_of(_rule)
 
-    def finish(
-        state: State, *, optimiser: Optimiser = "closed", steps: int = 300, lr: float = 1e-5, **options: Any
-    ) -> Merged:
-        if optimiser == "adam":
-            return _descend(state, steps, lr)
-        return closed.finish(state, optimiser=optimiser, **options)
+    def key(options: Mapping[str, Any]) -> Hashable:
+        weights = options.get("weights")
+        if options.get("optimiser") == "adam":
+            return ("interference by descent", None if weights is None else tuple(weights))
+        return closed.key({**_closed(options), "weights": weights})
 
-    return Stages(key=closed.key, prepare=closed.prepare, finish=finish)
+    def prepare(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None, **options: Any) -> State | Descent:
+        if options.get("optimiser") == "adam":
+            return accumulate(deltas, weights)
+        state: State = closed.prepare(deltas, weights=weights, **_closed(options))
+        return state
+
+    def finish(state: State | Descent, *, steps: int = 300, lr: float = 1e-5, **options: Any) -> Merged:
+        if isinstance(state, Descent):
+            return _descended(state, steps, lr)
+        return closed.finish(state, **_closed(options))
+
+    return Stages(key=key, prepare=prepare, finish=finish)
 
 
 WUDI = MergeMethod(

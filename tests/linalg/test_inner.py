@@ -1,0 +1,47 @@
+"""Inner products and weighted sums, against one-line float64 formulae, across the piece boundary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+
+SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 5]
+
+
+def tensors(count: int, size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(size + count)
+    return [torch.randn(size, generator=rng).to(dtype) for _ in range(count)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inner_products_are_the_gram_matrix(size: int) -> None:
+    rows = tensors(3, size)
+    expected = torch.stack(rows).double() @ torch.stack(rows).double().mT
+    torch.testing.assert_close(inner_products(rows), expected, rtol=1e-13, atol=1e-10)
+
+
+def test_inner_products_resolve_angles_that_float32_cannot() -> None:
+    x = torch.ones(200_000)
+    y = x.clone()
+    y[0] += 1e-3
+    gram = inner_products([x, y])
+    sine_squared = 1 - gram[0, 1] ** 2 / (gram[0, 0] * gram[1, 1])
+    assert float(sine_squared) == pytest.approx(1e-6 / 200_000, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_weighted_sum_is_the_sum(size: int) -> None:
+    rows = tensors(4, size, torch.float64)
+    coefficients = [0.5, -2.0, 0.0, 3.0]
+    expected = sum((c * x for c, x in zip(coefficients, rows, strict=True)), torch.zeros(size, dtype=torch.float64))
+    torch.testing.assert_close(weighted_sum(coefficients, rows), expected, rtol=0, atol=1e-14)
+
+
+def test_weighted_sum_skips_what_has_no_weight_and_keeps_the_shape() -> None:
+    bad = torch.full((3, 5), float("nan"))
+    good = torch.arange(15.0).reshape(5, 3).mT
+    out = weighted_sum([0.0, 2.0], [bad, good])
+    assert out.is_contiguous()
+    assert torch.equal(out, 2 * good)

@@ -1,0 +1,75 @@
+"""AdaMerging: the weighted sum, and one training step against autograd and torch's own Adam."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.experts import Experts, relative
+
+from actmat.methods.adamerging import AdamState, adam_step, coefficient_gradient, entropy, merge
+
+
+@pytest.fixture
+def experts() -> Experts:
+    return Experts.random(3, (5, 7))
+
+
+def test_coefficients_from_each_source(experts: Experts) -> None:
+    d = experts.deltas
+    assert relative(merge(d).value, 0.3 * (d[0] + d[1] + d[2])) < 1e-15
+    assert relative(merge(d, coefficients=[1.0, 0.0, -2.0]).value, d[0] - 2 * d[2]) < 1e-15
+    learned = {"coefficient": [torch.tensor(c) for c in (0.5, 0.25, 2.0)]}
+    assert relative(merge(d, statistics=learned).value, 0.5 * d[0] + 0.25 * d[1] + 2 * d[2]) < 1e-15
+
+
+def test_one_source_and_one_per_expert(experts: Experts) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        merge(experts.deltas, coefficients=[1.0] * 3, statistics={"coefficient": [torch.tensor(1.0)] * 3})
+    with pytest.raises(ValueError, match="2 coefficients for 3 experts"):
+        merge(experts.deltas, coefficients=[1.0, 1.0])
+
+
+def test_entropy_of_known_distributions() -> None:
+    assert float(entropy(torch.zeros(4, 8))) == pytest.approx(torch.tensor(8.0).log().item())
+    certain = torch.full((2, 3), -1e4)
+    certain[:, 1] = 1e4
+    assert float(entropy(certain)) == 0.0
+    p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    assert float(entropy(p.log().unsqueeze(0))) == pytest.approx(float(-(p * p.log()).sum()))
+
+
+def test_gradient_is_that_of_autograd(experts: Experts) -> None:
+    inputs = torch.randn(10, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    c = torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
+    weight = experts.base + sum(c[t] * experts.deltas[t] for t in range(3))
+    weight.retain_grad()
+    entropy(inputs @ weight.T).backward()
+    assert weight.grad is not None
+    assert c.grad is not None
+    assert relative(coefficient_gradient(weight.grad, experts.deltas), c.grad) < 1e-12
+
+
+def test_steps_are_those_of_adam() -> None:
+    mine, state = torch.tensor([0.3, 0.3], dtype=torch.float64), AdamState.zeros(2)
+    theirs = mine.clone().requires_grad_()
+    optimizer = torch.optim.Adam([theirs], lr=1e-2)
+    for step in range(5):
+        slope = torch.tensor([1.0, -0.5], dtype=torch.float64) * (step - 2)
+        mine, state = adam_step(mine, slope, state, lr=1e-2)
+        theirs.grad = slope
+        optimizer.step()
+    assert state.steps == 5
+    assert torch.allclose(mine, theirs.detach(), atol=1e-12)
+
+
+def test_a_few_steps_make_predictions_more_certain(experts: Experts) -> None:
+    inputs = torch.randn(20, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    c, state, losses = torch.full((3,), 0.3, dtype=torch.float64), AdamState.zeros(3), []
+    for _ in range(30):
+        weight = (experts.base + merge(experts.deltas, coefficients=c.tolist()).value).requires_grad_()
+        loss = entropy(inputs @ weight.T)
+        loss.backward()
+        assert weight.grad is not None
+        c, state = adam_step(c, coefficient_gradient(weight.grad, experts.deltas), state, lr=0.05)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]

@@ -1,0 +1,92 @@
+"""CAT merging against the paper's optimisation problem and a projection at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.experts import Experts, orthogonal, relative
+from torch import Tensor
+
+from actmat.methods.cat import merge, removal_basis
+
+
+@pytest.fixture
+def experts() -> Experts:
+    return Experts.random(3, (8, 6))
+
+
+def naive_basis(deltas: list[Tensor], grams: list[Tensor], k: int, rank: int, tradeoff: float) -> Tensor:
+    """The paper's matrix with its own orientation, `T_i = D_i^T` and `y = x T`."""
+    total = torch.zeros(deltas[0].shape[0], deltas[0].shape[0], dtype=torch.float64)
+    for i in range(len(deltas)):
+        if i != k:
+            task = deltas[i].T
+            total += task.T @ (grams[k] - tradeoff * grams[i]) @ task
+    values, vectors = torch.linalg.eigh(total)
+    keep = [j for j in range(len(values)) if values[j] > 0][-rank:]
+    return vectors[:, keep]
+
+
+def test_two_experts_follow_the_paper(experts: Experts) -> None:
+    deltas, grams = experts.deltas[:2], experts.statistics["gram"][:2]
+    b0, b1 = (naive_basis(deltas, grams, k, 2, 0.5) for k in (0, 1))
+    expected = deltas[0] - b1 @ b1.T @ deltas[0] + deltas[1] - b0 @ b0.T @ deltas[1]
+    out = merge(deltas, statistics={"gram": grams}, rank=2, tradeoff=0.5).value
+    assert relative(out, expected) < 1e-12
+
+
+def test_three_experts_lose_the_span_of_the_other_bases(experts: Experts) -> None:
+    grams = experts.statistics["gram"]
+    bases = [naive_basis(experts.deltas, grams, k, 2, 1.0) for k in range(3)]
+    expected = torch.zeros(8, 6, dtype=torch.float64)
+    for i in range(3):
+        joint = torch.cat([bases[k] for k in range(3) if k != i], dim=1)
+        expected += experts.deltas[i] - joint @ torch.linalg.pinv(joint) @ experts.deltas[i]
+    out = merge(experts.deltas, statistics=experts.statistics)
+    assert relative(out.value, expected) < 1e-11
+    assert out.stats["directions_removed"] == sum(b.shape[1] for b in bases)
+
+
+def test_the_basis_maximises_the_conflict(experts: Experts) -> None:
+    grams = experts.statistics["gram"]
+    best = removal_basis(experts.deltas, grams, 0, 2, 0.5)
+
+    def conflict(basis: Tensor) -> float:
+        parts = [
+            basis.T @ experts.deltas[i] @ (grams[0] - 0.5 * grams[i]) @ experts.deltas[i].T @ basis for i in (1, 2)
+        ]
+        return float(sum(p.diagonal().sum() for p in parts))
+
+    for seed in range(20):
+        assert conflict(orthogonal(8, seed)[:, :2]) <= conflict(best) + 1e-12
+
+
+def test_without_conflict_it_is_the_sum(experts: Experts) -> None:
+    total = torch.stack(experts.deltas).sum(0)
+    assert relative(merge(experts.deltas, statistics=experts.statistics, rank=0).value, total) < 1e-14
+    # A large trade-off protects each task's own knowledge: no eigenvalue stays positive.
+    merged = merge(experts.deltas, statistics=experts.statistics, tradeoff=1e6)
+    assert merged.stats["directions_removed"] == 0
+    assert relative(merged.value, total) < 1e-14
+
+
+def test_an_expert_that_only_disturbs_the_other_is_silenced() -> None:
+    gram = [torch.diag(torch.tensor([1.0, 0.0])).double(), torch.diag(torch.tensor([0.0, 1.0])).double()]
+    useful, harmful = torch.zeros(2, 2).double(), torch.zeros(2, 2).double()
+    useful[0, 0] = 1.0  # reads the input that only task 0 has
+    harmful[1, 0] = 1.0  # belongs to task 1 but reads the input of task 0
+    out = merge([useful, harmful], statistics={"gram": gram}).value
+    assert torch.allclose(out, useful, atol=1e-14)
+
+
+def test_bases_that_coincide_are_projected_out_once(experts: Experts) -> None:
+    same = [experts.deltas[0], experts.deltas[1], experts.deltas[1].clone()]
+    grams = [experts.statistics["gram"][t] for t in (0, 1, 1)]
+    b1 = naive_basis(same, grams, 1, 2, 1.0)
+    b2 = naive_basis(same, grams, 2, 2, 1.0)
+    assert relative(b1 @ b1.T, b2 @ b2.T) < 1e-10
+    out = merge(same, statistics={"gram": grams}).value
+    b0 = naive_basis(same, grams, 0, 2, 1.0)
+    both = torch.cat([b0, b1], dim=1)
+    expected = same[0] - b1 @ b1.T @ same[0] + 2 * (same[1] - both @ torch.linalg.pinv(both) @ same[1])
+    assert relative(out, expected) < 1e-9

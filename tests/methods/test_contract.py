@@ -1,0 +1,159 @@
+"""The contract itself: how options are read from a signature, and what a wrong one is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from actmat.errors import RecipeError
+from actmat.methods import METHODS, Bounds, Merged, MergeMethod, get_method
+
+
+def rule(
+    deltas: Sequence[Tensor],
+    *,
+    base: Tensor,
+    generator: torch.Generator,
+    weights: Sequence[float] | None = None,
+    density: Annotated[float, Bounds(0, 1, open_low=True)] = 0.2,
+    mode: Literal["mean", "sum"] = "mean",
+    rtol: Annotated[float | None, Bounds(0)] = None,
+    steps: Annotated[int, Bounds(1)] = 10,
+    flag: bool = False,
+    shares: list[float] | None = None,
+) -> Merged:
+    """A rule.
+
+    Args:
+        base: not an option.
+        density: fraction
+            of entries kept.
+        mode: how to reduce.
+
+    Raises:
+        ValueError: never.
+    """
+    return Merged(deltas[0].clone())
+
+
+RULE = MergeMethod("rule", rule, "matrix", "s", "e", "r")
+
+
+def test_options_come_from_the_signature_without_the_needs() -> None:
+    assert list(RULE.options) == ["density", "mode", "rtol", "steps", "flag", "shares"]
+    assert RULE.needs == {"base", "generator", "weights"}
+    assert RULE.needs_base
+    assert RULE.is_random
+    assert RULE.is_weighted
+    assert RULE.options["density"].doc == "fraction of entries kept."
+    assert RULE.options["mode"].doc == "how to reduce."
+    assert RULE.options["rtol"].doc == ""
+    assert RULE.options["rtol"].bounds == Bounds(0)
+
+
+def test_types_are_named_as_a_reader_writes_them() -> None:
+    names = {n: o.type_name for n, o in RULE.options.items()}
+    assert names["density"] == "float"
+    assert names["mode"] == '"mean" | "sum"'
+    assert names["rtol"] == "float | None"
+    assert names["flag"] == "bool"
+
+
+def test_defaults_are_overlaid() -> None:
+    assert RULE.resolve_options({}) == {
+        "density": 0.2,
+        "mode": "mean",
+        "rtol": None,
+        "steps": 10,
+        "flag": False,
+        "shares": None,
+    }
+    assert RULE.resolve_options({"steps": 3})["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("density", 1),
+        ("density", 1e-9),
+        ("rtol", None),
+        ("rtol", 0.0),
+        ("mode", "sum"),
+        ("flag", True),
+        ("shares", [1, 0.5]),
+        ("shares", (1.0,)),
+    ],
+)
+def test_values_that_fit(name: str, value: Any) -> None:
+    assert RULE.resolve_options({name: value})[name] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("density", 0.0, r"\(0, 1\]"),
+        ("density", 1.5, "must lie in"),
+        ("density", float("nan"), "must lie in|expects"),
+        ("density", "0.5", "expects float"),
+        ("density", True, "expects float"),
+        ("rtol", -1e-9, r"\[0, inf\]"),
+        ("mode", "median", '"mean" . "sum"'),
+        ("steps", 2.0, "expects int"),
+        ("steps", True, "expects int"),
+        ("steps", 0, "must lie in"),
+        ("flag", 1, "expects bool"),
+        ("flag", "true", "expects bool"),
+        ("shares", [1.0, "x"], "shares"),
+        ("shares", 1.0, "shares"),
+    ],
+)
+def test_values_that_do_not(name: str, value: Any, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        RULE.resolve_options({name: value})
+
+
+def test_a_misspelt_option_is_an_error_that_offers_the_near_name() -> None:
+    with pytest.raises(RecipeError, match="Did you mean 'density'") as raised:
+        RULE.resolve_options({"desnity": 0.5})
+    assert "Its options: density, mode" in str(raised.value)
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(RecipeError) as raised:
+        RULE.resolve_options({"desnity": 0.5, "steps": 0, "mode": "x"})
+    assert len(raised.value.problems) == 3
+
+
+def test_a_merge_function_with_kwargs_or_an_option_without_default_is_refused() -> None:
+    def swallows(deltas: Sequence[Tensor], **options: Any) -> Merged:
+        return Merged(deltas[0])
+
+    def lacks(deltas: Sequence[Tensor], *, density: float) -> Merged:
+        return Merged(deltas[0])
+
+    with pytest.raises(TypeError, match="kwargs"):
+        _ = MergeMethod("swallows", swallows, "matrix", "s", "e", "r").parameters
+    with pytest.raises(TypeError, match="'density' has no default"):
+        _ = MergeMethod("lacks", lacks, "matrix", "s", "e", "r").options
+
+
+def test_bounds_are_closed_but_for_an_open_low_end() -> None:
+    assert Bounds(0, 1).holds(0)
+    assert Bounds(0, 1).holds(1)
+    assert not Bounds(0, 1, open_low=True).holds(0)
+    assert not Bounds(0, 1).holds(1.0001)
+    assert Bounds(None, 2).holds(-1e9)
+    assert Bounds(1).holds(float("inf"))
+    assert str(Bounds(0, 1, open_low=True)) == "(0, 1]"
+    assert str(Bounds()) == "[-inf, inf]"
+
+
+def test_get_method_finds_every_method_and_offers_near_names() -> None:
+    for method in METHODS:
+        assert get_method(method.name) is method
+    with pytest.raises(RecipeError, match="Did you mean 'average'"):
+        get_method("avrage")

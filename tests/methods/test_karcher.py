@@ -1,0 +1,87 @@
+"""The Karcher mean against an iteration on the tensors themselves, and against what defines it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.helpers.experts import Experts, relative
+from torch import Tensor
+
+from actmat.methods.karcher import merge, sphere_mean
+
+
+def naive(weights: list[Tensor], alphas: list[float], max_iter: int, tol: float) -> Tensor:
+    """The fixed-point iteration on whole tensors, log and exp maps written out."""
+    norms = [float(w.norm()) for w in weights]
+    units = [w / n for w, n in zip(weights, norms, strict=True)]
+    mean = sum((a * u for a, u in zip(alphas, units, strict=True)), torch.zeros_like(units[0]))
+    mean = mean / mean.norm()
+    for _ in range(max_iter):
+        step = torch.zeros_like(mean)
+        for alpha, unit in zip(alphas, units, strict=True):
+            dot = max(-1.0, min(1.0, float((mean * unit).sum())))
+            if math.acos(dot) >= tol:
+                step += alpha * math.acos(dot) / math.sin(math.acos(dot)) * (unit - dot * mean)
+        length = float(step.norm())
+        if length < tol:
+            break
+        mean = math.cos(length) * mean + math.sin(length) * step / length
+        mean = mean / mean.norm()
+    return sum(a * n for a, n in zip(alphas, norms, strict=True)) * mean
+
+
+@pytest.mark.parametrize("size", [0.1, 3.0, 30.0])
+@pytest.mark.parametrize("max_iter", [1, 10])
+def test_iterating_on_coefficients_is_iterating_on_tensors(size: float, max_iter: int) -> None:
+    made = Experts.random(3, (6, 7))
+    experts = made.with_deltas([10 * size * d for d in made.deltas])
+    weights = [experts.base + d for d in experts.deltas]
+    out = merge(experts.deltas, base=experts.base, max_iter=max_iter)
+    assert relative(out.value, naive(weights, [1 / 3] * 3, max_iter, 1e-5) - experts.base) < 1e-10
+    assert out.stats["iterations"] <= max_iter
+
+
+def test_weights_and_the_base_as_a_point() -> None:
+    experts = Experts.random(2, (6, 7))
+    points = [experts.base, *(experts.base + d for d in experts.deltas)]
+    out = merge(experts.deltas, base=experts.base, weights=[1.0, 3.0], include_base=True).value
+    assert relative(out, naive(points, [2 / 6, 1 / 6, 3 / 6], 10, 1e-5) - experts.base) < 1e-9
+
+
+def test_two_points_meet_half_way() -> None:
+    cosine = math.cos(1.0)
+    mean, _ = sphere_mean(
+        torch.tensor([[1.0, cosine], [cosine, 1.0]], dtype=torch.float64), torch.tensor([0.5, 0.5]).double(), 50, 1e-12
+    )
+    expected = 1 / (2 * math.cos(0.5))
+    assert mean.tolist() == pytest.approx([expected, expected], abs=1e-12)
+
+
+def test_at_the_mean_the_pulls_cancel() -> None:
+    units = torch.nn.functional.normalize(torch.eye(4, dtype=torch.float64)[:3] + 0.4, dim=1)
+    alpha = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    mean = sphere_mean(units @ units.mT, alpha, 200, 1e-13)[0] @ units
+    angle = (units @ mean).clamp(-1, 1).acos().unsqueeze(1)
+    pulls = alpha.unsqueeze(1) * angle / angle.sin() * (units - angle.cos() * mean)
+    assert float(pulls.sum(0).norm()) < 1e-11
+
+
+def test_opposite_points_start_from_the_first() -> None:
+    mean, _ = sphere_mean(
+        torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).double(), torch.tensor([0.5, 0.5]).double(), 10, 1e-5
+    )
+    assert bool(mean.isfinite().all())
+
+
+def test_experts_without_a_direction_are_left_out_of_it_but_not_of_the_norm() -> None:
+    x = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    out = merge([x, torch.zeros(2).double()], base=torch.zeros(2).double()).value
+    assert torch.allclose(out, x / 2, atol=1e-15)
+    assert torch.equal(merge([-x, -x], base=x).value, -x)
+
+
+def test_weights_must_have_a_positive_sum() -> None:
+    with pytest.raises(ValueError, match="positive sum"):
+        merge([torch.ones(2), torch.ones(2)], base=torch.ones(2), weights=[1.0, -1.0])
