@@ -50,10 +50,11 @@ def test_naive_transcription(variant: str, reduce: str, make: Any, density: floa
     assert relative_error(call(TIES, deltas, density=density, variant=variant, reduce=reduce), expected) < 1e-14
 
 
-def test_weights_and_densities_per_expert() -> None:
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_weights_and_densities_per_expert(reduce: str) -> None:
     deltas, weights, densities = smooth_deltas(3, (11, 5)), [0.5, 0.3, 0.4], [0.2, 0.4, 0.3]
-    expected = naive_ties(deltas, weights, densities, "mergekit", "sum")
-    found = call(TIES, deltas, weights=weights, density=densities, variant="mergekit", reduce="sum")
+    expected = naive_ties(deltas, weights, densities, "mergekit", reduce)
+    found = call(TIES, deltas, weights=weights, density=densities, variant="mergekit", reduce=reduce)
     assert relative_error(found, expected) < 1e-14
 
 
