@@ -112,6 +112,14 @@ def test_awkward_shapes_and_ranks_give_finite_results(
         assert bool(out.isfinite().all())
 
 
+@pytest.mark.parametrize("method", [m for m in METHODS if m.max_experts is not None], ids=lambda m: m.name)
+def test_more_experts_than_the_rule_is_defined_for_are_refused(method: MergeMethod) -> None:
+    assert method.max_experts is not None
+    experts = Experts.random(method.max_experts + 1, (4, 5))
+    with pytest.raises(ValueError, match=method.name):
+        call(method, experts.deltas, method.resolve_options({}), base=experts.base, statistics=experts.statistics)
+
+
 @each_method
 def test_a_zero_delta_among_others_gives_no_nan(method: MergeMethod) -> None:
     experts = Experts.random(4, (8, 11))
