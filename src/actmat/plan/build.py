@@ -21,6 +21,7 @@ from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import tensor_peak_bytes
 from actmat.plan.model import InputSummary, MergePlan, TensorPlan
 from actmat.plan.parts import cut
+from actmat.plan.pools import assign_pools
 from actmat.recipe import Recipe
 from actmat.version import __version__
 
@@ -52,7 +53,13 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], 
         problems += error.problems
     if problems:
         raise AlignmentError(_headline(problems), problems)
-    tensors = _tensor_plans(recipe, base, experts, alignment, decided)
+    tensors, problems = assign_pools(
+        _tensor_plans(recipe, base, experts, alignment, decided),
+        recipe.pool,
+        lambda item: _pooled_peak(recipe, item, len(experts)),
+    )
+    if problems:
+        raise AlignmentError(_headline(problems), problems)
     specs = tuple(
         dataclasses.replace(spec, dtype=_out_dtype(recipe, spec), file="", offset=0) for spec in base.specs.values()
     )
@@ -155,6 +162,12 @@ def _tensor_plans(
             for alias in aliases
         )  # fmt: skip
     return tuple(out)
+
+
+def _pooled_peak(recipe: Recipe, item: TensorPlan, n_experts: int) -> int:
+    assert item.call is not None, "only merged tensors are pooled"
+    spec = TensorSpec(item.name, item.shape, item.base_dtype, "")
+    return _peak(recipe, get_method(item.call.method), spec, item.layout, item.call.options, n_experts)
 
 
 def _peak(

@@ -121,6 +121,11 @@ class Chooser:
                 f"{place}method '{name}' needs statistics measured on data ({', '.join(missing)}), and none were "
                 "given; choose a data-free method (see `actmat methods`)"
             )
+        n_experts = len(self.recipe.experts)
+        if method.max_experts is not None and n_experts > method.max_experts:
+            self.problems.append(
+                f"{place}method '{name}' merges at most {method.max_experts} expert(s), and there are {n_experts}"
+            )
         if weights is not None and not method.is_weighted:
             self.problems.append(f"{place}method '{name}' takes no weights, but the recipe gives experts weights")
         return MethodCall(name, resolved, scale, weights if method.is_weighted else None)

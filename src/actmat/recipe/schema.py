@@ -116,6 +116,11 @@ class Recipe(_Strict):
     rules: tuple[Rule, ...] = Field(default=(), description="per-pattern choices, first match wins")
     roles: tuple[RoleRule, ...] = Field(default=(), description="per-pattern meanings, first match wins")
     keep: Patterns = Field(default=(), description="patterns of tensors copied from the base")
+    pool: Patterns = Field(
+        default=(),
+        description="patterns of linear layers that read the same input, such as '*.{q,k,v}_proj.weight': matches with "
+        "one parent module are merged as one matrix, so that they share one covariance estimate",
+    )
     ties: bool = Field(default=True, description="merge tensors that config.json ties once; false: each by itself")
     postprocess: Postprocess = Postprocess()
     dtype: OutputDtype | None = Field(default=None, description="dtype of the output; default: the base's, per tensor")
