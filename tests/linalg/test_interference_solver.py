@@ -178,9 +178,8 @@ def test_retries_are_recorded(monkeypatch):
 
     monkeypatch.setattr(torch.linalg, "eigh", once)
     stats = solve([d.float() for d in shared_rows(2, 8, 1e-5)], Rule()).stats
-    assert calls == [torch.float32, torch.float64]
-    assert stats["retries"] == 1
-    assert stats["retried_as"] == "float64"
+    assert calls == [torch.float64, torch.float64]  # the solver decomposes in float64 from the start
+    assert stats["retries"] == "jitter"
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -221,7 +220,7 @@ def test_record_of_a_tensor():
     assert stats["rank"] == 5
     assert stats["cutoff"] == pytest.approx(5 * EPS32 * float(values[-1]))
     assert stats["mean_expert_norm"] == pytest.approx(sum(float(d.norm()) for d in deltas) / 2)
-    assert stats["retries"] == 0
+    assert "retries" not in stats
 
 
 def test_record_of_a_batch_gives_the_extremes():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import gap, graded, random_deltas, with_spectrum
 
 from actmat.errors import NumericalError
-from actmat.linalg import robust, svd
+from actmat.linalg import svd
 from actmat.linalg.svd import RANK_RTOL, numerical_range, orthogonal_svd, singular_values, thin_svd
 
 SHAPES = [(12, 12), (9, 31), (31, 9), (7, 40), (1, 5), (5, 1)]
@@ -137,11 +137,11 @@ def test_scaled_is_the_decomposition_of_the_multiple():
 
 
 def test_orthogonal_svd_completes_null_directions():
-    u, s, v, retry = orthogonal_svd(torch.zeros(4, 9))
+    u, s, v, retries = orthogonal_svd(torch.zeros(4, 9))
     assert gap(u.mT @ u, torch.eye(4)) < 1e-15
     assert gap(v.mT @ v, torch.eye(4)) < 1e-15
     assert not s.any()
-    assert retry == ""
+    assert retries == ()
 
 
 def test_singular_values_of_both_accuracies_agree():
@@ -174,7 +174,7 @@ class Stubborn:
     def __call__(self, *args, **kwargs):
         self.times -= 1
         if self.times >= 0:
-            raise robust.LinAlgError("did not converge")
+            raise torch.linalg.LinAlgError("did not converge")
         return self.function(*args, **kwargs)
 
 
@@ -185,7 +185,7 @@ def test_a_decomposition_that_does_not_converge_is_tried_again_and_recorded(monk
     original = getattr(torch.linalg, name)
     monkeypatch.setattr(torch.linalg, name, Stubborn(original, 1))
     parts = thin_svd(matrix)
-    assert parts.retry == "jitter"
+    assert parts.retries == ("jitter",)
     assert gap(rebuilt(parts), expected) < 1e-13
 
     monkeypatch.setattr(torch.linalg, name, Stubborn(original, 2))

@@ -49,7 +49,7 @@ def test_three_experts_lose_the_span_of_the_other_bases(experts: Experts) -> Non
 
 def test_the_basis_maximises_the_conflict(experts: Experts) -> None:
     grams = experts.statistics["gram"]
-    best = removal_basis(experts.deltas, grams, 0, 2, 0.5)
+    best, _ = removal_basis(experts.deltas, grams, 0, 2, 0.5)
 
     def conflict(basis: Tensor) -> float:
         parts = [

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.polar import Polar
 from actmat.linalg.singular import isotropic
@@ -90,14 +91,12 @@ def merge_lowrank(
 
 
 def _stats(polar: Polar, directions: int) -> dict[str, float | int | str | bool]:
-    stats: dict[str, float | int | str | bool] = {
+    return {
         "directions": directions,
         "rank_min": int(polar.rank.min()),
         "rank_max": int(polar.rank.max()),
+        **retry_stats(polar.retries),
     }
-    if polar.retry:
-        stats["retry"] = polar.retry
-    return stats
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, svd_workspace, thin_svd
@@ -105,14 +106,15 @@ def _merge(
             parts.append(thin_svd(rest_OI, k=n_task, accuracy=accuracy, rtol=rtol, floor=floor).scaled(weight))
     u_OJ, s_J, v_IJ = join([*parts, common])
     level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))
-    left_OJ, right_JI, retry = orthogonalised_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy)
+    left_OJ, right_JI, retries = orthogonalised_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy)
+    for part in (common, *parts):
+        retries += part.retries
     stats: dict[str, float | int | str | bool] = {
         "common": n_common,
         "per_expert": n_task,
         "common_rank_min": int(common.rank.min()),
+        **retry_stats(retries),
     }
-    if retry := retry or next((p.retry for p in (common, *parts) if p.retry), ""):
-        stats["retry"] = retry
     return left_OJ, right_JI, stats
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from actmat.linalg.election import elect, piece_workspace, weighted_sum
 from actmat.linalg.joint import JointBasis, joint_basis
+from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks import Trim
 from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
@@ -194,10 +195,7 @@ def _by_spectrum(parts_RI: Sequence[Tensor], rule: Rule, directions: int, accura
 
 def _stats(basis: JointBasis) -> dict[str, float | int | str | bool]:
     rank = basis.on_R.sum(-1)
-    stats: dict[str, float | int | str | bool] = {"rank_min": int(rank.min()), "rank_max": int(rank.max())}
-    if basis.retry:
-        stats["retry"] = basis.retry
-    return stats
+    return {"rank_min": int(rank.min()), "rank_max": int(rank.max()), **retry_stats(basis.retries)}
 
 
 _SurveyState = tuple[StreamedCut, ...]
