@@ -17,7 +17,7 @@ from actmat.experiments.demo.tasks import Examples
 
 __all__ = ["Interval", "correct", "features", "majority_correct", "mean_interval", "wilson_interval"]
 
-_BATCH = 300
+_BATCH = 100
 _Z_95 = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 

@@ -66,7 +66,8 @@ def claim_folder(root: Path, *, overwrite: bool) -> DemoFolder:
                     f"{root} holds an earlier demo. Give --overwrite to replace it, or another place with --out."
                 )
             for made in (folder.base, root / "experts", root / "merged"):
-                shutil.rmtree(made, ignore_errors=False) if made.exists() else None
+                if made.exists():
+                    shutil.rmtree(made)
             for made in (folder.heads, folder.results):
                 made.unlink(missing_ok=True)
     try:

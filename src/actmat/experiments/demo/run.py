@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from actmat.experiments.demo.data import load_photographs, split_photographs
+from actmat.errors import RecipeError
+from actmat.experiments.demo.data import Split, load_photographs, moved_views, split_photographs
 from actmat.experiments.demo.evaluate import correct, features, majority_correct
 from actmat.experiments.demo.heads import Head, fit_head, save_heads
 from actmat.experiments.demo.merging import choose_methods, merge_with_engine
@@ -31,10 +32,10 @@ from actmat.experiments.demo.settings import DemoSettings, generator_for
 from actmat.experiments.demo.table import accuracy_table, drop_table, next_command
 from actmat.experiments.demo.tasks import LOOKS, TASKS, Task, TaskData, pose_split
 from actmat.experiments.demo.train import finetune, one_thread, pretrain, steps_of
+from actmat.version import __version__
 
 __all__ = ["run_demo"]
 
-_MOST_THREADS = len(TASKS)
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 
@@ -72,7 +73,9 @@ def run_demo(
     """
     settings = settings or DemoSettings()
     console = console or Console(quiet=True)
-    threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
+    if threads is not None and threads < 1:
+        raise RecipeError(f"The demo needs at least one thread, got threads={threads}.")
+    threads = threads or min(os.cpu_count() or 1, len(TASKS))
     chosen, left_out = choose_methods(methods, len(TASKS))
     photographs = load_photographs()
     folder = claim_folder(Path(out), overwrite=overwrite)
@@ -85,42 +88,22 @@ def run_demo(
     data = {task.name: pose_split(task, split, n_views=settings.n_views, seed=seed) for task in TASKS}
     clock = _Clock()
 
-    with one_thread(), _bars(console) as bars:
-        bar = bars.add_task("training the base", total=len(LOOKS) * steps_of(settings.pretraining, len(split.train)))
-        base = pretrain(
-            settings.encoder, split.train, settings.pretraining, seed=seed, on_step=lambda: bars.advance(bar)
-        )
-        save_encoder(base, folder.base)
-        heads = {task.name: _head_of(base, task, data[task.name], settings) for task in TASKS}
-        save_heads(heads, folder.heads)
-        clock.lap("base")
-
-        step_total = sum(steps_of(settings.finetuning, len(d.train)) for d in data.values())
-        expert_bar = bars.add_task(f"training {len(TASKS)} experts", total=step_total)
-
-        def train_expert(task: Task) -> None:
-            expert = finetune(
-                base,
-                heads[task.name],
-                data[task.name].train,
-                settings.finetuning,
-                generator=generator_for(seed, f"finetuning {task.name}"),
-                on_step=lambda: bars.advance(expert_bar),
-            )
-            save_encoder(expert, folder.expert(task.name))
-
-        _side_by_side(train_expert, TASKS, threads)
-        clock.lap("experts")
-
     with _bars(console) as bars:
+        with one_thread():
+            base = _train_base(split, settings, seed, bars)
+            heads = {task.name: _fit_head_on(base, task, data[task.name], settings) for task in TASKS}
+            save_encoder(base, folder.base)
+            save_heads(heads, folder.heads)
+            clock.lap("base")
+            _train_experts(base, heads, data, settings, seed, folder, bars, threads)
+            clock.lap("experts")
         places = [folder.expert(task.name) for task in TASKS]
-        for name in bars.track(chosen, description=f"merging by {len(chosen)} methods"):
+        for name in bars.track(chosen, description="merging, by method"):
             merge_with_engine(name, folder.base, places, folder.merged(name), seed=seed, threads=threads)
         clock.lap("merges")
-
-    with one_thread(), _bars(console) as bars:
-        rows = _evaluate(folder, chosen, data, heads, bars, threads)
-        clock.lap("evaluation")
+        with one_thread():
+            rows = _evaluate(folder, chosen, data, heads, bars, threads)
+            clock.lap("evaluation")
 
     result = DemoResult(
         out=folder.root,
@@ -138,9 +121,43 @@ def run_demo(
     return result
 
 
-def _head_of(base: Encoder, task: Task, data: TaskData, settings: DemoSettings) -> Head:
+def _train_base(split: Split, settings: DemoSettings, seed: int, bars: Progress) -> Encoder:
+    views = moved_views(split.train, settings.n_views, generator_for(seed, "views of the base"))
+    bar = bars.add_task("training the base", total=len(LOOKS) * steps_of(settings.pretraining, len(views)))
+    return pretrain(settings.encoder, views, settings.pretraining, seed=seed, on_step=lambda: bars.advance(bar))
+
+
+def _fit_head_on(base: Encoder, task: Task, data: TaskData, settings: DemoSettings) -> Head:
     features_ND = features(base, data.train.images_NHW)
     return fit_head(features_ND, data.train.labels_N, task.n_classes, ridge=settings.ridge, scale=settings.logit_scale)
+
+
+def _train_experts(
+    base: Encoder,
+    heads: Mapping[str, Head],
+    data: Mapping[str, TaskData],
+    settings: DemoSettings,
+    seed: int,
+    folder: DemoFolder,
+    bars: Progress,
+    threads: int,
+) -> None:
+    """One expert per task, several at the same time, each saved when it is done."""
+    n_steps = sum(steps_of(settings.finetuning, len(d.train)) for d in data.values())
+    bar = bars.add_task(f"training {len(TASKS)} experts", total=n_steps)
+
+    def train(task: Task) -> None:
+        expert = finetune(
+            base,
+            heads[task.name],
+            data[task.name].train,
+            settings.finetuning,
+            generator=generator_for(seed, f"finetuning {task.name}"),
+            on_step=lambda: bars.advance(bar),
+        )
+        save_encoder(expert, folder.expert(task.name))
+
+    _side_by_side(train, TASKS, threads)
 
 
 def _evaluate(
@@ -201,7 +218,7 @@ class _Clock:
 
 def _bars(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description:<24}"),
+        TextColumn("{task.description:<20}"),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -211,7 +228,7 @@ def _bars(console: Console) -> Progress:
 
 def _versions() -> dict[str, str]:
     libraries = {name: version(name) for name in ("torch", "scikit-learn", "safetensors")}
-    return {"python": platform.python_version(), **libraries}
+    return {"actmat": __version__, "python": platform.python_version(), **libraries}
 
 
 def _show(result: DemoResult, folder: DemoFolder, console: Console) -> None:

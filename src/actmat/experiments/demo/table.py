@@ -54,8 +54,8 @@ def next_command(base: Path, experts: Sequence[Path], out: str = "my-merge") -> 
 
 
 def _table(title: str, caption: str) -> Table:
-    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("")
+    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("", no_wrap=True)
     return table
 
 
