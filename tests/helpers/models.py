@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,6 @@ class Case:
     matrices: Mapping[str, Views]
     pixels: bool = False
     tied: bool = False
-    extra_inputs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def loader(self) -> Any:
