@@ -23,11 +23,12 @@ __all__ = ["Findings", "LazyDeltas", "TensorReader"]
 
 
 class Findings:
-    """Non-finite values found so far, in all tensors and experts. Thread-safe."""
+    """What is wrong with the values read so far: NaN and Inf, ties that do not hold. Thread-safe."""
 
     def __init__(self, *, tolerated: bool) -> None:
         self.tolerated = tolerated
         self._counts: dict[tuple[str, str], int] = {}
+        self._broken_ties: list[str] = []
         self._mutex = threading.Lock()
 
     def add(self, tensor: str, expert: str, count: int) -> None:
@@ -40,16 +41,22 @@ class Findings:
         with self._mutex:
             return sum(n for (name, _), n in self._counts.items() if name == tensor)
 
+    def add_broken_tie(self, problem: str) -> None:
+        """Note two tensors that should be one and differ."""
+        with self._mutex:
+            self._broken_ties.append(problem)
+
     @property
     def fatal(self) -> bool:
         """Whether the merge must be given up."""
-        return bool(self._counts) and not self.tolerated
+        return bool(self._broken_ties) or (bool(self._counts) and not self.tolerated)
 
     def problems(self) -> list[str]:
         """One sentence per tensor and expert."""
-        return [
+        bad = {} if self.tolerated else self._counts
+        return sorted(self._broken_ties) + [
             f"tensor '{name}' of {who} has {n} value{'s' if n > 1 else ''} that {'are' if n > 1 else 'is'} NaN or Inf"
-            for (name, who), n in sorted(self._counts.items())
+            for (name, who), n in sorted(bad.items())
         ]
 
 
@@ -83,7 +90,7 @@ class TensorReader:
         self._base = base
         self._experts = experts
         self._labels = labels
-        self._scratch = scratch
+        self.scratch = scratch
         self._findings = findings
         self._base_hash = ContentHash()
         self._hashes = [ContentHash() for _ in experts]
@@ -93,7 +100,7 @@ class TensorReader:
     def read_base(self, part: Part) -> Tensor:
         """Entries of the part as stored, flat; the buffer is reused by the next part of a streamed tensor."""
         if part.numel <= CHUNK:
-            raw = self._scratch.take("base", part.numel, self._base_dtype)
+            raw = self.scratch.take("base", part.numel, self._base_dtype)
         else:
             raw = torch.empty(part.numel, dtype=self._base_dtype)
         data = raw_bytes(raw)
@@ -107,7 +114,10 @@ class TensorReader:
 
     def load(self, t: int, part: Part, base_raw: Tensor) -> tuple[Tensor, bool]:
         """Delta of expert `t` on this part, shaped like it, and whether the expert's bytes differ from the base's."""
-        delta = torch.empty(part.numel, dtype=self.compute_dtype)
+        if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
+            delta = self.scratch.take(("delta", t), part.numel, self.compute_dtype)
+        else:
+            delta = torch.empty(part.numel, dtype=self.compute_dtype)
         changed = False
         for low in range(0, part.numel, CHUNK):
             high = min(low + CHUNK, part.numel)
@@ -116,7 +126,7 @@ class TensorReader:
 
     def _piece(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         dtype = torch_dtype(self.item.expert_dtypes[t])
-        raw = self._scratch.take("expert", out.numel(), dtype)
+        raw = self.scratch.take("expert", out.numel(), dtype)
         data = raw_bytes(raw)
         self._experts[t].read_into(self.item.sources[t], start * raw.itemsize, data)
         self._hashes[t].update(data)
@@ -135,7 +145,7 @@ class TensorReader:
         if base_raw.dtype == self.compute_dtype:
             return base_raw
         key = (start, base_raw.numel())
-        wide = self._scratch.take("wide", base_raw.numel(), self.compute_dtype)
+        wide = self.scratch.take("wide", base_raw.numel(), self.compute_dtype)
         if self._wide_key != key:
             wide.copy_(base_raw)
             self._wide_key = key

@@ -25,6 +25,7 @@ from actmat.engine.memory import Budget, Scratch
 from actmat.engine.resources import Resources
 from actmat.engine.survey import SurveyKey, run_surveys, survey_key
 from actmat.engine.tensor import TensorRecord, Variant, merge_tensor
+from actmat.engine.ties import check_ties
 from actmat.errors import CheckpointError
 from actmat.plan.model import MergePlan, TensorPlan
 from actmat.plan.parts import CHUNK
@@ -88,7 +89,12 @@ def execute(
                 base.prefetch([upcoming.name])
                 for expert, source in zip(experts, upcoming.sources, strict=False):
                     expert.prefetch([source])
-            _finish(group, _one_tensor(group, base, reader_for, findings, surveys))
+            results = _one_tensor(group, base, reader_for, findings, surveys)
+            if results and any(p.aliases or any(p.twins) for _, p in group):
+                item, record = group[0][1], results[0][1]
+                check_ties(item, base, experts, labels, record.base_hash, record.expert_hashes, findings)
+            if not findings.fatal:
+                _finish(group, results)
         progress(name, max(p.read_bytes + p.write_bytes for _, p in group))
 
     with _one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
@@ -104,8 +110,8 @@ def execute(
     if findings.fatal:
         problems = findings.problems()
         raise CheckpointError(
-            f"The inputs hold values that are not finite ({len(problems)} tensor(s)). A merge would spread them; "
-            "find out why the fine-tuning produced them, or pass --allow-nonfinite to treat them as unchanged.",
+            f"The inputs hold values that cannot be merged: {len(problems)} problem(s). NaN and Inf would spread; find "
+            "out why the fine-tuning produced them, or pass --allow-nonfinite to treat them as unchanged.",
             problems,
         )
 

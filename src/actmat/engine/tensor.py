@@ -218,17 +218,23 @@ def _generator(seed: int, name: str, label: str) -> torch.Generator:
 
 
 def _write(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | None, reader: TensorReader) -> None:
-    """`W_0 + scale * D*` in the output dtype, piece by piece; no delta at all keeps the base's bits."""
+    """`W_0 + scale * D*` in the output dtype, piece by piece; no delta at all keeps the base's bits.
+
+    Sums and casts land in warm buffers: allocating for every piece would cost as much as the arithmetic.
+    """
     out_dtype = torch_dtype(variant.item.out_dtype)
     for low in range(0, base_raw.numel(), CHUNK):
         piece = base_raw[low : low + CHUNK]
         if delta is not None:
             change = delta[low : low + CHUNK].to("cpu")
-            piece = torch.add(reader.wide_base(part.start + low, piece), change, alpha=variant.call.scale)
-        result = piece.to(out_dtype)
-        if out_dtype == torch.float16 and not bool(torch.isfinite(result).all()):
-            raise NumericalError(
-                f"tensor '{variant.item.name}' has values beyond float16's range (65504) after merging with "
-                f"'{variant.call.method}'; write with --dtype bfloat16 or float32, or lower the scale"
-            )
-        variant.sink.write(raw_bytes(result))
+            merged = reader.scratch.take("merged", piece.numel(), reader.compute_dtype)
+            wide = reader.wide_base(part.start + low, piece)
+            piece = torch.add(wide, change, alpha=variant.call.scale, out=merged)
+        if piece.dtype != out_dtype:
+            piece = reader.scratch.take("out", piece.numel(), out_dtype).copy_(piece)
+            if out_dtype == torch.float16 and not bool(torch.isfinite(piece).all()):
+                raise NumericalError(
+                    f"tensor '{variant.item.name}' has values beyond float16's range (65504) after merging with "
+                    f"'{variant.call.method}'; write with --dtype bfloat16 or float32, or lower the scale"
+                )
+        variant.sink.write(raw_bytes(piece))

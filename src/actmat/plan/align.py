@@ -18,6 +18,7 @@ class Alignment:
     Args:
         canonical: base tensors to be merged or copied, in storage order -> tied names stored beside them.
         sources: for each canonical tensor, its name in each expert (None where the expert lacks it).
+        twins: for each canonical tensor, the other names under which each expert stores it too.
         ignored: per expert, its tensors that the base does not have.
         problems: why the merge cannot be done, one sentence each.
         notes: what was decided on the way.
@@ -25,6 +26,7 @@ class Alignment:
 
     canonical: Mapping[str, tuple[str, ...]]
     sources: Mapping[str, tuple[str | None, ...]]
+    twins: Mapping[str, tuple[tuple[str, ...], ...]]
     ignored: tuple[tuple[str, ...], ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
@@ -44,6 +46,7 @@ def align(
     problems: list[str] = []
     notes: list[str] = []
     sources: dict[str, list[str | None]] = {name: [] for name in groups}
+    twins: dict[str, list[tuple[str, ...]]] = {name: [] for name in groups}
     ignored = []
     for label, expert in zip(labels, experts, strict=True):
         prefix = _prefix(base.specs, expert.specs)
@@ -52,10 +55,12 @@ def align(
         used: set[str] = set()
         for name, aliases in groups.items():
             known = [name, *aliases, *(a for a, c in layouts.ties.items() if c == name)]
-            candidates = (prefix.apply(n) if prefix else n for n in known)
-            source = next((n for n in candidates if n in expert.specs), None)
+            there = dict.fromkeys(prefix.apply(n) if prefix else n for n in known)
+            stored = [n for n in there if n in expert.specs]
+            source = stored[0] if stored else None
             sources[name].append(source)
-            used.update(prefix.apply(n) if prefix else n for n in known)
+            twins[name].append(tuple(stored[1:]))
+            used.update(there)
             if name in kept or layouts.tensors[name].role is Role.BUFFER:
                 continue
             if source is None:
@@ -67,7 +72,14 @@ def align(
         if extra:
             shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
             notes.append(f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {shown}")
-    return Alignment(groups, {k: tuple(v) for k, v in sources.items()}, tuple(ignored), tuple(problems), tuple(notes))
+    return Alignment(
+        canonical=groups,
+        sources={k: tuple(v) for k, v in sources.items()},
+        twins={k: tuple(v) for k, v in twins.items()},
+        ignored=tuple(ignored),
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,10 +85,12 @@ def _layouts(recipe: Recipe, base: Checkpoint) -> tuple[LayoutMap, list[str]]:
         )
         for r in recipe.roles
     ]
+    problems: list[str] = []
     try:
-        return resolve_layout(base.specs, base.config, overrides), []
+        layouts = resolve_layout(base.specs, base.config, overrides)
     except MergeError as error:
-        return resolve_layout(base.specs, base.config), list(error.problems)
+        layouts, problems = resolve_layout(base.specs, base.config), list(error.problems)
+    return (layouts if recipe.ties else dataclasses.replace(layouts, ties={})), problems
 
 
 def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapping[str, str]) -> Decision:
@@ -141,6 +143,7 @@ def _tensor_plans(
                 sources=sources,
                 expert_dtypes=tuple(e.specs[s].dtype for e, s in zip(experts, sources, strict=False)),
                 aliases=aliases,
+                twins=alignment.twins[name] if call is not None else (),
                 read_bytes=read,
                 write_bytes=written * (1 + len(aliases)),
                 peak_bytes=peak,

@@ -51,6 +51,7 @@ class TensorPlan:
         sources: the tensor's name in each expert, for `merge` and `average`.
         expert_dtypes: its dtype in each expert.
         aliases: tied tensors written with the same bytes.
+        twins: other names under which each expert stores the same tensor; their bytes must agree.
         tied_to: for `tie`, the tensor whose bytes it gets.
         read_bytes, write_bytes: traffic.
         peak_bytes: memory of one worker on this tensor, see `plan.cost`.
@@ -67,6 +68,7 @@ class TensorPlan:
     sources: tuple[str, ...] = ()
     expert_dtypes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    twins: tuple[tuple[str, ...], ...] = ()
     tied_to: str | None = None
     read_bytes: int = 0
     write_bytes: int = 0

@@ -116,6 +116,7 @@ class Recipe(_Strict):
     rules: tuple[Rule, ...] = Field(default=(), description="per-pattern choices, first match wins")
     roles: tuple[RoleRule, ...] = Field(default=(), description="per-pattern meanings, first match wins")
     keep: Patterns = Field(default=(), description="patterns of tensors copied from the base")
+    ties: bool = Field(default=True, description="merge tensors that config.json ties once; false: each by itself")
     postprocess: Postprocess = Postprocess()
     dtype: OutputDtype | None = Field(default=None, description="dtype of the output; default: the base's, per tensor")
     compute_dtype: Literal["float32", "float64"] = "float32"
