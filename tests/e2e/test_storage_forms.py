@@ -152,14 +152,17 @@ def test_small_shards_load(models: Models, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "bound"),
-    [("float32", F32_ELEMENTWISE), ("bfloat16", BF16_ROUNDING), ("float16", F16_ROUNDING), ("float64", F32_ELEMENTWISE)],
+    [
+        ("float32", F32_ELEMENTWISE),
+        ("bfloat16", BF16_ROUNDING),
+        ("float16", F16_ROUNDING),
+        ("float64", F32_ELEMENTWISE),
+    ],
 )
 def test_output_dtype(dtype: str, bound: float, models: Models, tmp_path: Path) -> None:
     base, first, second = models
     places = [plain(first, _made(tmp_path / "a")), plain(second, _made(tmp_path / "b"))]
-    report = actmat.merge(
-        base, places, method="average", out=tmp_path / "out", threads=1, durable=False, dtype=dtype
-    )
+    report = actmat.merge(base, places, method="average", out=tmp_path / "out", threads=1, durable=False, dtype=dtype)
     wanted = naive_merge(stored(base), [first, second], LLAMA.views, method="average")
     found = stored(report.out)
     assert {t.dtype for t in found.values()} == {getattr(torch, dtype)}
