@@ -16,10 +16,14 @@ from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.merging import counted, merge_open, merge_tensors, output, same_bytes
 from tests.helpers.models import perturbed
+from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 
 import actmat
+from actmat.api import run_recipes
+from actmat.errors import RecipeError
 from actmat.plan.parts import CHUNK
+from actmat.recipe import make_recipe
 
 START = "from actmat.cli.main import main; main()"
 LARGE = "model.layers.0.mlp.down_proj.weight"
@@ -176,3 +180,34 @@ def test_unchanged_tensors_keep_the_bits_of_the_base(method: str, tmp_path: Path
     assert not torch.equal(found["d.weight"], start["d.weight"])
     flags = {r["name"]: r["unchanged"] for r in report.manifest["tensors"]}
     assert flags == {"a.weight": True, "b.weight": True, "c.bias": True, "d.weight": False}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("base", "elsewhere"), ("compute_dtype", "float64"), ("allow_nonfinite", True)]
+)
+def test_recipes_of_one_run_must_share_the_reading(field: str, value: Any, tmp_path: Path) -> None:
+    fields = {"base": "base", "experts": ["one"], "out": str(tmp_path / "a")}
+    recipes = [make_recipe(fields), make_recipe({**fields, "out": str(tmp_path / "b"), field: value})]
+    with pytest.raises(RecipeError, match=f"'{field}' differs"):
+        run_recipes(recipes)
+
+
+def test_weights_may_differ_within_a_run(family: Family, tmp_path: Path) -> None:
+    start, experts = family
+    merge_tensors(start, experts, tmp_path)
+    places = [tmp_path / f"expert{n}.safetensors" for n in range(3)]
+    recipes = [
+        make_recipe(
+            {
+                "base": str(tmp_path / "base.safetensors"),
+                "experts": [{"path": str(p), "weight": w} for p, w in zip(places, weights, strict=True)],
+                "method": "average",
+                "out": str(tmp_path / f"weights{number}"),
+            }
+        )
+        for number, weights in enumerate(((1.0, 1.0, 1.0), (1.0, 0.0, 3.0)))
+    ]
+    equal, unequal = (output(r) for r in run_recipes(recipes, durable=False))
+    first, _, third = (e[LARGE].double() - start[LARGE].double() for e in experts)
+    assert relative_error(unequal[LARGE], start[LARGE].double() + (first + 3 * third) / 4) < F32_ELEMENTWISE
+    assert not torch.equal(equal[LARGE], unequal[LARGE])
