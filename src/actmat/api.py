@@ -238,7 +238,7 @@ def run_recipes(
     sha256: bool = False,
     progress: Progress | None = None,
 ) -> list[MergeReport]:
-    """Carry out recipes that share base and experts; every tensor is read once for all of them.
+    """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
 
     Each recipe has its own `out`. Arguments as for `merge`; `sha256` adds file hashes to the manifests.
 
@@ -247,6 +247,7 @@ def run_recipes(
     """
     began = time.perf_counter()
     watch = progress or Progress()
+    _check_shared(recipes)
     check_device(device)
     with _opened(recipes[0]) as (base, experts):
         plans = [build_plan(r, base, experts, device=device) for r in recipes]
@@ -330,6 +331,27 @@ def _opened(recipe: Recipe) -> Iterator[tuple[Checkpoint, list[Checkpoint]]]:
         if problems:
             raise CheckpointError(f"{len(problems)} problem(s) with the inputs.", problems)
         yield opened[0], opened[1:]
+
+
+_SHARED = ("base", "experts", "compute_dtype", "allow_nonfinite")
+
+
+def _check_shared(recipes: Sequence[Recipe]) -> None:
+    """One reading serves all recipes of a run, so they must agree on what is read, and how.
+
+    Labels decide too: they are what manifests call the inputs. Weights of experts may differ.
+    """
+    for field in _SHARED:
+        found = {str(_without_weights(getattr(r, field))) for r in recipes}
+        if len(found) > 1:
+            raise RecipeError(
+                f"Recipes of one run share {', '.join(_SHARED)}, but '{field}' differs: {' and '.join(sorted(found))}. "
+                "Run them one after the other."
+            )
+
+
+def _without_weights(value: Any) -> Any:
+    return [(e.path, e.label) for e in value] if isinstance(value, tuple) else value
 
 
 def _out_path(recipe: Recipe) -> Path:
