@@ -24,7 +24,7 @@ from actmat.engine.deltas import Findings, TensorReader
 from actmat.engine.memory import Budget, Scratch
 from actmat.engine.resources import Resources
 from actmat.engine.survey import SurveyKey, run_surveys, survey_key
-from actmat.engine.tensor import TensorRecord, Variant, merge_tensor
+from actmat.engine.tensor import TensorRecord, Variant, merge_tensor, stored
 from actmat.errors import CheckpointError
 from actmat.plan.model import MergePlan, TensorPlan
 from actmat.plan.parts import CHUNK
@@ -118,7 +118,8 @@ def _items(jobs: Sequence[Job]) -> list[tuple[str, Group]]:
     groups: dict[str, Group] = {}
     for job in jobs:
         for item in job.plan.tensors:
-            if item.action != "tie" and item.name not in job.done:
+            # an interruption may fall between the journal's lines of a tensor and of those tied to it
+            if item.action != "tie" and not job.done.keys() >= {item.name, *item.aliases}:
                 groups.setdefault(item.name, []).append((job, item))
     return list(groups.items())
 
@@ -182,7 +183,7 @@ def _copy(item: TensorPlan, base: Checkpoint, sink: TensorSink) -> TensorRecord:
         data = raw_bytes(piece)
         base.read_into(item.name, start * piece.itemsize, data)
         seen.update(data)
-        sink.write(raw_bytes(piece.to(out_dtype)))
+        sink.write(raw_bytes(stored(piece, out_dtype, item)))
     return TensorRecord(item.name, sink.digest, seen.hexdigest(), unchanged=True, seconds=time.perf_counter() - began)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,15 +39,15 @@ def check_device(device: str) -> None:
     Raises:
         RecipeError: it cannot, or there is no such device; says what there is.
     """
-    kind = device.partition(":")[0]
+    kind, _, number = device.partition(":")
     problem = None
-    if kind not in ("cpu", "cuda", "mps"):
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
         problem = f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'"
     elif kind == "cuda" and not torch.cuda.is_available():
         problem = (
             "device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
         )
-    elif kind == "cuda" and ":" in device and int(device.partition(":")[2]) >= torch.cuda.device_count():
+    elif kind == "cuda" and number and int(number) >= torch.cuda.device_count():
         problem = f"there is no '{device}': torch sees {torch.cuda.device_count()} CUDA device(s)"
     elif kind == "mps" and not torch.backends.mps.is_available():
         problem = "device 'mps' was asked for, but this torch has no Metal support"
@@ -68,7 +69,7 @@ def share_resources(
     Raises:
         RecipeError: the largest tensor alone does not fit.
     """
-    workers = threads or len(os.sched_getaffinity(0))
+    workers = len(os.sched_getaffinity(0)) if threads is None else threads
     if workers < 1:
         raise RecipeError(f"--threads must be at least 1; got {threads}.")
     largest = max((t.peak_bytes for p in plans for t in p.tensors), default=0)

@@ -6,9 +6,10 @@ of the computation.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +25,10 @@ from actmat.linalg.caps import cap_delta
 from actmat.methods import Merged, MergeMethod, get_method
 from actmat.methods.contract import ActsOn
 from actmat.plan.model import MethodCall, TensorPlan
-from actmat.plan.parts import CHUNK, Part, cut
+from actmat.plan.parts import CHUNK, Part, cut, granularity
 from actmat.recipe import Postprocess
 
-__all__ = ["TensorRecord", "Variant", "merge_tensor"]
+__all__ = ["TensorRecord", "Variant", "merge_tensor", "stored"]
 
 
 @dataclass
@@ -86,14 +87,14 @@ def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Fi
     began = time.perf_counter()
     item = variants[0].item
     changed_anywhere = False
-    for part in cut(item.shape, item.layout, _coarsest([v.method.acts_on for v in variants])):
+    for part in cut(item.shape, item.layout, _coarsest([granularity(v.method, v.postprocess) for v in variants])):
         base_raw = reader.read_base(part)
         deltas = reader.deltas(part, base_raw)
         if findings.fatal:  # nothing of this merge will be kept: read on only to find the other bad values
             for _ in deltas:
                 pass
             continue
-        lazy = len(variants) == 1 and variants[0].method.one_pass and not _several_matrices(variants[0], part)
+        lazy = len(variants) == 1 and _walks_once(variants[0], part)
         held: Sequence[Tensor] = deltas if lazy else list(deltas)
         merged = _apply_all(variants, part, held, base_raw, reader)
         changed_anywhere |= deltas.changed
@@ -123,8 +124,10 @@ def _coarsest(kinds: Sequence[ActsOn]) -> ActsOn:
     return next(k for k in ("tensor", "matrix", "elementwise") if k in kinds)
 
 
-def _several_matrices(variant: Variant, part: Part) -> bool:
-    return variant.method.acts_on == "matrix" and len(part.layout.matrix_shapes(part.shape)) > 1
+def _walks_once(variant: Variant, part: Part) -> bool:
+    """Whether the deltas of the part are looked at once: one pass over one matrix, and no caps that measure them."""
+    several = variant.method.acts_on == "matrix" and len(part.layout.matrix_shapes(part.shape)) > 1
+    return variant.method.one_pass and not several and not variant.postprocess.caps
 
 
 def _apply_all(
@@ -134,24 +137,45 @@ def _apply_all(
     states: dict[Any, Any] = {}
     out = []
     for variant in variants:
-        if variant.method.acts_on == "matrix":
-            split = [part.layout.to_matrices(d) for d in deltas] if not _is_single(part) else None
-            shapes = part.layout.matrix_shapes(part.shape)
-            values = []
-            for k in range(len(shapes)):
-                matrices = deltas if split is None else [s[k] for s in split]
-                label = _label(part, k)
-                merged = _apply(variant, matrices, label, k, part, base_raw, reader, states)
-                values.append(_post(variant, merged, matrices).value)
-                _note(variant, label, merged)
-            value = part.layout.from_matrices(values, part.shape)
-        else:
-            merged = _apply(variant, deltas, part.label, 0, part, base_raw, reader, states)
-            value = _post(variant, merged, deltas).value
-            if variant.method.acts_on == "tensor":
-                _note(variant, part.label, merged)
-        out.append(value.reshape(-1))
+        with _named(variant):
+            if variant.method.acts_on == "matrix":
+                split = [part.layout.to_matrices(d) for d in deltas] if not _is_single(part) else None
+                shapes = part.layout.matrix_shapes(part.shape)
+                values = []
+                for k in range(len(shapes)):
+                    matrices = deltas if split is None else [s[k] for s in split]
+                    label = _label(part, k)
+                    merged = _apply(variant, matrices, label, k, part, base_raw, reader, states)
+                    values.append(_post(variant, merged, matrices).value)
+                    _note(variant, label, merged)
+                value = part.layout.from_matrices(values, part.shape)
+            else:
+                merged = _apply(variant, deltas, part.label, 0, part, base_raw, reader, states)
+                value = _post(variant, merged, deltas).value
+                if variant.method.acts_on == "tensor":
+                    _note(variant, part.label, merged)
+            out.append(_finite(value.reshape(-1), variant))
     return out
+
+
+@contextlib.contextmanager
+def _named(variant: Variant) -> Iterator[None]:
+    """Rules do not know their tensor's name; who reads their errors must."""
+    try:
+        yield
+    except NumericalError as error:
+        raise NumericalError(f"tensor '{variant.item.name}', method '{variant.call.method}': {error}") from error
+
+
+def _finite(value: Tensor, variant: Variant) -> Tensor:
+    # a sum is finite if every entry is (or it overflows): one cheap pass, an exact one only then
+    if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
+        raise NumericalError(
+            f"gave NaN or Inf for finite deltas, with options {dict(variant.call.options)}. Likely cause: options out "
+            "of proportion to the deltas, or deltas whose squares overflow; try --compute-dtype float64, other options, "
+            "or another method for this tensor"
+        )
+    return value
 
 
 def _is_single(part: Part) -> bool:
@@ -190,7 +214,7 @@ def _apply(
 
 def _post(variant: Variant, merged: Merged, deltas: Sequence[Tensor]) -> Merged:
     caps = variant.postprocess
-    if caps.norm_cap is None and caps.singular_value_cap is None:
+    if not caps.caps:
         return merged
     value, stats = cap_delta(merged.value, deltas, norm_cap=caps.norm_cap, singular_value_cap=caps.singular_value_cap)
     variant.stats.update(stats)
@@ -225,10 +249,23 @@ def _write(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | None,
         if delta is not None:
             change = delta[low : low + CHUNK].to("cpu")
             piece = torch.add(reader.wide_base(part.start + low, piece), change, alpha=variant.call.scale)
-        result = piece.to(out_dtype)
-        if out_dtype == torch.float16 and not bool(torch.isfinite(result).all()):
+        variant.sink.write(raw_bytes(stored(piece, out_dtype, variant.item)))
+
+
+def stored(value: Tensor, out_dtype: torch.dtype, item: TensorPlan) -> Tensor:
+    """`value` in the output dtype; what is not finite already (a mask of -inf in the base) may stay so.
+
+    Raises:
+        NumericalError: finite entries lie beyond the range of that dtype.
+    """
+    result = value.to(out_dtype)
+    narrower = out_dtype == torch.float16 or (value.dtype == torch.float64 and out_dtype != torch.float64)
+    if narrower and value.is_floating_point() and not bool(torch.isfinite(result).all()):
+        lost = torch.isfinite(value) & ~torch.isfinite(result)
+        if bool(lost.any()):
+            how = f"after merging with '{item.call.method}'" if item.call else "in the base"
             raise NumericalError(
-                f"tensor '{variant.item.name}' has values beyond float16's range (65504) after merging with "
-                f"'{variant.call.method}'; write with --dtype bfloat16 or float32, or lower the scale"
+                f"tensor '{item.name}' has values beyond {item.out_dtype}'s range ({torch.finfo(out_dtype).max:g}) "
+                f"{how}, such as {float(value[lost][0]):g}; write with --dtype bfloat16 or float32, or lower the scale"
             )
-        variant.sink.write(raw_bytes(result))
+    return result

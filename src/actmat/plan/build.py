@@ -20,7 +20,7 @@ from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import tensor_peak_bytes
 from actmat.plan.model import InputSummary, MergePlan, TensorPlan
-from actmat.plan.parts import cut
+from actmat.plan.parts import cut, granularity
 from actmat.recipe import Recipe
 from actmat.version import __version__
 
@@ -162,8 +162,9 @@ def _peak(
     options: Mapping[str, Any],
     n_experts: int,
 ) -> int:
-    parts = cut(spec.shape, layout, method.acts_on)
-    return tensor_peak_bytes(parts, method, n_experts, options, spec.itemsize, recipe.compute_dtype)
+    parts = cut(spec.shape, layout, granularity(method, recipe.postprocess))
+    caps = recipe.postprocess.caps
+    return tensor_peak_bytes(parts, method, n_experts, options, spec.itemsize, recipe.compute_dtype, measured=caps)
 
 
 def _out_dtype(recipe: Recipe, spec: TensorSpec) -> str:

@@ -35,7 +35,7 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstan
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ExpertRef(_Strict):
@@ -92,12 +92,17 @@ class Postprocess(_Strict):
         default=None,
         description="LiNeS: factor of the first and of the last layer, linear in depth between; others keep 1",
     )
-    norm_cap: Literal["mean", "sum"] | float | None = Field(
+    norm_cap: Literal["mean", "sum"] | Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest ||D*||_F: the mean or the sum of the experts' norms, or that many means"
     )
     singular_value_cap: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest singular value of D*, in units of the experts' largest singular value"
     )
+
+    @property
+    def caps(self) -> bool:
+        """Whether a cap is set."""
+        return self.norm_cap is not None or self.singular_value_cap is not None
 
 
 class Recipe(_Strict):
