@@ -172,7 +172,7 @@ def _finite(value: Tensor, variant: Variant) -> Tensor:
     if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
         raise NumericalError(
             f"gave NaN or Inf for finite deltas, with options {dict(variant.call.options)}. Likely cause: options out "
-            "of proportion to the deltas, or deltas whose squares overflow; try --compute-dtype float64, other options, "
+            "of proportion to the deltas, or deltas whose squares overflow; try float64, other options, "
             "or another method for this tensor"
         )
     return value

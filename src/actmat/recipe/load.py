@@ -72,8 +72,8 @@ def parse_option(text: str) -> tuple[str, list[Any]]:
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """The recipe as YAML, defaults left out: what a user can read, keep and run again."""
-    data = recipe.model_dump(mode="json", exclude_defaults=True)
+    """The recipe as YAML, defaults and the output's place left out: what a user can read, keep and run again."""
+    data = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"out"})
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
 
 
