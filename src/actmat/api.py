@@ -20,7 +20,7 @@ from actmat.checkpoints.staging import Staging, check_output_place, disk_errors
 from actmat.checkpoints.writer import ShardWriter
 from actmat.engine.local import Job, execute
 from actmat.engine.resources import check_device, share_resources
-from actmat.errors import AlignmentError, CheckpointError, MergeError, OutputError, RecipeError
+from actmat.errors import AlignmentError, CheckpointError, MergeError, OutputError, RecipeError, format_size
 from actmat.methods import get_method
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
@@ -396,8 +396,8 @@ def _check_room(stage: Staging, p: MergePlan) -> None:
         free = shutil.disk_usage(stage.path).free
     if free + there < p.write_bytes:
         raise OutputError(
-            f"{stage.out} needs {p.write_bytes / 1e9:.2f} GB, but its disk has only {(free + there) / 1e9:.2f} GB "
-            "free. Free some space or choose another place with --out."
+            f"{stage.out} needs {format_size(p.write_bytes)}, but its disk has only {format_size(free + there)} free. "
+            "Free some space or choose another place with --out; the inputs are untouched."
         )
 
 

@@ -22,12 +22,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from actmat.errors import OutputError
+from actmat.errors import OutputError, format_size
 
 __all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_place", "disk_errors"]
 
 JOURNAL_NAME = "journal.jsonl"
 MANIFEST_NAME = "actmat_manifest.json"
+LONGEST_NAME = 255
 
 
 def check_output_place(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
@@ -36,6 +37,8 @@ def check_output_place(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]
     `overwrite` replaces only what actmat itself wrote (a directory with a manifest): a mistyped path must not cost
     anyone a folder of other things. An input is never replaced.
     """
+    if len(os.fsencode(_beside(out, "previous").name)) > LONGEST_NAME:
+        return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
     problems = []
     resolved = out.resolve()
     for label, path in inputs.items():
@@ -94,7 +97,6 @@ def disk_errors(place: Path) -> Iterator[None]:
             errno.EACCES: "permission denied",
             errno.EFBIG: "the file system does not take a file of this size",
             errno.EIO: "the disk reports an input/output error",
-            errno.ENAMETOOLONG: "the name is too long",
             errno.ENOLCK: "the file system offers no locks",
         }
         cause = causes.get(error.errno or 0)
@@ -102,7 +104,7 @@ def disk_errors(place: Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(place if place.exists() else place.parent).free
         raise OutputError(
-            f"Cannot write to {place}: {cause} ({free / 1e9:.2f} GB free). Free some space or choose another place "
+            f"Cannot write to {place}: {cause} ({format_size(free)} free). Free some space or choose another place "
             "with --out; the inputs are untouched."
         ) from error
 
@@ -124,7 +126,7 @@ class Staging:
         self._previous = _beside(out, "previous")
         self._lock_path = _beside(out, "lock")
         self._lock_file: IO[bytes] | None = None
-        self._journal: IO[str] | None = None
+        self._journal: IO[bytes] | None = None
         self._mutex = threading.Lock()
 
     def open(self) -> dict[str, dict[str, Any]]:
@@ -145,7 +147,7 @@ class Staging:
                 self.path.mkdir()
                 done = {}
             fresh = not (self.path / JOURNAL_NAME).exists()
-            self._journal = (self.path / JOURNAL_NAME).open("a", encoding="utf-8")
+            self._journal = (self.path / JOURNAL_NAME).open("ab", buffering=0)  # a buffer would fail again when closed
             if fresh:
                 self._append({"actmat_journal": 1, "fingerprint": self.fingerprint})
         return done
@@ -226,8 +228,9 @@ class Staging:
     def _append(self, entry: Mapping[str, Any]) -> None:
         assert self._journal is not None
         with self._mutex:
-            self._journal.write(json.dumps(entry) + "\n")
-            self._journal.flush()
+            line = memoryview((json.dumps(entry) + "\n").encode())
+            while line:
+                line = line[self._journal.write(line) :]
 
 
 def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

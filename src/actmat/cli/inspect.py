@@ -76,11 +76,12 @@ def _print(data: dict[str, Any], *, every: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from actmat.cli.screen import console, size
+    from actmat.cli.screen import console
+    from actmat.errors import format_size
 
     family = data["family"] or "not recognised, by names and shapes"
     console.print(f"[bold]{escape(data['location'])}[/bold]")
-    console.print(f"{data['parameters']:,} parameters, {size(data['bytes'])}, family: {family}")
+    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, family: {family}")
     console.print("dtypes: " + ", ".join(f"{k} ({n})" for k, n in data["dtypes"].items()))
     files = ", ".join(list(data["files"])[:3]) + (", ..." if len(data["files"]) > 3 else "")
     console.print(f"files: {len(data['files'])} ({files})", markup=False)

@@ -93,7 +93,8 @@ def merge(
 def _summary(report: MergeReport) -> None:
     from rich.markup import escape
 
-    from actmat.cli.screen import console, size
+    from actmat.cli.screen import console
+    from actmat.errors import format_size
     from actmat.plan.model import count_actions
 
     plan = report.plan
@@ -104,7 +105,7 @@ def _summary(report: MergeReport) -> None:
     console.print(f"[bold]{escape(str(report.out))}[/bold]  ({plan.recipe.method}; {len(plan.experts)} experts)")
     console.print(f"  {counts}" + (f"; {unchanged} of them unchanged by every expert" if unchanged else ""))
     console.print(
-        f"  {size(plan.read_bytes)} read, {size(plan.write_bytes)} written in {report.seconds:.1f} s; "
+        f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
         "all hashes in actmat_manifest.json"
     )
     for note in plan.notes:

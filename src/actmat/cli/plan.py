@@ -74,7 +74,8 @@ def _print(p: MergePlan, *, every: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from actmat.cli.screen import console, size
+    from actmat.cli.screen import console
+    from actmat.errors import format_size
     from actmat.plan.model import count_actions
 
     console.print(f"[bold]{p.recipe.method}[/bold] over {len(p.experts)} experts of {escape(p.recipe.base)}")
@@ -96,8 +97,8 @@ def _print(p: MergePlan, *, every: bool) -> None:
         f"{p.family or 'not recognised, by names and shapes'}"
     )
     console.print(
-        f"read {size(p.read_bytes)}, write {size(p.write_bytes)} in {len(p.shards)} file(s); peak memory "
-        f"{size(p.peak_bytes(1))} with one worker, {size(p.peak_bytes(2))} with two"
+        f"read {format_size(p.read_bytes)}, write {format_size(p.write_bytes)} in {len(p.shards)} file(s); peak memory "
+        f"{format_size(p.peak_bytes(1))} with one worker, {format_size(p.peak_bytes(2))} with two"
     )
     for note in p.notes:
         console.print(f"note: {note}", markup=False)

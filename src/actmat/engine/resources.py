@@ -11,7 +11,7 @@ import torch
 
 from actmat.checkpoints.shards import parse_size
 from actmat.engine.memory import available_memory
-from actmat.errors import RecipeError
+from actmat.errors import RecipeError, format_size
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import MergePlan
 
@@ -79,7 +79,7 @@ def share_resources(
     if limit < BASELINE_BYTES + largest:
         worst = max((t for p in plans for t in p.tensors), key=lambda t: t.peak_bytes)
         raise RecipeError(
-            f"--max-memory {max_memory} is too little: tensor '{worst.name}' alone needs {largest / 1e9:.2f} GB, the "
-            f"process itself {BASELINE_BYTES / 1e9:.2f} GB: allow at least {(BASELINE_BYTES + largest) / 1e9:.2f} GB."
+            f"--max-memory {max_memory} is too little: tensor '{worst.name}' alone needs {format_size(largest)}, "
+            f"the process itself {format_size(BASELINE_BYTES)}: allow at least {format_size(BASELINE_BYTES + largest)}."
         )
     return Resources(workers, limit - BASELINE_BYTES, device)
