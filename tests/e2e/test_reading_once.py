@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.merging import counted, merge_open
 from tests.helpers.models import perturbed
+from tests.helpers.open_merges import counted, merge_open
 from torch import Tensor
 
 from actmat.checkpoints.counting import CountingCheckpoint

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.merging import merge_tensors, output
 from tests.helpers.models import naive_actmat
+from tests.helpers.open_merges import merge_tensors, output
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, F32_SOLVE, relative_error
 from torch import Tensor
 

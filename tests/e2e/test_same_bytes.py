@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
-from tests.helpers.merging import counted, merge_open, merge_tensors, output, same_bytes
 from tests.helpers.models import perturbed
+from tests.helpers.open_merges import counted, merge_open, merge_tensors, output, same_bytes
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 

@@ -124,7 +124,8 @@ def _items(jobs: Sequence[Job]) -> list[tuple[str, Group]]:
     groups: dict[str, Group] = {}
     for job in jobs:
         for item in job.plan.tensors:
-            if item.action != "tie" and item.name not in job.done:
+            # an interruption may fall between the journal's lines of a tensor and of those tied to it
+            if item.action != "tie" and not job.done.keys() >= {item.name, *item.aliases}:
                 groups.setdefault(item.name, []).append((job, item))
     return list(groups.items())
 

@@ -7,9 +7,10 @@ company.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +22,7 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writer import TensorSink
 from actmat.engine.deltas import Findings, TensorReader
-from actmat.errors import NumericalError
+from actmat.errors import NumericalError, RecipeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.caps import cap_delta
 from actmat.methods import Merged, MergeMethod, get_method
@@ -121,7 +122,8 @@ def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Fi
                 own_base = _narrow(base_raw, own) if narrow else base_raw
                 states: dict[Any, Any] = {}
                 for variant in group:
-                    value = _merge_part(variant, own, own_deltas, own_base, reader, states)
+                    with _named(variant):
+                        value = _merge_part(variant, own, own_deltas, own_base, reader, states)
                     changed = any(bool(d.any()) for d in own_deltas) if narrow else deltas.changed
                     _write(variant, own, own_base, value if changed else None, reader)
         changed_anywhere |= deltas.changed
@@ -189,11 +191,23 @@ def _finite(value: Tensor, variant: Variant) -> Tensor:
     # a sum is finite if every entry is (or it overflows): one cheap pass, an exact one only then
     if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
         raise NumericalError(
-            f"tensor '{variant.item.name}': '{variant.call.method}' gave NaN or Inf for finite deltas, with options "
-            f"{dict(variant.call.options)}. Likely cause: options out of proportion to the deltas, or deltas whose "
-            "squares overflow; try --compute-dtype float64, other options, or another method for this tensor"
+            f"gave NaN or Inf for finite deltas, with options {dict(variant.call.options)}. Likely cause: options out "
+            "of proportion to the deltas, or deltas whose squares overflow; try --compute-dtype float64, other "
+            "options, or another method for this tensor"
         )
     return value
+
+
+@contextlib.contextmanager
+def _named(variant: Variant) -> Iterator[None]:
+    """Rules do not know their tensor's name; who reads their errors must."""
+    where = f"tensor '{variant.item.name}', method '{variant.call.method}'"
+    try:
+        yield
+    except NumericalError as error:
+        raise NumericalError(f"{where}: {error}") from error
+    except ValueError as error:  # an option or a weight that only the values show to be wrong
+        raise RecipeError(f"{where}: {error}") from error
 
 
 def _is_single(part: Part) -> bool:

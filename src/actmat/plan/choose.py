@@ -15,7 +15,7 @@ from actmat.methods import get_method
 from actmat.plan.model import Action, MethodCall
 from actmat.recipe import Recipe
 
-__all__ = ["Chooser", "Decision"]
+__all__ = ["Chooser", "Decision", "depth_factors"]
 
 
 @dataclass(frozen=True, slots=True)
