@@ -7,7 +7,7 @@ Marks stand on the line before a fence:
 
 All blocks of a page run in one directory, in order; its python blocks share one interpreter and its variables.
 A `console` block gives commands after `$ `; what stands between them is their output (both streams) at 80 columns,
-compared with what the command really prints, but for times and hashes. A line `...` stands for any lines. A command
+longer lines folded at spaces, compared with what the command really prints, but for times and hashes. A line `...` stands for any lines. A command
 without shown output is not compared. `python -m docs.record` writes the outputs anew.
 """
 
@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
 MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): *(?P<text>.*?) *-->$")
 RUN = ("python", "bash", "console")
+WIDTH = 80
 MARKER = "\x1e"
 VARIES = re.compile(r"\b(?:\d+(?:\.\d+)? s\b|[0-9a-f]{32,64}\b|\d{4}-\d\d-\d\dT[\d:+]+)")
 
@@ -155,7 +157,7 @@ def run_page(name: str, page: str, directory: Path) -> Run:
         "PYTHONPATH": str(SOURCE),
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
-        "COLUMNS": "80",
+        "COLUMNS": str(WIDTH),
         "OMP_NUM_THREADS": "1",
     }
     # One server process loads torch; each page runs in a fresh fork of it, which saves its start-up.
@@ -220,10 +222,15 @@ def _console(name: str, code: str, line: int, outputs: dict[int, list[str]]) -> 
     done = _bash(script)
     for piece in done.stdout.split(MARKER)[1:]:
         number, _, text = piece.partition("\n")
-        outputs[line + int(number)] = _stripped([row.rstrip() for row in text.splitlines()])
+        rows = [piece for row in text.splitlines() for piece in _fold(row) or [""]]
+        outputs[line + int(number)] = _stripped([row.rstrip() for row in rows])
     if done.returncode:
         shell = "\n".join(c.text for c in todo)
         sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{shell}\n{done.stdout}")
+
+
+def _fold(row: str) -> list[str]:
+    return textwrap.wrap(row, WIDTH, drop_whitespace=False, break_on_hyphens=False)
 
 
 def _bash(script: str) -> subprocess.CompletedProcess[str]:
