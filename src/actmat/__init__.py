@@ -9,6 +9,8 @@ Names are imported when they are first used, so that `import actmat` stays fast 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from actmat.version import __version__
@@ -34,3 +36,18 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'actmat' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+class _Package(ModuleType):
+    """The module type of this package: `actmat.plan` is the function, also once the subpackage `plan` is imported.
+
+    Importing a subpackage sets it as an attribute of its parent, which would hide the function of that name.
+    `from actmat.plan import ...` does not go through the attribute.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -20,7 +20,8 @@ from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import tensor_peak_bytes
 from actmat.plan.model import InputSummary, MergePlan, TensorPlan
-from actmat.plan.parts import cut
+from actmat.plan.parts import cut, granularity
+from actmat.plan.pools import assign_pools
 from actmat.recipe import Recipe
 from actmat.version import __version__
 
@@ -52,7 +53,13 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], 
         problems += error.problems
     if problems:
         raise AlignmentError(_headline(problems), problems)
-    tensors = _tensor_plans(recipe, base, experts, alignment, decided)
+    tensors, problems = assign_pools(
+        _tensor_plans(recipe, base, experts, alignment, decided),
+        recipe.pool,
+        lambda item: _pooled_peak(recipe, item, len(experts)),
+    )
+    if problems:
+        raise AlignmentError(_headline(problems), problems)
     specs = tuple(
         dataclasses.replace(spec, dtype=_out_dtype(recipe, spec), file="", offset=0) for spec in base.specs.values()
     )
@@ -157,6 +164,12 @@ def _tensor_plans(
     return tuple(out)
 
 
+def _pooled_peak(recipe: Recipe, item: TensorPlan, n_experts: int) -> int:
+    assert item.call is not None, "only merged tensors are pooled"
+    spec = TensorSpec(item.name, item.shape, item.base_dtype, "")
+    return _peak(recipe, get_method(item.call.method), spec, item.layout, item.call.options, n_experts)
+
+
 def _peak(
     recipe: Recipe,
     method: MergeMethod,
@@ -165,8 +178,9 @@ def _peak(
     options: Mapping[str, Any],
     n_experts: int,
 ) -> int:
-    parts = cut(spec.shape, layout, method.acts_on)
-    return tensor_peak_bytes(parts, method, n_experts, options, spec.itemsize, recipe.compute_dtype)
+    parts = cut(spec.shape, layout, granularity(method, recipe.postprocess))
+    caps = recipe.postprocess.caps
+    return tensor_peak_bytes(parts, method, n_experts, options, spec.itemsize, recipe.compute_dtype, measured=caps)
 
 
 def _out_dtype(recipe: Recipe, spec: TensorSpec) -> str:

@@ -15,7 +15,7 @@ from actmat.methods import get_method
 from actmat.plan.model import Action, MethodCall
 from actmat.recipe import Recipe
 
-__all__ = ["Chooser", "Decision"]
+__all__ = ["Chooser", "Decision", "depth_factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,11 @@ class Chooser:
             self.problems.append(
                 f"{place}method '{name}' needs statistics measured on data ({', '.join(missing)}), and none were "
                 "given; choose a data-free method (see `actmat methods`)"
+            )
+        n_experts = len(self.recipe.experts)
+        if method.max_experts is not None and n_experts > method.max_experts:
+            self.problems.append(
+                f"{place}method '{name}' merges at most {method.max_experts} expert(s), and there are {n_experts}"
             )
         if weights is not None and not method.is_weighted:
             self.problems.append(f"{place}method '{name}' takes no weights, but the recipe gives experts weights")

@@ -35,7 +35,7 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstan
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ExpertRef(_Strict):
@@ -94,12 +94,17 @@ class Postprocess(_Strict):
         default=None,
         description="LiNeS: factor of the first and of the last layer, linear in depth between; others keep 1",
     )
-    norm_cap: Literal["mean", "sum"] | float | None = Field(
+    norm_cap: Literal["mean", "sum"] | Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest ||D*||_F: the mean or the sum of the experts' norms, or that many means"
     )
     singular_value_cap: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest singular value of D*, in units of the experts' largest singular value"
     )
+
+    @property
+    def caps(self) -> bool:
+        """Whether a cap is set."""
+        return self.norm_cap is not None or self.singular_value_cap is not None
 
 
 class Recipe(_Strict):
@@ -118,6 +123,11 @@ class Recipe(_Strict):
     rules: tuple[Rule, ...] = Field(default=(), description="per-pattern choices, first match wins")
     roles: tuple[RoleRule, ...] = Field(default=(), description="per-pattern meanings, first match wins")
     keep: Patterns = Field(default=(), description="patterns of tensors copied from the base")
+    pool: Patterns = Field(
+        default=(),
+        description="patterns of linear layers that read the same input, such as '*.{q,k,v}_proj.weight': matches with "
+        "one parent module are merged as one matrix, so that they share one covariance estimate",
+    )
     ties: bool = Field(default=True, description="merge tensors that config.json ties once; false: each by itself")
     postprocess: Postprocess = Field(default=Postprocess(), description="what happens to every merged delta")
     dtype: OutputDtype | None = Field(default=None, description="dtype of the output; default: the base's, per tensor")
