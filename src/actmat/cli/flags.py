@@ -47,7 +47,7 @@ Scope = Annotated[
     ),
 ]
 Keep = Annotated[
-    list[str] | None, typer.Option("--keep", help="Pattern of tensors to copy from the base, such as '*.lm_head.*'.")
+    list[str] | None, typer.Option("--keep", help="Pattern of tensors to copy from the base, such as '*lm_head*'.")
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Output dtype: float32, bfloat16, float16 [default: the base's].")

@@ -31,6 +31,7 @@ class MergeProgress:
             TimeRemainingColumn(),
             console=note_console,
             transient=True,
+            disable=not note_console.is_terminal,
         )
         self._task: TaskID | None = None
 
