@@ -150,7 +150,7 @@ def _units(jobs: Sequence[Job]) -> list[Unit]:
     units: dict[str, Unit] = {}
     for (pool, name), group in groups.items():
         units.setdefault(pool or name, []).append(group)
-    return list(units.values())
+    return [sorted(unit, key=lambda group: group[0][1].name) for unit in units.values()]
 
 
 def _prefetch(item: TensorPlan, base: Checkpoint, experts: Sequence[Checkpoint]) -> None:

@@ -37,14 +37,14 @@ def merge_pool(
     parts = [Part(0, i.numel, i.shape, i.layout) for i in items]
     base_raw = [r.read_base(p) for r, p in zip(readers, parts, strict=True)]
     lazy = [r.deltas(p, b) for r, p, b in zip(readers, parts, base_raw, strict=True)]
-    whole_item = pooled(items)
-    whole = Part(0, whole_item.numel, whole_item.shape, whole_item.layout)
+    rows = pooled(items)
+    whole = Part(0, rows.numel, rows.shape, rows.layout)
     once = len(variants) == 1 and variants[0][0].method.one_pass and not variants[0][0].postprocess.caps
     deltas: Sequence[Tensor] = _Stacked(lazy) if once else list(_Stacked(lazy))
     states: dict[Any, Any] = {}
     stats = []
     for members in variants:
-        leader = dataclasses.replace(members[0], item=whole_item, stats={})
+        leader = dataclasses.replace(members[0], item=pooled([m.item for m in members]), stats={})
         merged = apply_rule(leader, whole, deltas, _flat(base_raw), readers[0], states).view(whole.shape)
         stats.append({"pool": members[0].item.pool, **leader.stats})
         if findings.fatal:

@@ -30,7 +30,7 @@ from actmat.plan.model import MethodCall, TensorPlan
 from actmat.plan.parts import CHUNK, Part, cut, granularity
 from actmat.recipe import Postprocess
 
-__all__ = ["TensorRecord", "Variant", "apply_rule", "merge_tensor", "write_piece"]
+__all__ = ["TensorRecord", "Variant", "apply_rule", "check_range", "merge_tensor", "write_piece"]
 
 
 @dataclass
@@ -321,12 +321,12 @@ def write_piece(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | 
             piece = torch.add(wide, change, alpha=variant.call.scale, out=merged)
         if piece.dtype != out_dtype:
             cast = reader.scratch.take("out", piece.numel(), out_dtype).copy_(piece)
-            _check_range(variant.item, piece, cast)
+            check_range(variant.item, piece, cast)
             piece = cast
         variant.sink.write(raw_bytes(piece))
 
 
-def _check_range(item: TensorPlan, value: Tensor, cast: Tensor) -> None:
+def check_range(item: TensorPlan, value: Tensor, cast: Tensor) -> None:
     """Whether finite entries became infinite; what was not finite before (a mask of -inf in the base) may stay so.
 
     Raises:
