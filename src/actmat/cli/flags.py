@@ -47,7 +47,7 @@ Scope = Annotated[
     ),
 ]
 Keep = Annotated[
-    list[str] | None, typer.Option("--keep", help="Pattern of tensors to copy from the base, such as '*.lm_head.*'.")
+    list[str] | None, typer.Option("--keep", help="Pattern of tensors to copy from the base, such as '*lm_head*'.")
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Output dtype: float32, bfloat16, float16 [default: the base's].")
@@ -101,7 +101,7 @@ def build_recipes(
     if recipe is None:
         missing = [f for f, given in (("--base", base), ("--expert", experts)) if not given]
         if missing:
-            raise RecipeError(f"{' and '.join(missing)} must be given, or a recipe file (actmat merge RECIPE.yaml).")
+            raise typer.BadParameter(f"give {' and '.join(missing)}, or a recipe file (actmat merge RECIPE.yaml)")
         first = make_recipe(overrides)
     else:
         first = load_recipe(recipe, overrides)
@@ -128,8 +128,9 @@ def _variants(first: Recipe, methods: Sequence[str], texts: Sequence[str]) -> li
     twice = len(choices) < len(texts)
     if twice:
         raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
-    known = {m: get_method(m).options for m in methods}
-    unused = [n for n in choices if len(methods) > 1 and not any(n in o for o in known.values())]
+    # a single method may be misspelt: the plan says so, together with everything else that is wrong
+    known = {m: get_method(m).options for m in methods} if len(methods) > 1 else {}
+    unused = [n for n in choices if known and not any(n in o for o in known.values())]
     if unused:
         raise RecipeError(f"None of the methods has an option '{unused[0]}'.")
     recipes, labels = [], []

@@ -113,7 +113,7 @@ class TensorReader:
         return LazyDeltas(self, part, base_raw, len(self._experts))
 
     def load(self, t: int, part: Part, base_raw: Tensor) -> tuple[Tensor, bool]:
-        """Delta of expert `t` on this part, shaped like it, and whether the expert's bytes differ from the base's."""
+        """Delta of expert `t` on this part, shaped like it, and whether it is anything but zero."""
         if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
             delta = self.scratch.take(("delta", t), part.numel, self.compute_dtype)
         else:
@@ -135,7 +135,7 @@ class TensorReader:
             return False
         torch.sub(out.copy_(raw), self.wide_base(start, base_raw), out=out)
         self._check(out, raw, base_raw, t)
-        return True
+        return bool(out[:64].any()) or bool(out.any())  # bits may differ where values do not: -0.0, another dtype
 
     def wide_base(self, start: int, base_raw: Tensor) -> Tensor:
         """A piece of the base (from entry `start` on) in the compute dtype; not to be written to.

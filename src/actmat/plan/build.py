@@ -20,7 +20,7 @@ from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import tensor_peak_bytes
 from actmat.plan.model import InputSummary, MergePlan, TensorPlan
-from actmat.plan.parts import cut
+from actmat.plan.parts import cut, granularity
 from actmat.plan.pools import assign_pools
 from actmat.recipe import Recipe
 from actmat.version import __version__
@@ -46,7 +46,7 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], 
     alignment = align(base, experts, labels, layouts, frozenset(kept))
     decided = {name: _decide(base.specs[name], layouts.tensors[name], chooser, kept) for name in alignment.canonical}
     problems += layout_problems + chooser.problems + list(alignment.problems)
-    problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns()]
+    problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     try:
         max_shard = parse_size(recipe.max_shard_size)
     except MergeError as error:
@@ -178,8 +178,9 @@ def _peak(
     options: Mapping[str, Any],
     n_experts: int,
 ) -> int:
-    parts = cut(spec.shape, layout, method.acts_on)
-    return tensor_peak_bytes(parts, method, n_experts, options, spec.itemsize, recipe.compute_dtype)
+    parts = cut(spec.shape, layout, granularity(method, recipe.postprocess))
+    caps = recipe.postprocess.caps
+    return tensor_peak_bytes(parts, method, n_experts, options, spec.itemsize, recipe.compute_dtype, measured=caps)
 
 
 def _out_dtype(recipe: Recipe, spec: TensorSpec) -> str:
