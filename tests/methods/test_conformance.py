@@ -65,6 +65,25 @@ def test_the_declaration_is_complete(method: MergeMethod) -> None:
         assert method.preset_of in {m.name for m in METHODS}
 
 
+@those(needs_base=True)
+def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod) -> None:
+    """Without it a call that uses it fails, and one that does not gives the same bytes."""
+    assert (method.parameters["base"].default is None) == (method.base_when is not None)
+    experts = Experts.random(2, (8, 11))
+    given = {"statistics": experts.statistics, "survey": None}
+    flags = [{n: not o.default} for n, o in method.options.items() if o.type is bool]
+    for variant in [{}, *flags, *literal_variants(method)]:
+        options = method.resolve_options(variant)
+        if method.uses_base(options):
+            moved = call(method, experts.deltas, options, base=experts.base + 1, **given).value
+            assert not torch.equal(moved, call(method, experts.deltas, options, base=experts.base, **given).value)
+            with pytest.raises((RecipeError, ValueError, AttributeError, TypeError)):
+                call(method, experts.deltas, options, base=None, **given)
+        else:
+            with_base = call(method, experts.deltas, options, base=experts.base, **given).value
+            assert torch.equal(call(method, experts.deltas, options, base=None, **given).value, with_base)
+
+
 @each_method
 def test_options_outside_their_bounds_are_refused(method: MergeMethod) -> None:
     for name, option in method.options.items():

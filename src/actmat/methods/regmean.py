@@ -162,6 +162,7 @@ REGMEAN = MergeMethod(
     merge_lowrank=merge_lowrank,
     one_pass=True,
     needs_statistics=("gram",),
+    base_when=lambda options: options["form"] == "weight",
     workspace=workspace_of(_rule, has_grams=True),
     flops="(T + 3) N^3",
     stages=_stages(),
