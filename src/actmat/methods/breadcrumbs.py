@@ -13,8 +13,8 @@ from torch import Tensor
 
 from actmat.linalg.election import elect, piece_workspace, weighted_sum
 from actmat.linalg.masks import Band, top_trims
+from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod
-from actmat.methods.per_expert import per_expert
 
 __all__ = ["BREADCRUMBS", "band", "merge"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from actmat.errors import RecipeError
 from actmat.linalg.election import elect, piece_workspace, weighted_sum
 from actmat.linalg.masks import Drop, l1_factors
+from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod
-from actmat.methods.per_expert import per_expert
 
 __all__ = ["DARE", "drops", "merge"]
 

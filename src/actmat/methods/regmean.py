@@ -18,7 +18,7 @@ from actmat.linalg.filters import Filter
 from actmat.linalg.interference import Rule, State
 from actmat.linalg.interference_lowrank import solve_lowrank_with_grams
 from actmat.linalg.lowrank import LowRank
-from actmat.methods._interference import workspace_of
+from actmat.methods._shared.interference import workspace_of
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Stages
 
 __all__ = ["REGMEAN", "merge", "merge_lowrank"]
