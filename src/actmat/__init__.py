@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from actmat.version import __version__
 
 if TYPE_CHECKING:
-    from actmat.api import MergeReport, merge, merge_matrices, plan
+    from actmat.api import MergeReport, merge, plan
     from actmat.checkpoints.resolve import open_checkpoint
+    from actmat.matrices import merge_matrices
     from actmat.report.verify import verify
 
 __all__ = ["MergeReport", "__version__", "merge", "merge_matrices", "open_checkpoint", "plan", "verify"]
@@ -25,7 +26,7 @@ __all__ = ["MergeReport", "__version__", "merge", "merge_matrices", "open_checkp
 _HOME = {
     "MergeReport": "actmat.api",
     "merge": "actmat.api",
-    "merge_matrices": "actmat.api",
+    "merge_matrices": "actmat.matrices",
     "open_checkpoint": "actmat.checkpoints.resolve",
     "plan": "actmat.api",
     "verify": "actmat.report.verify",

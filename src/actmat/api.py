@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.sidecars import copy_sidecars
@@ -20,14 +17,13 @@ from actmat.checkpoints.staging import Staging, check_output_place, disk_errors
 from actmat.checkpoints.writer import ShardWriter
 from actmat.engine.local import Job, execute
 from actmat.engine.resources import check_device, share_resources
-from actmat.errors import AlignmentError, CheckpointError, MergeError, OutputError, RecipeError, format_size
-from actmat.methods import get_method
+from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, format_size
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
 from actmat.recipe import Recipe, make_recipe
 from actmat.report import build_manifest, model_card, write_manifest
 
-__all__ = ["MergeReport", "Progress", "merge", "merge_matrices", "plan", "plan_recipe", "run_recipes"]
+__all__ = ["MergeReport", "Progress", "merge", "plan", "plan_recipe", "run_recipes"]
 
 Location = str | Path
 
@@ -155,78 +151,6 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
     found: list[MergeError] = []
     with _opened([recipe], found) as (base, experts):
         return _plans([recipe], base, experts, device, found)[0]
-
-
-def merge_matrices(
-    method: str,
-    deltas: Sequence[Tensor],
-    *,
-    base: Tensor | None = None,
-    statistics: Mapping[str, Sequence[Tensor]] | None = None,
-    weights: Sequence[float] | None = None,
-    generator: torch.Generator | None = None,
-    **options: Any,
-) -> Tensor:
-    """Merge the deltas of one layer.
-
-    Args:
-        method: merge rule.
-        deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise rules); floating
-            point, one dtype, one device. bfloat16 and float16 are computed in float32.
-        base: `W_0`, for rules that look at it.
-        statistics: kind ("gram", "fisher") -> one tensor per expert, for rules that need them.
-        weights: one per expert, for rules that take them.
-        generator: CPU generator of random rules; default: seeded with 0.
-        options: options of the rule.
-
-    Returns:
-        The merged delta `D*`, in the dtype of the deltas.
-
-    Raises:
-        RecipeError: unknown rule or option, or something the rule needs is missing.
-    """
-    rule = get_method(method)
-    resolved = rule.resolve_options(options)
-    if not deltas:
-        raise RecipeError("merge_matrices: there are no deltas to merge.")
-    shapes = {tuple(d.shape) for d in deltas}
-    if len(shapes) > 1:
-        raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
-    if rule.acts_on == "matrix" and deltas[0].ndim < 2:
-        raise AlignmentError(f"'{method}' merges matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
-    needs: dict[str, Any] = {}
-    for name, value in (("base", base), ("statistics", statistics), ("weights", weights)):
-        if name in rule.needs:
-            needs[name] = value
-        elif value is not None:
-            raise RecipeError(f"'{method}' makes no use of {name}; leave it out.")
-    if rule.needs_base and base is None and rule.parameters["base"].default is not None:
-        raise RecipeError(f"'{method}' looks at the base weights: pass base=W_0.")
-    missing = [k for k in rule.needs_statistics if not statistics or k not in statistics]
-    if missing:
-        raise RecipeError(f"'{method}' needs statistics measured on data: pass statistics={{{missing[0]!r}: [...]}}.")
-    if rule.is_random:
-        needs["generator"] = torch.Generator("cpu").manual_seed(0) if generator is None else generator
-    if "survey" in rule.needs:
-        needs["survey"] = _survey(rule.survey, deltas, resolved)
-    half = deltas[0].dtype in (torch.bfloat16, torch.float16)
-    with torch.no_grad():
-        inputs = [d.float() for d in deltas] if half else list(deltas)
-        if half and base is not None:
-            needs["base"] = base.float()
-        return rule.merge(inputs, **needs, **resolved).value.to(deltas[0].dtype)
-
-
-def _survey(survey: Any, deltas: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-    """A layer on its own is a model of one tensor."""
-    if survey is None or not survey.applies(options):
-        return None
-    state = survey.start(len(deltas), options)
-    again = True
-    while again:
-        survey.observe(state, deltas, options)
-        again = survey.advance(state)
-    return survey.finish(state)
 
 
 def run_recipes(

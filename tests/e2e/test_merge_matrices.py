@@ -52,7 +52,14 @@ def test_half_precision_is_computed_in_float32(kind: torch.dtype, method: MergeM
     assert relative_error(out, wide) < BF16_ROUNDING
 
 
-@pytest.mark.parametrize("method", [m for m in DATA_FREE if m.acts_on == "matrix"], ids=lambda m: m.name)
+def surveys(method: MergeMethod) -> bool:
+    """Whether the rule, as it comes, has thresholds over the whole model: here, over the whole batch."""
+    return method.survey is not None and method.survey.applies(method.resolve_options({}))
+
+
+@pytest.mark.parametrize(
+    "method", [m for m in DATA_FREE if m.acts_on == "matrix" and not surveys(m)], ids=lambda m: m.name
+)
 def test_batch_axes_are_matrices_apart(method: MergeMethod) -> None:
     stacks = [torch.stack([d, 2 * d.flip(0)]).reshape(2, 1, 9, 7) for d in experts_for(method)]
     out = actmat.merge_matrices(method.name, stacks)
@@ -123,7 +130,7 @@ def test_errors_say_what_is_wrong() -> None:
 
 def test_a_missing_base_is_named() -> None:
     """Of the rules that look at `W_0`, some can do without: theirs is an optional argument."""
-    for method in (m for m in METHODS if m.needs_base):
+    for method in (m for m in METHODS if m.needs_base and not m.needs_statistics):
         if method.parameters["base"].default is None:
             assert actmat.merge_matrices(method.name, experts_for(method)).any()
         else:

@@ -53,7 +53,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_too_small_a_disk_is_seen_before_the_work(family: Family, small_disk: Path) -> None:
     message = refused(family, small_disk / "out", says="its disk has only")
-    assert re.search(r"needs \d+ kB, but its disk has only [34]\d.* kB free", message)
+    assert re.search(r"needs [\d.]+ kB, but its disk has only [34]\d.* kB free", message)
 
 
 def test_a_disk_that_fills_up_meanwhile(family: Family, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], 
     alignment = align(base, experts, labels, layouts, frozenset(kept))
     decided = {name: _decide(base.specs[name], layouts.tensors[name], chooser, kept) for name in alignment.canonical}
     problems += layout_problems + chooser.problems + list(alignment.problems)
-    problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns()]
+    problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     try:
         max_shard = parse_size(recipe.max_shard_size)
     except MergeError as error:
