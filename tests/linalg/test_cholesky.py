@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.interference import orthogonal, relative
+from tests.helpers.spectra import orthogonal
+from tests.tolerances import relative_error
 
 from actmat.linalg.cholesky import certified_cholesky, shifted_cholesky
 
@@ -29,7 +30,7 @@ def test_a_certificate_is_never_wrong(exponents, log_rtol, seed):
         factor, bound = found
         assert min(values) > rtol * max(values)
         assert bound >= rtol * max(values)
-        assert relative(factor @ factor.T, symmetric(values, seed)) < 1e-13
+        assert relative_error(factor @ factor.T, symmetric(values, seed)) < 1e-13
 
 
 def test_certificate_succeeds_where_it_should():
@@ -47,4 +48,4 @@ def test_shifted_cholesky_says_when_there_is_no_factor():
     assert shifted_cholesky(matrix, -1.5, torch.float64) is None
     factor = shifted_cholesky(matrix.float(), 0.5, torch.float64)
     assert factor.dtype == torch.float64
-    assert relative(factor @ factor.T, matrix + 0.5 * torch.eye(2)) < 1e-6
+    assert relative_error(factor @ factor.T, matrix + 0.5 * torch.eye(2)) < 1e-6

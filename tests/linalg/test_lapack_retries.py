@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.interference import gaussian, orthogonal, relative
+from tests.helpers.spectra import orthogonal, random_deltas
+from tests.tolerances import relative_error
 
 from actmat.errors import NumericalError
 from actmat.linalg.lapack import economy_svd, eigh, only_singular_values, retry_stats
@@ -44,7 +45,7 @@ def test_eigh_retries_are_named_and_keep_the_answer(monkeypatch, failures, retri
     assert found.retries == retries
     assert calls == dtypes
     assert found.values_N.dtype == found.vectors_NN.dtype == torch.float32
-    assert relative((found.vectors_NN * found.values_N) @ found.vectors_NN.T, matrix) < 1e-6
+    assert relative_error((found.vectors_NN * found.values_N) @ found.vectors_NN.T, matrix) < 1e-6
 
 
 def test_jitter_moves_no_eigenvalue_by_more_than_stated(monkeypatch):
@@ -80,11 +81,11 @@ def test_batches_are_jittered_by_their_own_size(monkeypatch):
     batch = torch.stack([symmetric([3.0, 1.0]), 1e-9 * symmetric([3.0, 1.0])])
     failing(monkeypatch, "eigh", 1)
     values = eigh(batch).values_N
-    assert relative(values[1], torch.tensor([1e-9, 3e-9], dtype=torch.float64)) < 1e-14
+    assert relative_error(values[1], torch.tensor([1e-9, 3e-9], dtype=torch.float64)) < 1e-14
     failing(monkeypatch, "svdvals", 1)
     s, retries = only_singular_values(batch)
     assert retries == ("jitter",)
-    assert relative(s[1], torch.tensor([3e-9, 1e-9], dtype=torch.float64)) < 1e-14
+    assert relative_error(s[1], torch.tensor([3e-9, 1e-9], dtype=torch.float64)) < 1e-14
 
 
 def test_a_record_names_each_kind_once_or_says_nothing():
@@ -93,13 +94,13 @@ def test_a_record_names_each_kind_once_or_says_nothing():
 
 
 def test_svd_retries_too(monkeypatch):
-    matrix = gaussian(1, 5, 8, dtype=torch.float32)[0]
+    matrix = random_deltas(1, 5, 8, dtype=torch.float32)[0]
     failing(monkeypatch, "svd", 1)
     found = economy_svd(matrix)
     assert found.retries == ("float64",)
     assert found.u_MR.shape == (5, 5)
     assert found.vh_RN.shape == (5, 8)
-    assert relative((found.u_MR * found.s_R) @ found.vh_RN, matrix) < 1e-6
+    assert relative_error((found.u_MR * found.s_R) @ found.vh_RN, matrix) < 1e-6
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
