@@ -48,8 +48,9 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
 def _solving(rows: int, size: int, rule: Rule, panel: int) -> int:
     """Peak of one solve beside its moments and its result."""
     square = size * size
-    # LAPACK's divide and conquer: vectors and 2 N^2 of work; afterwards vectors, scaled vectors, their product
-    spectrum = 3 * square + panel
+    # LAPACK's divide and conquer in float64: input, vectors and 2 N^2 of work; afterwards only rounded vectors,
+    # scaled vectors and their product
+    spectrum = max(8 * square, 3 * square + panel)
     if rule.solver != "auto" or rule.spectral.kind not in ("hard", "tikhonov"):
         return spectrum
     # float64: the shifted copy and its factor; then the factor and either its inverse or panels of right-hand sides

@@ -66,10 +66,17 @@ class Reduced:
         return float(diagonal.double().sum())
 
     def spectrum(self) -> Spectrum:
-        """Eigendecomposition of the reduced Gram matrix, computed once."""
+        """Eigendecomposition of the reduced Gram matrix, computed once, in float64 whatever the compute dtype.
+
+        Directions near the cut-off have eigenvalues of some `I eps(float32)` of the largest, which a float32
+        eigensolver knows to a percent or so: enough to move the merged delta by 1e-2. Decomposing the same matrix in
+        float64 takes 1.6 times as long and leaves 1e-3. Eigenvalues stay in float64, vectors are rounded.
+        """
         if self._spectrum is None:
             assert self.gram_NN is not None, "the stacked form is made with its spectrum"
-            self._spectrum = eigh(self.gram_NN)
+            found = eigh(self.gram_NN.double())
+            assert found.vectors_NN is not None, "eigh gives vectors"
+            self._spectrum = Spectrum(found.values_N, found.vectors_NN.to(self.gram_NN.dtype), found.retries)
         return self._spectrum
 
 

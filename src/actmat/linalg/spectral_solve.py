@@ -116,7 +116,7 @@ def _gain_applier(spectrum: Spectrum, gain_K: Tensor, rows: int) -> Apply:
         full = torch.cat([gain_K.new_zeros(size - kept), gain_K])
         return lambda left_XN: left_XN * full
     vectors = spectrum.vectors_NN[:, size - kept :]
-    scaled = vectors * gain_K
+    scaled = vectors * gain_K.to(vectors.dtype)
     # forming the product costs N^2 K and then O N^2; keeping it in two factors costs 2 O N K
     if size * size * kept + rows * size * size < 2 * rows * size * kept:
         product = scaled @ vectors.mT

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.interference import EPS32, gaussian, relative, self_grams, shared_rows
+
+from actmat.methods.actmat import merge as merge_actmat
+from actmat.methods.actmat_ridge import merge
+
+
+def transcription(deltas, ridge):
+    grams = self_grams(deltas)
+    width = deltas[0].shape[1]
+    shifted = sum(grams) + ridge * float(torch.trace(sum(grams))) / width * torch.eye(width, dtype=torch.float64)
+    return sum(d @ g for d, g in zip(deltas, grams, strict=True)) @ torch.linalg.inv(shifted)
+
+
+@pytest.mark.parametrize("shape", [(4, 12, 12), (3, 30, 8), (3, 4, 20), (2, 12, 20)])
+@pytest.mark.parametrize("ridge", [0.01, 0.1, 1.0])
+def test_equation(shape, ridge):
+    deltas = gaussian(*shape)
+    assert relative(merge(deltas, ridge=ridge).value, transcription(deltas, ridge)) < 1e-12
+
+
+@pytest.mark.parametrize("ridge", [0.1, 1e-3, 1e-5])
+def test_float32_on_a_steep_spectrum(ridge):
+    """The ridge bounds the condition number, so float32 is accurate whatever the spectrum."""
+    deltas = shared_rows(4, 24, 1e-5)
+    found = merge([d.float() for d in deltas], ridge=ridge)
+    largest = float(torch.linalg.eigvalsh(sum(self_grams(deltas)))[-1])
+    assert relative(found.value, transcription(deltas, ridge)) < 2 * EPS32 * largest / found.stats["ridge"]
+
+
+def test_no_eigendecomposition(monkeypatch):
+    def forbidden(*_: object) -> None:
+        raise AssertionError("the ridge needs no eigendecomposition")
+
+    monkeypatch.setattr(torch.linalg, "eigh", forbidden)
+    stats = merge(gaussian(3, 10, 10)).stats
+    assert stats["solver"] == "primal/cholesky"
+    assert stats["ridge"] > 0
+
+
+def test_it_is_the_tikhonov_filter_of_actmat():
+    deltas = gaussian(3, 10, 8)
+    for solver in ("auto", "eigh"):
+        same = merge_actmat(deltas, filter="tikhonov", ridge=0.2, solver=solver).value
+        assert relative(merge(deltas, ridge=0.2, solver="auto").value, same) < 1e-12
+
+
+def test_it_shrinks_and_a_small_ridge_does_nothing():
+    deltas = gaussian(3, 10, 10)
+    plain = merge_actmat(deltas).value
+    assert merge(deltas, ridge=1.0).value.norm() < merge(deltas, ridge=0.1).value.norm() < plain.norm()
+    assert relative(merge(deltas, ridge=1e-10).value, plain) < 1e-7
+
+
+def test_mean_fill_at_a_large_ridge_is_the_average():
+    deltas = gaussian(3, 10, 8)
+    assert relative(merge(deltas, ridge=1e9, null="mean").value, sum(deltas) / 3) < 1e-6

@@ -1,0 +1,97 @@
+"""WUDI against its objective: stationary points, and the published Adam steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.interference import gaussian, relative
+
+from actmat.linalg.lowrank import LowRank
+from actmat.methods.wudi import WUDI, merge, merge_lowrank
+
+
+def objective(merged, deltas, weights=None):
+    share = weights or [1.0] * len(deltas)
+    return sum(w * ((merged - d) @ d.T).square().sum() / d.square().sum() for w, d in zip(share, deltas, strict=True))
+
+
+def gradient(merged, deltas):
+    point = merged.clone().requires_grad_()
+    objective(point, deltas).backward()
+    return point.grad
+
+
+def small(n_experts, *shape):
+    return [1e-3 * d for d in gaussian(n_experts, *shape)]
+
+
+@pytest.mark.parametrize("shape", [(4, 12, 12), (3, 20, 8), (3, 4, 20)])
+def test_closed_form_is_a_stationary_point(shape):
+    deltas = small(*shape)
+    found = merge(deltas).value
+    assert gradient(found, deltas).norm() < 1e-12 * gradient(sum(deltas), deltas).norm()
+
+
+def test_closed_form_moves_from_the_sum_only_where_the_objective_is_not_flat():
+    deltas = small(3, 4, 20)
+    outside = torch.linalg.svd(torch.cat(deltas)).Vh[12:]
+    assert relative((merge(deltas).value - sum(deltas)) @ outside.T + 1.0, torch.ones(4, 8)) < 1e-12
+
+
+@pytest.mark.parametrize("steps", [0, 1, 25])
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5]])
+def test_adam_equals_torch_adam_on_the_published_loss(steps, weights):
+    deltas = small(3, 6, 8)
+    share = weights or [1.0] * 3
+    point = sum(w * d for w, d in zip(share, deltas, strict=True)).clone().requires_grad_()
+    optimiser = torch.optim.Adam([point], lr=1e-5)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        objective(point, deltas, weights).backward()
+        optimiser.step()
+    found = merge(deltas, optimiser="adam", steps=steps, weights=weights)
+    assert relative(found.value, point.detach()) < 1e-9
+    assert found.stats["steps"] == steps
+
+
+def test_adam_approaches_the_closed_form():
+    deltas = small(3, 8, 8)
+    best = merge(deltas).value
+    far = relative(merge(deltas, optimiser="adam", steps=20).value, best)
+    near = relative(merge(deltas, optimiser="adam", steps=2000).value, best)
+    assert near < 0.02 < far
+
+
+def test_adam_leaves_one_expert_exactly_where_it_is():
+    """The gradient is zero there; rounding in it, divided by its own size, would be a step of full length."""
+    for dtype in (torch.float32, torch.float64):
+        deltas = [d.to(dtype) for d in small(1, 9, 7)]
+        assert torch.equal(merge(deltas, optimiser="adam").value, deltas[0])
+
+
+def test_adam_on_a_batch_and_a_zero_delta():
+    deltas = [d.reshape(2, 3, 4) for d in small(3, 6, 4)]
+    deltas[1][0] = 0.0
+    found = merge(deltas, optimiser="adam", steps=10).value
+    for item in range(2):
+        alone = [d[item] for d in deltas if bool(d[item].any())]
+        assert relative(found[item], merge(alone, optimiser="adam", steps=10).value) < 1e-12
+
+
+def test_adam_variants_share_one_accumulation():
+    deltas = small(3, 6, 5)
+    options = WUDI.resolve_options({"optimiser": "adam"})
+    state = WUDI.stages.prepare(deltas, **options)
+    for steps in (5, 50):
+        staged = WUDI.stages.finish(state, **{**options, "steps": steps}).value
+        assert torch.equal(staged, merge(deltas, optimiser="adam", steps=steps).value)
+
+
+def test_adam_workspace_counts_its_moments():
+    options = WUDI.resolve_options({"optimiser": "adam"})
+    assert WUDI.workspace((64, 64), 3, options) >= 8 * 64 * 64
+
+
+def test_adam_has_no_low_rank_form():
+    with pytest.raises(ValueError, match="adam"):
+        merge_lowrank([LowRank(*gaussian(1, 4, 2), *gaussian(1, 2, 5))], optimiser="adam")
