@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.api_adapters import plan_adapters, run_adapters, writes_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.sidecars import copy_sidecars
@@ -23,6 +24,7 @@ from actmat.engine.resources import check_device, share_resources
 from actmat.errors import AlignmentError, CheckpointError, MergeError, OutputError, RecipeError
 from actmat.methods import get_method
 from actmat.plan import MergePlan, build_plan
+from actmat.plan.adapter_model import AdapterPlan
 from actmat.recipe import Recipe, make_recipe
 from actmat.report import build_manifest, model_card, write_manifest
 
@@ -34,7 +36,7 @@ Location = str | Path
 class Progress:
     """What a caller may watch. The default does nothing; the command line draws bars."""
 
-    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+    def started(self, plans: Sequence[MergePlan | AdapterPlan], resumed: int, workers: int) -> None:
         """Plans are made; `resumed` tensors of an interrupted run are taken over."""
 
     def tensor(self, name: str, nbytes: int) -> None:
@@ -57,14 +59,14 @@ class MergeReport:
     """
 
     out: Path
-    plan: MergePlan
+    plan: MergePlan | AdapterPlan
     manifest: Mapping[str, Any]
     seconds: float
     resumed: int = 0
 
 
 def merge(
-    base: Location,
+    base: Location | None,
     experts: Sequence[Location | Mapping[str, Any]],
     *,
     out: Location,
@@ -86,7 +88,8 @@ def merge(
     """Merge checkpoints into one: `W* = W_0 + scale * D*`, tensor by tensor.
 
     Args:
-        base: directory, file or hub id `org/name[@revision]` of the checkpoint that all experts come from.
+        base: directory, file or hub id `org/name[@revision]` of the checkpoint that all experts come from; None
+            merges adapters into an adapter.
         experts: likewise; a mapping may give `path`, `name` and `weight`.
         out: directory to write; must not exist, or be empty, unless `overwrite`.
         method: merge rule, see `actmat methods`.
@@ -123,7 +126,7 @@ def merge(
 
 
 def plan(
-    base: Location,
+    base: Location | None,
     experts: Sequence[Location | Mapping[str, Any]],
     *,
     method: str = "actmat",
@@ -135,7 +138,7 @@ def plan(
     compute_dtype: str = "float32",
     device: str = "cpu",
     **fields: Any,
-) -> MergePlan:
+) -> MergePlan | AdapterPlan:
     """What `merge` would do, tensor by tensor, from headers alone. Arguments as for `merge`.
 
     Raises:
@@ -145,12 +148,14 @@ def plan(
     return plan_recipe(recipe, device=device)
 
 
-def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
+def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan | AdapterPlan:
     """The plan of a recipe, from headers alone.
 
     Raises:
         MergeError: the inputs do not fit; carries all problems.
     """
+    if writes_adapter(recipe):
+        return plan_adapters(recipe)
     with _opened(recipe) as (base, experts):
         return build_plan(recipe, base, experts, device=device)
 
@@ -248,6 +253,20 @@ def run_recipes(
     began = time.perf_counter()
     watch = progress or Progress()
     check_device(device)
+    if writes_adapter(recipes[0]):
+        outs = [_out_path(r) for r in recipes]
+        _check_outputs(recipes, outs, overwrite=overwrite)
+        finished = run_adapters(
+            recipes,
+            outs,
+            lambda plans: share_resources(plans, device, max_memory, threads),
+            durable=durable,
+            sha256=sha256,
+            started=watch.started,
+            progress=watch.tensor,
+        )
+        seconds = time.perf_counter() - began
+        return [MergeReport(out, p, manifest, seconds, resumed) for out, p, manifest, resumed in finished]
     with _opened(recipes[0]) as (base, experts):
         plans = [build_plan(r, base, experts, device=device) for r in recipes]
         outs = [_out_path(r) for r in recipes]
@@ -283,7 +302,7 @@ def run_recipes(
 
 
 def _recipe(
-    base: Location,
+    base: Location | None,
     experts: Sequence[Location | Mapping[str, Any]],
     method: str,
     options: Mapping[str, Any] | None,
@@ -302,7 +321,7 @@ def _recipe(
         listed = [e | {"weight": w} for e, w in zip(listed, weights, strict=True)]
     return make_recipe(
         {
-            "base": str(base),
+            "base": "" if base is None else str(base),
             "experts": listed,
             "method": method,
             "options": dict(options or {}),
@@ -339,7 +358,8 @@ def _out_path(recipe: Recipe) -> Path:
 
 
 def _check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool) -> None:
-    inputs = {"base": Path(recipes[0].base)} | {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
+    inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
+    inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
     existing = {k: p for k, p in inputs.items() if p.exists()}
     problems = [p for out in outs for p in check_output_place(out, overwrite=overwrite, inputs=existing)]
     twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})

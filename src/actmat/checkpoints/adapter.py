@@ -105,8 +105,8 @@ class Adapter:
         """Content hash of every stored tensor."""
         out = {}
         for name in self.weights.specs:
-            seen = ContentHash()
-            seen.update(raw_bytes(self.weights.read(name)))
+            seen, tensor = ContentHash(), self.weights.read(name)
+            seen.update(raw_bytes(tensor))
             out[name] = seen.hexdigest()
         return out
 

@@ -66,6 +66,15 @@ Ties = Annotated[
 ]
 MaxShardSize = Annotated[str | None, typer.Option("--max-shard-size", help="Largest output file [default: 5GB].")]
 Device = Annotated[str, typer.Option("--device", help="Where matrix rules compute: cpu, cuda, cuda:N or mps.")]
+To = Annotated[
+    str | None,
+    typer.Option("--to", help="Write an adapter or a model [default: adapter if all experts are and no --base]."),
+]
+Rank = Annotated[int | None, typer.Option("--rank", help="Rank of the merged adapter, cut optimally [default: exact].")]
+Ranks = Annotated[
+    str | None, typer.Option("--ranks", help="uniform, or pattern: each module its own rank [default: uniform].")
+]
+AnyBase = Annotated[bool, typer.Option("--any-base", help="Merge adapters although they name different bases.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -99,9 +108,8 @@ def build_recipes(
     if methods and len(methods) == 1:
         overrides["method"] = methods[0]
     if recipe is None:
-        missing = [f for f, given in (("--base", base), ("--expert", experts)) if not given]
-        if missing:
-            raise RecipeError(f"{' and '.join(missing)} must be given, or a recipe file (actmat merge RECIPE.yaml).")
+        if not experts:
+            raise RecipeError("--expert must be given, or a recipe file (actmat merge RECIPE.yaml).")
         first = make_recipe(overrides)
     else:
         first = load_recipe(recipe, overrides)

@@ -30,7 +30,7 @@ from actmat.errors import CheckpointError
 from actmat.plan.model import MergePlan, TensorPlan
 from actmat.plan.parts import CHUNK
 
-__all__ = ["Job", "execute"]
+__all__ = ["Job", "execute", "one_thread_each"]
 
 
 @dataclass
@@ -97,7 +97,7 @@ def execute(
                 _finish(group, results)
         progress(name, max(p.read_bytes + p.write_bytes for _, p in group))
 
-    with _one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
+    with one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
         unfinished = [j.plan for j in jobs if any(job is j for _, group in items for job, _ in group)]
         surveys = run_surveys(unfinished, lambda item: reader_for(item, Findings(tolerated=True)), pool)
         try:
@@ -193,7 +193,7 @@ def _copy(item: TensorPlan, base: Checkpoint, sink: TensorSink) -> TensorRecord:
 
 
 @contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
+def one_thread_each() -> Iterator[None]:
     """One BLAS thread per worker for the duration of the block; torch has no narrower switch than the process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -27,7 +27,7 @@ from actmat.plan.model import MethodCall, TensorPlan
 from actmat.plan.parts import CHUNK, Part, cut
 from actmat.recipe import Postprocess
 
-__all__ = ["TensorRecord", "Variant", "merge_tensor"]
+__all__ = ["TensorRecord", "Variant", "generator_for", "merge_tensor"]
 
 
 @dataclass
@@ -177,7 +177,7 @@ def _apply(
         whole = base_raw.to(reader.compute_dtype).view(part.shape).to(reader.device)
         needs["base"] = part.layout.to_matrices(whole)[index] if method.acts_on == "matrix" else whole
     if method.is_random:
-        needs["generator"] = _generator(variant.seed, variant.item.name, label or str(part.start))
+        needs["generator"] = generator_for(variant.seed, variant.item.name, label or str(part.start))
     if "survey" in method.needs:
         needs["survey"] = variant.survey
     if method.stages is None:
@@ -211,7 +211,7 @@ def _note(variant: Variant, label: str, merged: Merged) -> None:
         variant.stats.update(merged.stats)
 
 
-def _generator(seed: int, name: str, label: str) -> torch.Generator:
+def generator_for(seed: int, name: str, label: str) -> torch.Generator:
     """A generator of its own for every tensor and part: order, threads and shards change nothing."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{label}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,0 +1,136 @@
+"""Merging adapters into an adapter: what `api.run_recipes` and `api.plan_recipe` do when that is what is wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actmat.checkpoints.adapter import Adapter
+from actmat.checkpoints.adapter_open import is_adapter, open_adapter
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.staging import Staging, disk_errors
+from actmat.checkpoints.writer import ShardWriter
+from actmat.engine.adapters import AdapterJob, execute_adapters
+from actmat.engine.resources import Resources
+from actmat.errors import CheckpointError, OutputError, RecipeError
+from actmat.plan.adapter_model import AdapterPlan
+from actmat.plan.adapters import build_adapter_plan
+from actmat.recipe import Recipe
+from actmat.report.adapter_manifest import adapter_card, build_adapter_manifest
+from actmat.report.manifest import write_manifest
+
+__all__ = ["opened_adapters", "plan_adapters", "run_adapters", "writes_adapter"]
+
+
+def writes_adapter(recipe: Recipe) -> bool:
+    """Whether the recipe's output is an adapter: asked for, or every expert is one and there is no base.
+
+    Raises:
+        RecipeError: an adapter is wanted of experts that are none, a model without a base, or neither is possible.
+    """
+    if recipe.to == "model" or (recipe.to is None and recipe.base):
+        if not recipe.base:
+            raise RecipeError("A full model is merged into a base: give --base, or write an adapter (--to adapter).")
+        if recipe.rank is not None:
+            raise RecipeError("'rank' is the rank of a merged adapter; write one with --to adapter, or leave it out.")
+        return False
+    full = [e.label for e in recipe.experts if not is_adapter(e.path)]
+    if full:
+        raise RecipeError(
+            f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into "
+            "the checkpoint that all experts come from."
+            if recipe.to is None
+            else f"--to adapter needs adapters; {', '.join(full)} is none. Write a model (--base ..., --to model)."
+        )
+    return True
+
+
+@contextlib.contextmanager
+def opened_adapters(recipe: Recipe) -> Iterator[list[Adapter]]:
+    """The experts, opened as adapters; all that cannot be opened are reported together."""
+    with contextlib.ExitStack() as stack:
+        opened: list[Adapter] = []
+        problems: list[str] = []
+        for expert in recipe.experts:
+            try:
+                opened.append(stack.enter_context(open_adapter(expert.path)))
+            except CheckpointError as error:
+                problems += error.problems if len(error.problems) > 1 else [str(error)]
+        if problems:
+            raise CheckpointError(f"{len(problems)} problem(s) with the inputs.", problems)
+        yield opened
+
+
+def plan_adapters(recipe: Recipe) -> AdapterPlan:
+    """The plan of a merged adapter, from headers alone.
+
+    Raises:
+        MergeError: the inputs do not fit; carries all problems.
+    """
+    with opened_adapters(recipe) as adapters:
+        return build_adapter_plan(recipe, adapters, _base_config(recipe))
+
+
+def run_adapters(
+    recipes: Sequence[Recipe],
+    outs: Sequence[Path],
+    resources_of: Callable[[Sequence[AdapterPlan]], Resources],
+    *,
+    durable: bool,
+    sha256: bool,
+    started: Callable[[Sequence[AdapterPlan], int, int], None],
+    progress: Callable[[str, int], None],
+) -> list[tuple[Path, AdapterPlan, Mapping[str, Any], int]]:
+    """Merge, write, and finish each output; (place, plan, manifest, resumed modules) per recipe.
+
+    Raises:
+        MergeError: nothing is left at any place unless that output was finished; interrupted ones can be resumed.
+    """
+    began = time.perf_counter()
+    with opened_adapters(recipes[0]) as adapters, contextlib.ExitStack() as stack:
+        config = _base_config(recipes[0])
+        plans = [build_adapter_plan(r, adapters, config) for r in recipes]
+        resources = resources_of(plans)
+        stages = [Staging(out, p.fingerprint()) for out, p in zip(outs, plans, strict=True)]
+        jobs = []
+        for stage, plan in zip(stages, plans, strict=True):
+            journal = stage.open()
+            stack.callback(stage.close)
+            writer = ShardWriter(stage.path, plan.shards, durable=durable)
+            stack.callback(writer.close)
+            done = {n: r for n, r in journal.items() if all(writer.holds(k, h) for k, h in r["hashes"].items())}
+            jobs.append(AdapterJob(plan, writer, done, stage.record))
+        resumed = [len(j.done) for j in jobs]
+        started(plans, sum(resumed), resources.workers)
+        try:
+            execute_adapters(jobs, adapters, resources, progress=progress)
+            manifests = [_finish(j, s, adapters, began, sha256) for j, s in zip(jobs, stages, strict=True)]
+        except (CheckpointError, OutputError):  # nothing of it can be used again
+            for job, stage in zip(jobs, stages, strict=True):
+                job.writer.close()
+                stage.discard()
+            raise
+    return list(zip(outs, plans, manifests, resumed, strict=True))
+
+
+def _finish(job: AdapterJob, stage: Staging, adapters: Sequence[Adapter], began: float, sha256: bool) -> dict[str, Any]:
+    job.writer.finish(job.plan.specs)
+    with disk_errors(stage.path):
+        (stage.path / "adapter_config.json").write_text(json.dumps(job.plan.config, indent=2) + "\n", encoding="utf-8")
+        (stage.path / "README.md").write_text(adapter_card(job.plan), encoding="utf-8")
+        seconds = time.perf_counter() - began
+        manifest = build_adapter_manifest(job.plan, adapters, job.done, out=stage.out, seconds=seconds)
+        write_manifest(stage.path, manifest, sha256=sha256)
+    stage.commit()
+    return manifest
+
+
+def _base_config(recipe: Recipe) -> Mapping[str, Any] | None:
+    if not recipe.base:
+        return None
+    with open_checkpoint(recipe.base) as base:
+        return base.config
