@@ -27,6 +27,10 @@ F32_SOLVE = 1e-4
 """A float32 solve with the default cut-off `I * eps(float32)` on well-conditioned deltas: the squared system keeps
 half of the seven digits. Same cut-off on both sides; where eigenvalues straddle it, the answers may differ at will."""
 
+F32_FORWARD = 1e-3
+"""A forward pass of two layers in float32 whose weights agree to `F32_SOLVE`: every layer adds its own difference, and
+norms and softmax pass a relative difference on at a small multiple."""
+
 BF16_ROUNDING = 2.0**-8
 """One rounding to bfloat16 (8 bits of significand): at most half a unit in the last place, 2^-9 to 2^-8 relative."""
 

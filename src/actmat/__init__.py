@@ -9,13 +9,16 @@ Names are imported when they are first used, so that `import actmat` stays fast 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from actmat.version import __version__
 
 if TYPE_CHECKING:
-    from actmat.api import MergeReport, merge, merge_matrices, plan
+    from actmat.api import MergeReport, merge, plan
     from actmat.checkpoints.resolve import open_checkpoint
+    from actmat.matrices import merge_matrices
     from actmat.report.verify import verify
 
 __all__ = ["MergeReport", "__version__", "merge", "merge_matrices", "open_checkpoint", "plan", "verify"]
@@ -23,7 +26,7 @@ __all__ = ["MergeReport", "__version__", "merge", "merge_matrices", "open_checkp
 _HOME = {
     "MergeReport": "actmat.api",
     "merge": "actmat.api",
-    "merge_matrices": "actmat.api",
+    "merge_matrices": "actmat.matrices",
     "open_checkpoint": "actmat.checkpoints.resolve",
     "plan": "actmat.api",
     "verify": "actmat.report.verify",
@@ -34,3 +37,18 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'actmat' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+class _Package(ModuleType):
+    """The module type of this package: `actmat.plan` is the function, also once the subpackage `plan` is imported.
+
+    Importing a subpackage sets it as an attribute of its parent, which would hide the function of that name.
+    `from actmat.plan import ...` does not go through the attribute.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

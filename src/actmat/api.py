@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from actmat.api_adapters import plan_adapters, run_adapters, writes_adapter
+from actmat.api_adapters import adapter_expert, check_adapter_values, plan_adapters, run_adapters, writes_adapter
+from actmat.checkpoints.adapter_expert import AdapterExpert
+from actmat.checkpoints.adapter_open import is_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.sidecars import copy_sidecars
@@ -21,14 +20,14 @@ from actmat.checkpoints.staging import Staging, check_output_place, disk_errors
 from actmat.checkpoints.writer import ShardWriter
 from actmat.engine.local import Job, execute
 from actmat.engine.resources import check_device, share_resources
-from actmat.errors import AlignmentError, CheckpointError, MergeError, OutputError, RecipeError
-from actmat.methods import get_method
+from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, format_size
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.adapter_model import AdapterPlan
+from actmat.plan.choose import Chooser
 from actmat.recipe import Recipe, make_recipe
 from actmat.report import build_manifest, model_card, write_manifest
 
-__all__ = ["MergeReport", "Progress", "merge", "merge_matrices", "plan", "plan_recipe", "run_recipes"]
+__all__ = ["MergeReport", "Progress", "merge", "plan", "plan_recipe", "run_recipes"]
 
 Location = str | Path
 
@@ -156,80 +155,9 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan | AdapterPl
     """
     if writes_adapter(recipe):
         return plan_adapters(recipe)
-    with _opened(recipe) as (base, experts):
-        return build_plan(recipe, base, experts, device=device)
-
-
-def merge_matrices(
-    method: str,
-    deltas: Sequence[Tensor],
-    *,
-    base: Tensor | None = None,
-    statistics: Mapping[str, Sequence[Tensor]] | None = None,
-    weights: Sequence[float] | None = None,
-    generator: torch.Generator | None = None,
-    **options: Any,
-) -> Tensor:
-    """Merge the deltas of one layer.
-
-    Args:
-        method: merge rule.
-        deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise rules); floating
-            point, one dtype, one device. bfloat16 and float16 are computed in float32.
-        base: `W_0`, for rules that look at it.
-        statistics: kind ("gram", "fisher") -> one tensor per expert, for rules that need them.
-        weights: one per expert, for rules that take them.
-        generator: CPU generator of random rules; default: seeded with 0.
-        options: options of the rule.
-
-    Returns:
-        The merged delta `D*`, in the dtype of the deltas.
-
-    Raises:
-        RecipeError: unknown rule or option, or something the rule needs is missing.
-    """
-    rule = get_method(method)
-    resolved = rule.resolve_options(options)
-    if not deltas:
-        raise RecipeError("merge_matrices: there are no deltas to merge.")
-    shapes = {tuple(d.shape) for d in deltas}
-    if len(shapes) > 1:
-        raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
-    if rule.acts_on == "matrix" and deltas[0].ndim < 2:
-        raise AlignmentError(f"'{method}' merges matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
-    needs: dict[str, Any] = {}
-    for name, value in (("base", base), ("statistics", statistics), ("weights", weights)):
-        if name in rule.needs:
-            needs[name] = value
-        elif value is not None:
-            raise RecipeError(f"'{method}' makes no use of {name}; leave it out.")
-    if rule.needs_base and base is None and rule.parameters["base"].default is not None:
-        raise RecipeError(f"'{method}' looks at the base weights: pass base=W_0.")
-    missing = [k for k in rule.needs_statistics if not statistics or k not in statistics]
-    if missing:
-        raise RecipeError(f"'{method}' needs statistics measured on data: pass statistics={{{missing[0]!r}: [...]}}.")
-    if rule.is_random:
-        needs["generator"] = torch.Generator("cpu").manual_seed(0) if generator is None else generator
-    if "survey" in rule.needs:
-        needs["survey"] = _survey(rule.survey, deltas, resolved)
-    half = deltas[0].dtype in (torch.bfloat16, torch.float16)
-    with torch.no_grad():
-        inputs = [d.float() for d in deltas] if half else list(deltas)
-        if half and base is not None:
-            needs["base"] = base.float()
-        return rule.merge(inputs, **needs, **resolved).value.to(deltas[0].dtype)
-
-
-def _survey(survey: Any, deltas: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-    """A layer on its own is a model of one tensor."""
-    if survey is None or not survey.applies(options):
-        return None
-    state = survey.start(len(deltas), options)
-    again = True
-    while again:
-        survey.observe(state, deltas, options)
-        again = survey.advance(state)
-    return survey.finish(state)
+    found: list[MergeError] = []
+    with _opened([recipe], found) as (base, experts):
+        return _plans([recipe], base, experts, device, found)[0]
 
 
 def run_recipes(
@@ -243,7 +171,7 @@ def run_recipes(
     sha256: bool = False,
     progress: Progress | None = None,
 ) -> list[MergeReport]:
-    """Carry out recipes that share base and experts; every tensor is read once for all of them.
+    """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
 
     Each recipe has its own `out`. Arguments as for `merge`; `sha256` adds file hashes to the manifests.
 
@@ -252,14 +180,15 @@ def run_recipes(
     """
     began = time.perf_counter()
     watch = progress or Progress()
-    check_device(device)
+    _check_shared(recipes)
+    outs = [_out_path(r) for r in recipes]
     if writes_adapter(recipes[0]):
-        outs = [_out_path(r) for r in recipes]
         _check_outputs(recipes, outs, overwrite=overwrite)
         finished = run_adapters(
             recipes,
             outs,
             lambda plans: share_resources(plans, device, max_memory, threads),
+            overwrite=overwrite,
             durable=durable,
             sha256=sha256,
             started=watch.started,
@@ -267,36 +196,42 @@ def run_recipes(
         )
         seconds = time.perf_counter() - began
         return [MergeReport(out, p, manifest, seconds, resumed) for out, p, manifest, resumed in finished]
-    with _opened(recipes[0]) as (base, experts):
-        plans = [build_plan(r, base, experts, device=device) for r in recipes]
-        outs = [_out_path(r) for r in recipes]
+    found: list[MergeError] = []
+    with _noted(found):
+        check_device(device)
+    with _noted(found):
         _check_outputs(recipes, outs, overwrite=overwrite)
+    with _opened(recipes, found) as (base, experts):
+        plans = _plans(recipes, base, experts, device, found)
         resources = share_resources(plans, device, max_memory, threads)
         with contextlib.ExitStack() as stack:
-            stages = [Staging(out, p.fingerprint()) for out, p in zip(outs, plans, strict=True)]
-            jobs = []
-            for stage, p in zip(stages, plans, strict=True):
-                journal = stage.open()
+            stages = [Staging(o, p.fingerprint(), overwrite=overwrite) for o, p in zip(outs, plans, strict=True)]
+            journals = []
+            for stage in stages:
+                journals.append(stage.open())
                 stack.callback(stage.close)
-                _check_room(stage, p)
-                writer = ShardWriter(stage.path, p.shards, durable=durable)
-                stack.callback(writer.close)
-                done = {n: r for n, r in journal.items() if writer.holds(n, r["hash"])}
-                jobs.append(Job(p, writer, done, stage.record))
-            resumed = [len(j.done) for j in jobs]
-            watch.started(plans, sum(resumed), resources.workers)
             try:
+                jobs = []
+                for stage, p, journal in zip(stages, plans, journals, strict=True):
+                    _check_room(stage, p)
+                    writer = ShardWriter(stage.path, p.shards, durable=durable)
+                    stack.callback(writer.close)
+                    done = {n: r for n, r in journal.items() if writer.holds(n, r["hash"])}
+                    jobs.append(Job(p, writer, done, stage.record))
+                resumed = [len(j.done) for j in jobs]
+                watch.started(plans, sum(resumed), resources.workers)
+                check_adapter_values(recipes[0].labels, experts)
                 execute(jobs, base, experts, resources, progress=watch.tensor)
                 watch.finishing()
                 wanted = {"base": base} | dict(zip(recipes[0].labels, experts, strict=True))
                 folders = {n: wanted[n].fetch_sidecars() for n in {"base", *(r.files_from for r in recipes)}}
-                manifests = [_finish(j, s, folders, began, sha256) for j, s in zip(jobs, stages, strict=True)]
-            except MergeError as error:
-                if isinstance(error, CheckpointError | OutputError):  # nothing of it can be used again
-                    for job, stage in zip(jobs, stages, strict=True):
-                        job.writer.close()
-                        stage.discard()
+                manifests = [_finish(j, s, experts, folders, began, sha256) for j, s in zip(jobs, stages, strict=True)]
+            except MergeError:  # the same command would fail again, another would not use what is done
+                for stage in stages:
+                    stage.discard()
                 raise
+            for stage in stages:
+                stage.commit()
         seconds = time.perf_counter() - began
         return [MergeReport(o, p, m, seconds, n) for o, p, m, n in zip(outs, plans, manifests, resumed, strict=True)]
 
@@ -336,25 +271,84 @@ def _recipe(
 
 
 @contextlib.contextmanager
-def _opened(recipe: Recipe) -> Iterator[tuple[Checkpoint, list[Checkpoint]]]:
-    """Base and experts, opened; all that cannot be opened are reported together."""
+def _opened(recipes: Sequence[Recipe], found: list[MergeError]) -> Iterator[tuple[Checkpoint, list[Checkpoint]]]:
+    """Base and experts, opened. What cannot be opened is reported together with what was `found` before."""
     with contextlib.ExitStack() as stack:
         opened: list[Checkpoint] = []
         problems: list[str] = []
-        for place in (recipe.base, *(e.path for e in recipe.experts)):
+        for place in (recipes[0].base, *(e.path for e in recipes[0].experts)):
             try:
-                opened.append(stack.enter_context(open_checkpoint(place)))
+                if opened and is_adapter(place):
+                    opened.append(stack.enter_context(adapter_expert(place, opened[0])))
+                else:
+                    opened.append(stack.enter_context(open_checkpoint(place)))
             except CheckpointError as error:
                 problems += error.problems if len(error.problems) > 1 else [str(error)]
         if problems:
-            raise CheckpointError(f"{len(problems)} problem(s) with the inputs.", problems)
+            found.append(
+                CheckpointError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with the inputs.", problems)
+            )
+            choices = [p for r in recipes for p in Chooser(r).problems]
+            raise _together([*found, RecipeError("The recipe is not valid.", choices)] if choices else found)
         yield opened[0], opened[1:]
+
+
+_SHARED = ("base", "experts", "compute_dtype", "allow_nonfinite")
+
+
+def _check_shared(recipes: Sequence[Recipe]) -> None:
+    """One reading serves all recipes of a run, so they must agree on what is read, and how.
+
+    Labels decide too: they are what manifests call the inputs. Weights of experts may differ.
+    """
+    for field in _SHARED:
+        found = {str(_without_weights(getattr(r, field))) for r in recipes}
+        if len(found) > 1:
+            raise RecipeError(
+                f"Recipes of one run share {', '.join(_SHARED)}, but '{field}' differs: {' and '.join(sorted(found))}. "
+                "Run them one after the other."
+            )
+
+
+def _without_weights(value: Any) -> Any:
+    return [(e.path, e.label) for e in value] if isinstance(value, tuple) else value
+
+
+def _plans(
+    recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Checkpoint], device: str, found: list[MergeError]
+) -> list[MergePlan]:
+    """The plans; all their problems are reported together with what was `found` before."""
+    plans = []
+    for recipe in recipes:
+        with _noted(found):
+            plans.append(build_plan(recipe, base, experts, device=device))
+    if found:
+        raise _together(found)
+    return plans
+
+
+@contextlib.contextmanager
+def _noted(found: list[MergeError]) -> Iterator[None]:
+    """Go on after an error, to find the next."""
+    try:
+        yield
+    except MergeError as error:
+        found.append(error)
+
+
+def _together(errors: Sequence[MergeError]) -> MergeError:
+    """One error with the problems of all, of the first one's kind."""
+    if len(errors) == 1:
+        return errors[0]
+    problems = list(dict.fromkeys(p for e in errors for p in e.problems))
+    return type(errors[0])(f"The merge cannot be done: {len(problems)} problem{'s' * (len(problems) > 1)}.", problems)
 
 
 def _out_path(recipe: Recipe) -> Path:
     if recipe.out is None:
         raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
-    return Path(recipe.out)
+    out = Path(recipe.out)
+    return out if out.name not in ("", "..") else out.resolve()  # '.' and '..' have no siblings to build beside
 
 
 def _check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool) -> None:
@@ -373,15 +367,19 @@ def _check_room(stage: Staging, p: MergePlan) -> None:
     with disk_errors(stage.path):
         free = shutil.disk_usage(stage.path).free
     if free + there < p.write_bytes:
-        stage.discard()
         raise OutputError(
-            f"{stage.out} needs {p.write_bytes / 1e9:.2f} GB, but its disk has only {(free + there) / 1e9:.2f} GB "
-            "free. Free some space or choose another place with --out."
+            f"{stage.out} needs {format_size(p.write_bytes)}, but its disk has only {format_size(free + there)} free. "
+            "Free some space or choose another place with --out; the inputs are untouched."
         )
 
 
 def _finish(
-    job: Job, stage: Staging, directories: Mapping[str, Path | None], began: float, sha256: bool
+    job: Job,
+    stage: Staging,
+    experts: Sequence[Checkpoint],
+    directories: Mapping[str, Path | None],
+    began: float,
+    sha256: bool,
 ) -> dict[str, Any]:
     recipe = job.plan.recipe
     job.writer.finish(job.plan.specs)
@@ -390,6 +388,8 @@ def _finish(
         copied = copy_sidecars(directories["base"], files_from, stage.path, recipe.dtype)
         (stage.path / "README.md").write_text(model_card(job.plan), encoding="utf-8")
         manifest = build_manifest(job.plan, job.done, out=stage.out, seconds=time.perf_counter() - began, files=copied)
+        for row, expert in zip(manifest["experts"], experts, strict=True):
+            if isinstance(expert, AdapterExpert):  # its tensors are not those of the output: all are checked
+                row["hashes"] = dict(expert.adapter.hashes)
         write_manifest(stage.path, manifest, sha256=sha256)
-    stage.commit()
     return manifest

@@ -10,20 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.adapter import Adapter
+from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.checkpoints.adapter_open import is_adapter, open_adapter
+from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.staging import Staging, disk_errors
 from actmat.checkpoints.writer import ShardWriter
-from actmat.engine.adapters import AdapterJob, execute_adapters
+from actmat.engine.adapters import AdapterJob, check_finite, execute_adapters
 from actmat.engine.resources import Resources
-from actmat.errors import CheckpointError, OutputError, RecipeError
+from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat.plan.adapter_model import AdapterPlan
+from actmat.plan.adapter_places import fit_adapter
 from actmat.plan.adapters import build_adapter_plan
 from actmat.recipe import Recipe
 from actmat.report.adapter_manifest import adapter_card, build_adapter_manifest
 from actmat.report.manifest import write_manifest
 
-__all__ = ["opened_adapters", "plan_adapters", "run_adapters", "writes_adapter"]
+__all__ = [
+    "adapter_expert",
+    "check_adapter_values",
+    "opened_adapters",
+    "plan_adapters",
+    "run_adapters",
+    "writes_adapter",
+]
 
 
 def writes_adapter(recipe: Recipe) -> bool:
@@ -80,6 +90,7 @@ def run_adapters(
     outs: Sequence[Path],
     resources_of: Callable[[Sequence[AdapterPlan]], Resources],
     *,
+    overwrite: bool,
     durable: bool,
     sha256: bool,
     started: Callable[[Sequence[AdapterPlan], int, int], None],
@@ -95,25 +106,28 @@ def run_adapters(
         config = _base_config(recipes[0])
         plans = [build_adapter_plan(r, adapters, config) for r in recipes]
         resources = resources_of(plans)
-        stages = [Staging(out, p.fingerprint()) for out, p in zip(outs, plans, strict=True)]
-        jobs = []
-        for stage, plan in zip(stages, plans, strict=True):
-            journal = stage.open()
+        stages = [Staging(o, p.fingerprint(), overwrite=overwrite) for o, p in zip(outs, plans, strict=True)]
+        journals = []
+        for stage in stages:
+            journals.append(stage.open())
             stack.callback(stage.close)
-            writer = ShardWriter(stage.path, plan.shards, durable=durable)
-            stack.callback(writer.close)
-            done = {n: r for n, r in journal.items() if all(writer.holds(k, h) for k, h in r["hashes"].items())}
-            jobs.append(AdapterJob(plan, writer, done, stage.record))
-        resumed = [len(j.done) for j in jobs]
-        started(plans, sum(resumed), resources.workers)
         try:
+            jobs = []
+            for stage, plan, journal in zip(stages, plans, journals, strict=True):
+                writer = ShardWriter(stage.path, plan.shards, durable=durable)
+                stack.callback(writer.close)
+                done = {n: r for n, r in journal.items() if all(writer.holds(k, h) for k, h in r["hashes"].items())}
+                jobs.append(AdapterJob(plan, writer, done, stage.record))
+            resumed = [len(j.done) for j in jobs]
+            started(plans, sum(resumed), resources.workers)
             execute_adapters(jobs, adapters, resources, progress=progress)
             manifests = [_finish(j, s, adapters, began, sha256) for j, s in zip(jobs, stages, strict=True)]
-        except (CheckpointError, OutputError):  # nothing of it can be used again
-            for job, stage in zip(jobs, stages, strict=True):
-                job.writer.close()
+        except MergeError:  # the same command would fail again, another would not use what is done
+            for stage in stages:
                 stage.discard()
             raise
+        for stage in stages:
+            stage.commit()
     return list(zip(outs, plans, manifests, resumed, strict=True))
 
 
@@ -125,8 +139,33 @@ def _finish(job: AdapterJob, stage: Staging, adapters: Sequence[Adapter], began:
         seconds = time.perf_counter() - began
         manifest = build_adapter_manifest(job.plan, adapters, job.done, out=stage.out, seconds=seconds)
         write_manifest(stage.path, manifest, sha256=sha256)
-    stage.commit()
     return manifest
+
+
+def adapter_expert(location: str, base: Checkpoint) -> AdapterExpert:
+    """An adapter, fitted to the base that it is to be merged into.
+
+    Raises:
+        CheckpointError: not an adapter of this base, or none that can be merged; carries all problems.
+    """
+    adapter = open_adapter(location)
+    expert, problems = fit_adapter(adapter, base)
+    if problems:
+        expert.close()
+        raise CheckpointError(
+            f"{location}: the adapter cannot be merged into {base.location}.", [f"{location}: {p}" for p in problems]
+        )
+    return expert
+
+
+def check_adapter_values(labels: Sequence[str], experts: Sequence[Checkpoint]) -> None:
+    """Whether all adapters among the experts hold finite numbers.
+
+    Raises:
+        CheckpointError: they do not; lists all.
+    """
+    pairs = zip(labels, experts, strict=True)
+    check_finite({label: e.adapter for label, e in pairs if isinstance(e, AdapterExpert)})
 
 
 def _base_config(recipe: Recipe) -> Mapping[str, Any] | None:

@@ -20,6 +20,7 @@ __all__ = [
     "RecipeError",
     "StatisticsError",
     "did_you_mean",
+    "format_size",
 ]
 
 SHOWN_PROBLEMS = 50
@@ -84,6 +85,15 @@ class NumericalError(MergeError):
     """A computation failed on finite inputs (an eigensolver that never converged)."""
 
     exit_code = 3
+
+
+def format_size(nbytes: float) -> str:
+    """`1.5 GB`: powers of ten, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 999.5:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -6,16 +6,20 @@ Marks stand on the line before a fence:
     <!-- file: recipe.yaml -->     the block (of any language) is written to this file
 
 All blocks of a page run in one directory, in order; its python blocks share one interpreter and its variables.
-A `console` block gives commands after `$ `; what stands between them is output, shown for the reader.
+A `console` block gives commands after `$ `; what stands between them is their output (both streams) at 80 columns,
+longer lines folded at spaces, compared with what the command really prints, but for times and hashes. A line `...` stands for any lines. A command
+without shown output is not compared. `python -m docs.record` writes the outputs anew.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +27,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
 MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): *(?P<text>.*?) *-->$")
 RUN = ("python", "bash", "console")
+WIDTH = 80
+MARKER = "\x1e"
+VARIES = re.compile(r"\b(?:\d+(?:\.\d+)? s\b|[0-9a-f]{32,64}\b|\d{4}-\d\d-\d\dT[\d:+]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +74,49 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def commands(code: str) -> str:
-    """Shell commands of a console block: what follows `$ `, and `> ` after a line that ends in a backslash."""
-    out: list[str] = []
-    for line in code.splitlines():
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of a console block and the output that the page shows; `line` counts within the block, from 0."""
+
+    text: str
+    shown: tuple[str, ...]
+    line: int
+
+
+def commands(code: str) -> list[Command]:
+    """Commands of a console block: what follows `$ `, and `> ` after a line that ends in a backslash."""
+    out: list[Command] = []
+    text: list[str] = []
+    shown: list[str] = []
+    start = 0
+    for number, line in enumerate(code.splitlines()):
         if line.startswith("$ "):
-            out.append(line[2:])
-        elif out and out[-1].endswith("\\"):
-            out.append(line.removeprefix("> "))
-    return "\n".join(out) + "\n"
+            if text:
+                out.append(Command("\n".join(text), tuple(shown), start))
+            text, shown, start = [line[2:]], [], number
+        elif text and not shown and text[-1].endswith("\\"):
+            text.append(line.removeprefix("> "))
+        elif text:
+            shown.append(line)
+    if text:
+        out.append(Command("\n".join(text), tuple(shown), start))
+    return out
+
+
+def agrees(shown: tuple[str, ...], real: list[str]) -> bool:
+    """Whether the shown output is the real one, but for what `VARIES` and for lines that a `...` stands for."""
+    pattern = [
+        r"(?:.*\n)*" if line.strip() == "..." else re.escape(VARIES.sub("#", line.rstrip())) + r"\n"
+        for line in _stripped(list(shown))
+    ]
+    text = "".join(VARIES.sub("#", line.rstrip()) + "\n" for line in _stripped(real))
+    return re.fullmatch("".join(pattern), text) is not None
+
+
+def _stripped(lines: list[str]) -> list[str]:
+    while lines and not lines[-1].strip():
+        lines = lines[:-1]
+    return lines
 
 
 def steps(page: str) -> list[dict[str, object]]:
@@ -83,7 +124,28 @@ def steps(page: str) -> list[dict[str, object]]:
     return [asdict(b) for b in blocks(page) if b.not_run is None and (b.file or b.language in RUN)]
 
 
-def run_page(name: str, page: str, directory: Path) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of running a page: exit status, everything printed, and per console line of the page its output."""
+
+    returncode: int
+    log: str
+    outputs: dict[int, list[str]]
+
+    def differences(self, page: str) -> list[str]:
+        """Shown outputs that are not what the commands printed."""
+        found = []
+        for block in blocks(page):
+            if block.language != "console" or block.not_run is not None:
+                continue
+            for command in commands(block.code):
+                real = self.outputs.get(block.line + command.line, [])
+                if command.shown and not agrees(command.shown, real):
+                    found.append(f"line {block.line + command.line}: $ {command.text}\n" + "\n".join(real))
+        return found
+
+
+def run_page(name: str, page: str, directory: Path) -> Run:
     """Execute a page in `directory`, with `actmat` and `python` of this tree on the path and no network."""
     tools = directory.parent / f"{directory.name}-bin"
     tools.mkdir()
@@ -91,24 +153,26 @@ def run_page(name: str, page: str, directory: Path) -> subprocess.CompletedProce
     call = "import sys; sys.argv[0] = 'actmat'; from actmat.cli.main import main; sys.exit(main())"
     _tool(tools / "actmat", f'exec "{sys.executable}" -c "{call}" "$@"')
     environment = {
-        **os.environ,
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(SOURCE),
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
-        "COLUMNS": "100",
+        "COLUMNS": str(WIDTH),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.run(
-        [sys.executable, "-P", __file__, name],
-        input=json.dumps(steps(page)),
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    # One server process loads torch; each page runs in a fresh fork of it, which saves its start-up.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    log, outputs = tools / "log.txt", tools / "outputs.json"
+    child = context.Process(target=_child, args=(name, steps(page), directory, environment, log, outputs))
+    child.start()
+    child.join(600)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    text = log.read_text(errors="replace") if log.exists() else ""
+    found = json.loads(outputs.read_text()) if outputs.exists() else {}
+    return Run(child.exitcode or 0, text, {int(line): shown for line, shown in found.items()})
 
 
 def _tool(path: Path, line: str) -> None:
@@ -116,7 +180,26 @@ def _tool(path: Path, line: str) -> None:
     path.chmod(0o755)
 
 
-def execute(name: str, todo: list[dict[str, object]]) -> None:
+def _child(
+    name: str, todo: list[dict[str, object]], directory: Path, environment: dict[str, str], log: Path, outputs: Path
+) -> None:
+    """Body of the page's process: streams to the log, then the steps."""
+    os.environ.update(environment)
+    os.environ.pop("FORCE_COLOR", None)
+    os.chdir(directory)
+    sys.path[:0] = ["", str(SOURCE)]
+    with log.open("w") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    found: dict[int, list[str]] = {}
+    try:
+        execute(name, todo, found)  # multiprocessing writes the traceback of a failure, or the message of an exit
+    finally:
+        sys.stdout.flush()
+        outputs.write_text(json.dumps(found))
+
+
+def execute(name: str, todo: list[dict[str, object]], outputs: dict[int, list[str]]) -> None:
     """Run the steps here and now (in the child process). The first failure ends it, naming page and line."""
     scope: dict[str, object] = {"__name__": "__main__"}
     for step in todo:
@@ -127,13 +210,34 @@ def execute(name: str, todo: list[dict[str, object]]) -> None:
             target.write_text(code)
         elif step["language"] == "python":
             exec(compile("\n" * (line - 1) + code, name, "exec"), scope)
-        else:
-            script = commands(code) if step["language"] == "console" else code
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], text=True, check=False)
-            if done.returncode:
-                sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{script}")
+        elif step["language"] == "console":
+            _console(name, code, line, outputs)
+        elif (done := _bash(code)).returncode:
+            sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{code}{done.stdout}")
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, "")  # the page's own directory, not that of this file
-    execute(sys.argv[1], json.load(sys.stdin))
+def _console(name: str, code: str, line: int, outputs: dict[int, list[str]]) -> None:
+    todo = commands(code)
+    script = "".join(f"printf '%s\\n' '{MARKER}{c.line}'\n{c.text}\n" for c in todo)
+    done = _bash(script)
+    for piece in done.stdout.split(MARKER)[1:]:
+        number, _, text = piece.partition("\n")
+        rows = [piece for row in text.splitlines() for piece in _fold(row) or [""]]
+        outputs[line + int(number)] = _stripped([row.rstrip() for row in rows])
+    if done.returncode:
+        shell = "\n".join(c.text for c in todo)
+        sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{shell}\n{done.stdout}")
+
+
+def _fold(row: str) -> list[str]:
+    return textwrap.wrap(row, WIDTH, drop_whitespace=False, break_on_hyphens=False)
+
+
+def _bash(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )

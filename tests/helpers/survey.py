@@ -12,7 +12,7 @@ from actmat.methods import Merged, MergeMethod
 
 
 def run_survey(
-    method: MergeMethod, deltas: Mapping[str, Sequence[Tensor]], options: Mapping[str, Any], *, backwards: bool = False
+    method: MergeMethod, deltas: Mapping[str, Sequence[Any]], options: Mapping[str, Any], *, backwards: bool = False
 ) -> Any:
     """What `Survey.finish` gives after as many rounds over all tensors as the survey asks for; None without one."""
     survey = method.survey

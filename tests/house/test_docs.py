@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.docs_fixture import write_models
-from tests.helpers.docs_run import blocks, commands, run_page, steps
+from tests.helpers.docs_run import Command, agrees, blocks, commands, run_page, steps
 from tests.helpers.repository import ROOT, tracked_files
 
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
@@ -37,7 +37,8 @@ def test_blocks_run(page: Path, models: Path, tmp_path: Path) -> None:
     directory = tmp_path / "page"
     shutil.copytree(models, directory)
     done = run_page(name(page), page.read_text(), directory)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, done.log[-8000:]
+    assert not (stale := done.differences(page.read_text())), "run python -m docs.record\n" + "\n".join(stale)
 
 
 def test_the_models_load(models: Path) -> None:
@@ -114,7 +115,7 @@ def test_blocks_are_found_with_their_marks() -> None:
     assert (python.code, python.line) == ("a = 1\n", 3)
     assert bash.not_run == "needs a network"
     assert file.file == "r.yaml"
-    assert commands(console.code) == "ls \\\n  -a\n"
+    assert commands(console.code) == [Command("ls \\\n  -a", ("out",), 0)]
     assert [step["line"] for step in steps(page)] == [3, 11, 15]
 
 
@@ -132,7 +133,7 @@ def test_a_page_runs_in_order_with_shared_variables(tmp_path: Path) -> None:
         "```bash\ncat a/in.txt > out.txt\n```\n```python\nassert Path('out.txt').read_text() == 'hello\\n'\n```\n"
     )
     done = run_page("page.md", page, directory)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.log
 
 
 @pytest.mark.parametrize(
@@ -144,4 +145,30 @@ def test_a_failing_block_fails_the_page(page: str, where: str, tmp_path: Path) -
     directory.mkdir()
     done = run_page("page.md", page, directory)
     assert done.returncode != 0
-    assert where in done.stderr
+    assert where in done.log
+
+
+@pytest.mark.parametrize(
+    ("shown", "real", "same"),
+    [
+        (("a", "b"), ["a", "b", ""], True),
+        (("a", "...", "d"), ["a", "b", "c", "d"], True),
+        (("...", "d"), ["d"], True),
+        (("in 0.1 s",), ["in 12.5 s"], True),
+        (("hash " + "0" * 32,), ["hash " + "f" * 32], True),
+        (("a",), ["a", "b"], False),
+        (("3 tensors",), ["4 tensors"], False),
+        (("a.b",), ["axb"], False),
+    ],
+)
+def test_shown_output_is_compared(shown: tuple[str, ...], real: list[str], same: bool) -> None:
+    assert agrees(shown, real) is same
+
+
+def test_a_page_that_shows_other_output_is_found(tmp_path: Path) -> None:
+    directory = tmp_path / "page"
+    directory.mkdir()
+    page = "```console\n$ x=1; echo one\none\n$ echo $x >&2\n2\n$ echo unseen\n```\n"
+    done = run_page("page.md", page, directory)
+    assert done.outputs == {2: ["one"], 4: ["1"], 6: ["unseen"]}
+    assert done.differences(page) == ["line 4: $ echo $x >&2\n1"]

@@ -116,6 +116,19 @@ def test_empty_input() -> None:
     assert StreamedCut(lambda total: total // 2).advance() is False
 
 
+def test_a_finished_selection_ignores_the_rounds_of_others() -> None:
+    for k in (0, 1):
+        selection, flat = StreamedCut(lambda total, k=k: k), torch.tensor([1.0, -4.0, 2.0])
+        while True:
+            selection.observe(flat)
+            if not selection.advance():
+                break
+        found = selection.cut
+        selection.observe(flat * 9)
+        assert not selection.advance()
+        assert selection.cut == found
+
+
 def test_strided_input_is_read_through_its_strides() -> None:
     matrix = torch.randn(30, 8, generator=seeded(3))
     assert kth_magnitudes(matrix[:, 2], [7]) == [by_sorting(matrix[:, 2], 7)]

@@ -20,7 +20,7 @@ MAX_DID_YOU_MEAN = 2000
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, without a copy. Keep the tensor alive while using it.
+    """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive.
 
     Raises:
         ValueError: the tensor is not contiguous or not on the CPU.
@@ -30,7 +30,9 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # ctypes does not know it: a temporary would be freed under us
+    return memoryview(memory).cast("B")
 
 
 def empty_tensor(spec: TensorSpec) -> Tensor:

@@ -4,6 +4,9 @@
 under the final name that a loader would take for finished. A journal in the partial directory lists finished
 tensors with the hash of their bytes; a later run with the same fingerprint verifies those bytes and goes on. A
 journal of another fingerprint (other recipe, changed input) is thrown away with everything it describes.
+
+Whoever builds or renames holds the lock on `.OUT.actmat-lock`, which lies beside the directories because they are
+renamed. The three names are siblings: renaming within one file system is atomic.
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from actmat.errors import OutputError
+from actmat.errors import OutputError, format_size
 
 __all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_place", "disk_errors"]
 
 JOURNAL_NAME = "journal.jsonl"
 MANIFEST_NAME = "actmat_manifest.json"
+LONGEST_NAME = 255
 
 
 def check_output_place(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
@@ -33,6 +37,8 @@ def check_output_place(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]
     `overwrite` replaces only what actmat itself wrote (a directory with a manifest): a mistyped path must not cost
     anyone a folder of other things. An input is never replaced.
     """
+    if len(os.fsencode(_beside(out, "previous").name)) > LONGEST_NAME:
+        return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
     problems = []
     resolved = out.resolve()
     for label, path in inputs.items():
@@ -43,20 +49,39 @@ def check_output_place(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]
             problems.append(f"{out} lies inside an input of this merge ({label}); write somewhere else")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         problems.append(f"{out} exists and is not a directory; choose another place")
-    elif out.is_dir() and any(out.iterdir()):
-        if not overwrite:
-            problems.append(f"{out} exists and is not empty; choose another place or pass --overwrite")
-        elif not (out / MANIFEST_NAME).is_file():
-            problems.append(
-                f"{out} was not written by actmat (it has no {MANIFEST_NAME}), so --overwrite will not delete it; "
-                "remove it yourself or choose another place"
-            )
+    else:
+        problems += _occupied(out, overwrite=overwrite)
     parent = resolved.parent
     while not parent.exists():
         parent = parent.parent
-    if not os.access(parent, os.W_OK):
+    if not parent.is_dir():
+        problems.append(f"{parent} is a file, {out} cannot lie in it; choose another place")
+    elif not os.access(parent, os.W_OK):
         problems.append(f"{parent} is not writable; choose a place you may write to")
     return problems
+
+
+def _occupied(out: Path, *, overwrite: bool) -> list[str]:
+    previous = _beside(out, "previous")
+    if not out.exists() and previous.exists() and not overwrite:
+        return [
+            f"{out} was being replaced when an earlier run was killed; its old content is in {previous}. Give the "
+            "same command with --overwrite again, or rename that folder back"
+        ]
+    if not out.is_dir() or not any(out.iterdir()):
+        return []
+    if not overwrite:
+        return [f"{out} exists and is not empty; choose another place or pass --overwrite"]
+    if not (out / MANIFEST_NAME).is_file():
+        return [
+            f"{out} was not written by actmat (it has no {MANIFEST_NAME}), so --overwrite will not delete it; "
+            "remove it yourself or choose another place"
+        ]
+    return []
+
+
+def _beside(out: Path, what: str) -> Path:
+    return out.parent / f".{out.name}.actmat-{what}"
 
 
 @contextlib.contextmanager
@@ -71,13 +96,15 @@ def disk_errors(place: Path) -> Iterator[None]:
             errno.EROFS: "the file system is read-only",
             errno.EACCES: "permission denied",
             errno.EFBIG: "the file system does not take a file of this size",
+            errno.EIO: "the disk reports an input/output error",
+            errno.ENOLCK: "the file system offers no locks",
         }
         cause = causes.get(error.errno or 0)
         if cause is None:
             raise
         free = shutil.disk_usage(place if place.exists() else place.parent).free
         raise OutputError(
-            f"Cannot write to {place}: {cause} ({free / 1e9:.2f} GB free). Free some space or choose another place "
+            f"Cannot write to {place}: {cause} ({format_size(free)} free). Free some space or choose another place "
             "with --out; the inputs are untouched."
         ) from error
 
@@ -88,16 +115,18 @@ class Staging:
     Args:
         out: the final directory.
         fingerprint: of the plan; only a journal with the same fingerprint is resumed.
+        overwrite: replace an earlier output of actmat at `out`.
     """
 
-    def __init__(self, out: Path, fingerprint: str) -> None:
+    def __init__(self, out: Path, fingerprint: str, *, overwrite: bool = False) -> None:
         self.out = out
         self.fingerprint = fingerprint
-        self.path = out.parent / f".{out.name}.actmat-partial"
-        self.discarded = False
-        self._previous = out.parent / f".{out.name}.actmat-previous"
+        self.overwrite = overwrite
+        self.path = _beside(out, "partial")
+        self._previous = _beside(out, "previous")
+        self._lock_path = _beside(out, "lock")
         self._lock_file: IO[bytes] | None = None
-        self._journal: IO[str] | None = None
+        self._journal: IO[bytes] | None = None
         self._mutex = threading.Lock()
 
     def open(self) -> dict[str, dict[str, Any]]:
@@ -108,17 +137,17 @@ class Staging:
         """
         with disk_errors(self.out.parent):
             self.out.parent.mkdir(parents=True, exist_ok=True)
+            self._lock()
             if self._previous.exists() and not self.out.exists():
                 os.rename(self._previous, self.out)  # killed between the two renames of `commit`
-            self.path.mkdir(exist_ok=True)
-            self._lock()
             done = self._read_journal()
             if done is None:
-                self.discarded = (self.path / JOURNAL_NAME).exists()
-                self._clear()
+                if self.path.exists():
+                    shutil.rmtree(self.path)
+                self.path.mkdir()
                 done = {}
             fresh = not (self.path / JOURNAL_NAME).exists()
-            self._journal = (self.path / JOURNAL_NAME).open("a", encoding="utf-8")
+            self._journal = (self.path / JOURNAL_NAME).open("ab", buffering=0)  # a buffer would fail again when closed
             if fresh:
                 self._append({"actmat_journal": 1, "fingerprint": self.fingerprint})
         return done
@@ -129,13 +158,17 @@ class Staging:
             self._append(entry)
 
     def commit(self) -> None:
-        """Everything is written: drop the journal, flush the directory, rename it to the final name."""
+        """Everything is written: drop the journal, flush the directory, rename it to the final name.
+
+        Raises:
+            OutputError: something else has come to lie at `out` meanwhile; the finished parts are kept.
+        """
         assert self._journal is not None
-        assert self._lock_file is not None
         with disk_errors(self.out.parent):
+            if problems := _occupied(self.out, overwrite=self.overwrite):
+                raise OutputError(f"{problems[0]}; all tensors are done, and the same command then finishes at once.")
             self._journal.close()
             (self.path / JOURNAL_NAME).unlink()
-            (self.path / ".lock").unlink()
             _sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
                 if self._previous.exists():
@@ -145,29 +178,38 @@ class Staging:
             _sync_directory(self.out.parent)
             if self._previous.exists():
                 shutil.rmtree(self._previous)
-        self._lock_file.close()
+        self.close()
 
     def close(self) -> None:
-        """Give up the lock, keep what is done for a later run."""
-        for file in (self._journal, self._lock_file):
-            if file is not None and not file.closed:
-                file.close()
+        """Give up the lock, keep what is done for a later run. May be called twice."""
+        if self._journal is not None:
+            self._journal.close()
+        if self._lock_file is not None:
+            self._lock_path.unlink(missing_ok=True)  # before the lock is free: afterwards it may be another's
+            self._lock_file.close()
+            self._lock_file = None
 
     def discard(self) -> None:
-        """Remove the partial directory: the inputs were wrong, nothing of it can be used."""
+        """Remove the partial directory, because nothing of it can be used; only after `open` gave the lock."""
+        if self._lock_file is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
         self.close()
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def _lock(self) -> None:
-        self._lock_file = (self.path / ".lock").open("wb")
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock_file.close()
-            raise OutputError(
-                f"Another actmat is writing {self.out} right now (it holds {self.path / '.lock'}). Wait for it, or "
-                "choose another place with --out."
-            ) from error
+        while self._lock_file is None:
+            file = self._lock_path.open("ab")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise OutputError(
+                    f"Another actmat is writing {self.out} right now (it holds {self._lock_path}). Wait for it, or "
+                    "choose another place with --out."
+                ) from None
+            if _is_at(file, self._lock_path):
+                self._lock_file = file
+            else:  # its owner removed it between our opening and our locking
+                file.close()
 
     def _read_journal(self) -> dict[str, dict[str, Any]] | None:
         """Entries of a journal with our fingerprint; None when there is none to go on with."""
@@ -176,32 +218,39 @@ class Staging:
             return None
         lines = journal.read_text(encoding="utf-8", errors="replace").split("\n")
         whole = lines[:-1]  # a line without its newline was being written when the process died
-        entries = []
-        for line in whole:
-            try:
-                entries.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+        entries = list(_entries(whole))
         if not entries or entries[0].get("fingerprint") != self.fingerprint:
             return None
         if lines[-1] or len(entries) < len(whole):
             journal.write_text("".join(json.dumps(e) + "\n" for e in entries), encoding="utf-8")
         return {e["name"]: e for e in entries[1:]}
 
-    def _clear(self) -> None:
-        for child in self.path.iterdir():
-            if child.name == ".lock":
-                continue
-            if child.is_dir() and not child.is_symlink():
-                shutil.rmtree(child)
-            else:
-                child.unlink()
-
     def _append(self, entry: Mapping[str, Any]) -> None:
         assert self._journal is not None
         with self._mutex:
-            self._journal.write(json.dumps(entry) + "\n")
-            self._journal.flush()
+            line = memoryview((json.dumps(entry) + "\n").encode())
+            while line:
+                line = line[self._journal.write(line) :]
+
+
+def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Entries up to the first line that is damaged."""
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            return
+        if not isinstance(entry, dict) or (number and not {"name", "hash"} <= entry.keys()):
+            return
+        yield entry
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Whether the open file is the one that `path` names now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _sync_directory(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.shards import INDEX_NAME, Placement, Shard, index_json
 from actmat.checkpoints.staging import disk_errors
+from actmat.errors import OutputError
 
 __all__ = ["ShardWriter", "TensorSink"]
 
@@ -68,18 +68,26 @@ class ShardWriter:
         self._wake = threading.Event()
         self._closing = False
         self._flusher: threading.Thread | None = None
+        self._flush_error: OSError | None = None
         self._places: Mapping[str, Placement] = {n: p for s in shards for n, p in s.placements.items()}
-        with disk_errors(directory):
+        try:
             for shard in shards:
-                handle = os.open(directory / shard.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                self._handles[shard.file] = handle
-                if os.fstat(handle).st_size != shard.size or os.pread(handle, len(shard.header), 0) != shard.header:
-                    os.ftruncate(handle, 0)
-                    os.ftruncate(handle, shard.size)
-                    os.pwrite(handle, shard.header, 0)
+                self._prepare(shard)
+        except OutputError:
+            self.close()
+            raise
         if durable:
             self._flusher = threading.Thread(target=self._flush_loop, name="actmat-flush", daemon=True)
             self._flusher.start()
+
+    def _prepare(self, shard: Shard) -> None:
+        with disk_errors(self.directory):
+            handle = os.open(self.directory / shard.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._handles[shard.file] = handle
+            if os.fstat(handle).st_size != shard.size or os.pread(handle, len(shard.header), 0) != shard.header:
+                os.ftruncate(handle, 0)
+                os.ftruncate(handle, shard.size)
+                self.pwrite(shard.file, memoryview(shard.header), 0)
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> TensorSink:
         """Where to write tensor `name` (and its tied aliases)."""
@@ -87,7 +95,9 @@ class ShardWriter:
 
     def holds(self, name: str, digest: str) -> bool:
         """Whether the bytes now on disk for `name` have this content hash (for resuming)."""
-        place = self._places[name]
+        place = self._places.get(name)
+        if place is None:  # a damaged journal
+            return False
         seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(place.nbytes, 1))))
         while seen.size < place.nbytes:
             piece = buffer[: min(len(buffer), place.nbytes - seen.size)]
@@ -112,6 +122,8 @@ class ShardWriter:
         """Flush all shards to disk and write the index, last, when there are several shards."""
         self._stop_flusher()
         with disk_errors(self.directory):
+            if self._flush_error is not None:
+                raise self._flush_error
             if self.durable:
                 for handle in self._handles.values():
                     os.fsync(handle)
@@ -133,8 +145,11 @@ class ShardWriter:
                 return
             self._wake.clear()
             for handle in tuple(self._handles.values()):
-                with contextlib.suppress(OSError):  # a failing disk shows in the next write or in `finish`
+                try:
                     os.fdatasync(handle)
+                except OSError as error:
+                    # the system tells a lost write once: the fsync in `finish` would not hear of it again
+                    self._flush_error = error
 
     def _stop_flusher(self) -> None:
         if self._flusher is not None:

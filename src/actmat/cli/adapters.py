@@ -17,7 +17,8 @@ def print_plan(plan: AdapterPlan, *, every: bool) -> None:
     """Groups of modules with what happens to them and why."""
     from rich.table import Table
 
-    from actmat.cli.screen import console, size
+    from actmat.cli.screen import console
+    from actmat.errors import format_size as size
 
     console.print(f"[bold]{plan.recipe.method}[/bold] over {len(plan.experts)} adapters, into an adapter")
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
@@ -49,7 +50,8 @@ def print_plan(plan: AdapterPlan, *, every: bool) -> None:
 
 def print_summary(plan: AdapterPlan, manifest: Mapping[str, Any], out: Path, seconds: float) -> None:
     """Ranks, error of the truncation, norms."""
-    from actmat.cli.screen import console, size
+    from actmat.cli.screen import console
+    from actmat.errors import format_size as size
 
     stats = [m["stats"] for m in manifest["modules"] if "norm" in m["stats"]]
     console.print(f"[bold]{out}[/bold]  ({plan.recipe.method}; {len(plan.experts)} adapters into an adapter)")
@@ -110,7 +112,8 @@ def print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
     """The description of an adapter for a reader."""
     from rich.table import Table
 
-    from actmat.cli.screen import console, size
+    from actmat.cli.screen import console
+    from actmat.errors import format_size as size
 
     console.print(f"[bold]{data['location']}[/bold]: LoRA adapter of {data['base_model'] or 'an unnamed base'}")
     console.print(f"{data['parameters']:,} parameters, {size(data['bytes'])}, " + ", ".join(data["dtypes"]))

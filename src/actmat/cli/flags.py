@@ -47,7 +47,7 @@ Scope = Annotated[
     ),
 ]
 Keep = Annotated[
-    list[str] | None, typer.Option("--keep", help="Pattern of tensors to copy from the base, such as '*.lm_head.*'.")
+    list[str] | None, typer.Option("--keep", help="Pattern of tensors to copy from the base, such as '*lm_head*'.")
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Output dtype: float32, bfloat16, float16 [default: the base's].")
@@ -108,12 +108,21 @@ def build_recipes(
     if methods and len(methods) == 1:
         overrides["method"] = methods[0]
     if recipe is None:
-        if not experts:
-            raise RecipeError("--expert must be given, or a recipe file (actmat merge RECIPE.yaml).")
+        lone = bool(experts) and not base and overrides.get("to") != "model" and _all_adapters(overrides["experts"])
+        missing = [f for f, given in (("--base", base or lone), ("--expert", experts)) if not given]
+        if missing:
+            raise typer.BadParameter(f"give {' and '.join(missing)}, or a recipe file (actmat merge RECIPE.yaml)")
         first = make_recipe(overrides)
     else:
         first = load_recipe(recipe, overrides)
     return _variants(first, list(methods or [first.method]), options or ())
+
+
+def _all_adapters(experts: Sequence[Mapping[str, Any]]) -> bool:
+    """Adapters merge into an adapter without a base."""
+    from actmat.checkpoints.adapter_open import is_adapter
+
+    return all(is_adapter(e["path"]) for e in experts)
 
 
 def _experts(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
@@ -136,8 +145,9 @@ def _variants(first: Recipe, methods: Sequence[str], texts: Sequence[str]) -> li
     twice = len(choices) < len(texts)
     if twice:
         raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
-    known = {m: get_method(m).options for m in methods}
-    unused = [n for n in choices if len(methods) > 1 and not any(n in o for o in known.values())]
+    # a single method may be misspelt: the plan says so, together with everything else that is wrong
+    known = {m: get_method(m).options for m in methods} if len(methods) > 1 else {}
+    unused = [n for n in choices if known and not any(n in o for o in known.values())]
     if unused:
         raise RecipeError(f"None of the methods has an option '{unused[0]}'.")
     recipes, labels = [], []

@@ -85,18 +85,20 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
 
 
 def _print(data: dict[str, Any], *, every: bool) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
-    from actmat.cli.screen import console, size
+    from actmat.cli.screen import console
+    from actmat.errors import format_size
 
     family = data["family"] or "not recognised, by names and shapes"
-    console.print(f"[bold]{data['location']}[/bold]")
-    console.print(f"{data['parameters']:,} parameters, {size(data['bytes'])}, family: {family}")
+    console.print(f"[bold]{escape(data['location'])}[/bold]")
+    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, family: {family}")
     console.print("dtypes: " + ", ".join(f"{k} ({n})" for k, n in data["dtypes"].items()))
-    console.print(f"files: {len(data['files'])} (" + ", ".join(list(data["files"])[:3])
-                  + (", ..." if len(data["files"]) > 3 else "") + ")")  # fmt: skip
+    files = ", ".join(list(data["files"])[:3]) + (", ..." if len(data["files"]) > 3 else "")
+    console.print(f"files: {len(data['files'])} ({files})", markup=False)
     for alias, canonical in data["ties"].items():
-        console.print(f"tied: {alias} = {canonical}")
+        console.print(f"tied: {alias} = {canonical}", markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("tensors", justify="right")
     table.add_column("role")
@@ -106,9 +108,9 @@ def _print(data: dict[str, Any], *, every: bool) -> None:
         groups.setdefault((row["role"], row["reason"]), []).append(row["name"])
     if every:
         for row in data["tensors"]:
-            table.add_row("x".join(map(str, row["shape"])), row["role"], f"{row['name']}: {row['reason']}")
+            table.add_row("x".join(map(str, row["shape"])), row["role"], escape(f"{row['name']}: {row['reason']}"))
     else:
         for (role, reason), names in groups.items():
             shown = names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
-            table.add_row(str(len(names)), role, f"{reason}\n[dim]{shown}[/dim]")
+            table.add_row(str(len(names)), role, f"{escape(reason)}\n[dim]{escape(shown)}[/dim]")
     console.print(table)

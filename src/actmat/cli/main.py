@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
+import typer.core
 
 from actmat.cli.demo import demo
 from actmat.cli.inspect import inspect
@@ -17,8 +19,21 @@ from actmat.version import __version__
 
 __all__ = ["app", "main"]
 
+
+class _Commands(typer.core.TyperGroup):
+    """Says what an interruption means, in place of typer's bare 'Aborted'."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own type of a context
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("actmat: interrupted; the same command goes on where it stopped.", err=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="actmat",
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -47,6 +62,3 @@ def main() -> None:
     except MergeError as error:
         typer.secho(f"actmat: {error}", fg="red" if sys.stderr.isatty() else None, err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo("actmat: interrupted; the same command goes on where it stopped.", err=True)
-        sys.exit(130)

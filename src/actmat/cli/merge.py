@@ -86,6 +86,8 @@ def merge(
             "any_base": any_base or None,
         },
     )
+    if any(r.out is None for r in recipes):
+        raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
     from actmat.api import run_recipes
     from actmat.cli.screen import MergeProgress
 
@@ -100,7 +102,10 @@ def merge(
 
 
 def _summary(report: MergeReport) -> None:
-    from actmat.cli.screen import console, size
+    from rich.markup import escape
+
+    from actmat.cli.screen import console
+    from actmat.errors import format_size
     from actmat.plan.model import MergePlan, count_actions
 
     plan = report.plan
@@ -113,13 +118,13 @@ def _summary(report: MergeReport) -> None:
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.tensors).items() if n)
     tensors = report.manifest["tensors"]
     unchanged = sum(t["unchanged"] and t["action"] in ("merge", "average") for t in tensors)
-    console.print(f"[bold]{report.out}[/bold]  ({plan.recipe.method}; {len(plan.experts)} experts)")
+    console.print(f"[bold]{escape(str(report.out))}[/bold]  ({plan.recipe.method}; {len(plan.experts)} experts)")
     console.print(f"  {counts}" + (f"; {unchanged} of them unchanged by every expert" if unchanged else ""))
     console.print(
-        f"  {size(plan.read_bytes)} read, {size(plan.write_bytes)} written in {report.seconds:.1f} s; "
+        f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
         "all hashes in actmat_manifest.json"
     )
     for note in plan.notes:
-        console.print(f"  note: {note}")
+        console.print(f"  note: {note}", markup=False)
     if nonfinite := sum(t["nonfinite"] for t in tensors):
         console.print(f"  note: {nonfinite} NaN or Inf entries of experts were treated as unchanged")

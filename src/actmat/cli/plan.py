@@ -88,23 +88,25 @@ def plan(
 
 
 def _print(p: MergePlan, *, every: bool) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
-    from actmat.cli.screen import console, size
+    from actmat.cli.screen import console
+    from actmat.errors import format_size
     from actmat.plan.model import count_actions
 
-    console.print(f"[bold]{p.recipe.method}[/bold] over {len(p.experts)} experts of {p.recipe.base}")
+    console.print(f"[bold]{p.recipe.method}[/bold] over {len(p.experts)} experts of {escape(p.recipe.base)}")
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("tensors", justify="right")
     table.add_column("action")
     table.add_column("which, and why", overflow="fold")
     if every:
         for t in p.tensors:
-            table.add_row("x".join(map(str, t.shape)), t.action, f"{t.name}: {t.reason}")
+            table.add_row("x".join(map(str, t.shape)), t.action, escape(f"{t.name}: {t.reason}"))
     else:
         for (action, reason), names in _groups(p).items():
             shown = names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
-            table.add_row(str(len(names)), action, f"{reason}\n[dim]{shown}[/dim]")
+            table.add_row(str(len(names)), action, f"{escape(reason)}\n[dim]{escape(shown)}[/dim]")
     console.print(table)
     counts = count_actions(p.tensors)
     console.print(
@@ -112,11 +114,11 @@ def _print(p: MergePlan, *, every: bool) -> None:
         f"{p.family or 'not recognised, by names and shapes'}"
     )
     console.print(
-        f"read {size(p.read_bytes)}, write {size(p.write_bytes)} in {len(p.shards)} file(s); peak memory "
-        f"{size(p.peak_bytes(1))} with one worker, {size(p.peak_bytes(2))} with two"
+        f"read {format_size(p.read_bytes)}, write {format_size(p.write_bytes)} in {len(p.shards)} file(s); peak memory "
+        f"{format_size(p.peak_bytes(1))} with one worker, {format_size(p.peak_bytes(2))} with two"
     )
     for note in p.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", markup=False)
 
 
 def _groups(p: MergePlan) -> dict[tuple[str, str], list[str]]:

@@ -1,4 +1,4 @@
-"""How things look on a terminal: tables that fit 80 columns, sizes, times, progress bars."""
+"""How things look on a terminal: tables that fit 80 columns, progress bars."""
 
 from __future__ import annotations
 
@@ -13,19 +13,10 @@ if TYPE_CHECKING:
     from actmat.plan import MergePlan
     from actmat.plan.adapter_model import AdapterPlan
 
-__all__ = ["MergeProgress", "console", "note_console", "size"]
+__all__ = ["MergeProgress", "console", "note_console"]
 
 console = Console(highlight=False)
 note_console = Console(stderr=True, highlight=False)
-
-
-def size(nbytes: float) -> str:
-    """`1.5 GB`, powers of ten, three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 999.5:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 class MergeProgress:
@@ -41,6 +32,7 @@ class MergeProgress:
             TimeRemainingColumn(),
             console=note_console,
             transient=True,
+            disable=not note_console.is_terminal,
         )
         self._task: TaskID | None = None
 

@@ -18,14 +18,16 @@ def verify(
 
     Exit code 0: everything matches; 1: something differs or cannot be found (all of it is listed).
     """
+    from rich.markup import escape
+
     from actmat.cli.screen import console
     from actmat.report.verify import verify as check
 
     result = check(out, inputs=inputs)
     for problem in result.problems:
-        console.print(f"[red]differs[/red]: {problem}", markup=True)
+        console.print(f"[red]differs[/red]: {escape(problem)}")
     checked = f"{result.tensors} tensors of {out}" + (f", inputs {', '.join(result.inputs)}" if result.inputs else "")
     if not result.ok:
-        console.print(f"{len(result.problems)} difference(s); checked {checked}")
+        console.print(f"{len(result.problems)} difference(s); checked {checked}", markup=False)
         raise typer.Exit(1)
-    console.print(f"[green]intact[/green]: {checked}")
+    console.print(f"[green]intact[/green]: {escape(checked)}")

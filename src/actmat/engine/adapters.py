@@ -20,6 +20,7 @@ from torch import Tensor
 
 from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writer import ShardWriter
 from actmat.engine.local import one_thread_each
@@ -33,7 +34,7 @@ from actmat.linalg.lowrank import LowRank, Reduced, frobenius_norm, reduce_rank,
 from actmat.methods import get_method
 from actmat.plan.adapter_model import AdapterPlan, ExtraPlan, ModulePlan
 
-__all__ = ["AdapterJob", "execute_adapters"]
+__all__ = ["AdapterJob", "check_finite", "execute_adapters"]
 
 
 @dataclass
@@ -58,7 +59,7 @@ def execute_adapters(
     Raises:
         CheckpointError: NaN or Inf in an adapter; all of them are listed.
     """
-    _check_finite(jobs[0].plan, adapters)
+    check_finite(dict(zip(jobs[0].plan.recipe.labels, adapters, strict=True)))
     budget = Budget(resources.memory)
 
     def work(job: AdapterJob, item: ModulePlan | ExtraPlan, surveys: Mapping[SurveyKey, Any]) -> None:
@@ -74,6 +75,7 @@ def execute_adapters(
                 rounded = tensor.to(torch_dtype(job.plan.dtype)).contiguous()
                 sink.write(raw_bytes(rounded))
                 record["hashes"][name] = sink.digest
+            record["hash"] = hash_names(record["hashes"].items())
             record["seconds"] = round(time.perf_counter() - began, 6)
         job.on_record(record)
         job.done[item.name] = record
@@ -91,10 +93,14 @@ def execute_adapters(
                 raise
 
 
-def _check_finite(plan: AdapterPlan, adapters: Sequence[Adapter]) -> None:
-    """Read every stored tensor once: adapters are small, and one message must name all bad values."""
+def check_finite(adapters: Mapping[str, Adapter]) -> None:
+    """Read every stored tensor once: adapters are small, and one message must name all bad values.
+
+    Raises:
+        CheckpointError: NaN or Inf.
+    """
     problems = []
-    for label, adapter in zip(plan.recipe.labels, adapters, strict=True):
+    for label, adapter in adapters.items():
         used = [n for m in adapter.modules.values() for n in (m.a, m.b, m.bias) if n is not None]
         for name in (*used, *adapter.extras.values()):
             bad = int((~torch.isfinite(adapter.weights.read(name))).sum())

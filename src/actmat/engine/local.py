@@ -9,17 +9,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
-from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.writer import ShardWriter, TensorSink
+from actmat.checkpoints.writer import ShardWriter
 from actmat.engine.deltas import Findings, TensorReader
 from actmat.engine.memory import Budget, Scratch
 from actmat.engine.resources import Resources
@@ -28,7 +25,6 @@ from actmat.engine.tensor import TensorRecord, Variant, merge_tensor
 from actmat.engine.ties import check_ties
 from actmat.errors import CheckpointError
 from actmat.plan.model import MergePlan, TensorPlan
-from actmat.plan.parts import CHUNK
 
 __all__ = ["Job", "execute", "one_thread_each"]
 
@@ -67,6 +63,8 @@ def execute(
     compute = torch_dtype(jobs[0].plan.recipe.compute_dtype)
     device = torch.device(resources.device)
     items = _items(jobs)
+    peaks = [_peak_bytes(group, compute.itemsize) for _, group in items]
+    moving = {name for name, group in items if any(_worth_moving(p) for _, p in group)}
     budget = Budget(resources.memory)
     local = threading.local()
     stop = threading.Event()
@@ -74,32 +72,34 @@ def execute(
     def reader_for(item: TensorPlan, notes: Findings = findings) -> TensorReader:
         if not hasattr(local, "scratch"):
             local.scratch = Scratch()
-        where = device if item.call is not None and _worth_moving(item) else torch.device("cpu")
+        where = device if item.name in moving else torch.device("cpu")
         return TensorReader(item, base, experts, labels, compute, where, local.scratch, notes)
 
     def work(index: int) -> None:
         if stop.is_set():
             return
         name, group = items[index]
-        with budget.hold(max(p.peak_bytes for _, p in group)), torch.no_grad():
+        with budget.hold(peaks[index]), torch.no_grad():
             if stop.is_set():
                 return
             if index + resources.workers < len(items):
-                upcoming = items[index + resources.workers][1][0][1]
+                upcoming = _leader(items[index + resources.workers][1])
                 base.prefetch([upcoming.name])
                 for expert, source in zip(experts, upcoming.sources, strict=False):
                     expert.prefetch([source])
-            results = _one_tensor(group, base, reader_for, findings, surveys)
+            leader = _leader(group)
+            results = merge_tensor(_variants(group, surveys), reader_for(leader), findings)
             if results and any(p.aliases or any(p.twins) for _, p in group):
-                item, record = group[0][1], results[0][1]
-                check_ties(item, base, experts, labels, record.base_hash, record.expert_hashes, findings)
+                record = next(r for (_, p), r in zip(group, results, strict=True) if p is leader)
+                check_ties(leader, base, experts, labels, record.base_hash, record.expert_hashes, findings)
             if not findings.fatal:
                 _finish(group, results)
         progress(name, max(p.read_bytes + p.write_bytes for _, p in group))
 
     with one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
         unfinished = [j.plan for j in jobs if any(job is j for _, group in items for job, _ in group)]
-        surveys = run_surveys(unfinished, lambda item: reader_for(item, Findings(tolerated=True)), pool)
+        found = run_surveys(unfinished, lambda item: reader_for(item, Findings(tolerated=True)), pool)
+        surveys = {id(p): f for p, f in zip(unfinished, found, strict=True)}
         try:
             for future in concurrent.futures.as_completed([pool.submit(work, i) for i in range(len(items))]):
                 future.result()
@@ -124,7 +124,8 @@ def _items(jobs: Sequence[Job]) -> list[tuple[str, Group]]:
     groups: dict[str, Group] = {}
     for job in jobs:
         for item in job.plan.tensors:
-            if item.action != "tie" and item.name not in job.done:
+            # an interruption may fall between the journal's lines of a tensor and of those tied to it
+            if item.action != "tie" and not job.done.keys() >= {item.name, *item.aliases}:
                 groups.setdefault(item.name, []).append((job, item))
     return list(groups.items())
 
@@ -133,63 +134,40 @@ def _worth_moving(item: TensorPlan) -> bool:
     """Whether an accelerator helps: elementwise rules cost less than the way there and back."""
     from actmat.methods import get_method
 
-    assert item.call is not None
-    return get_method(item.call.method).acts_on != "elementwise"
+    return item.call is not None and get_method(item.call.method).acts_on != "elementwise"
 
 
-def _one_tensor(
-    group: Group,
-    base: Checkpoint,
-    reader_for: Callable[[TensorPlan], TensorReader],
-    findings: Findings,
-    surveys: dict[SurveyKey, Any],
-) -> list[tuple[Job, TensorRecord]]:
-    out: list[tuple[Job, TensorRecord]] = []
-    merging = [(j, p) for j, p in group if p.action != "copy"]
-    for job, item in group:
-        if item.action == "copy":
-            out.append((job, _copy(item, base, job.writer.sink(item.name, item.aliases))))
-    if merging:
-        variants = [
-            Variant(
-                item=p,
-                sink=j.writer.sink(p.name, p.aliases),
-                seed=j.plan.recipe.seed,
-                postprocess=j.plan.recipe.postprocess,
-                survey=surveys.get(survey_key(p.call)) if p.call else None,
-            )
-            for j, p in merging
-        ]
-        reader = reader_for(merging[0][1])
-        records = merge_tensor(variants, reader, findings)
-        out.extend(zip((j for j, _ in merging), records, strict=False))
-    return out
+def _leader(group: Group) -> TensorPlan:
+    """The item that says what is read: one that merges, where there is one, else the experts are left alone."""
+    return next((p for _, p in group if p.call is not None), group[0][1])
 
 
-def _finish(group: Group, results: list[tuple[Job, TensorRecord]]) -> None:
-    plans = {id(j): p for j, p in group}
-    for job, record in results:
+def _peak_bytes(group: Group, itemsize: int) -> int:
+    """Memory for one tensor: its plan's; where several variants share the deltas, all of these are alive."""
+    largest = max(p.peak_bytes for _, p in group)
+    merging = [p for _, p in group if p.call is not None]
+    return largest + (merging[0].numel * len(merging[0].sources) * itemsize if len(merging) > 1 else 0)
+
+
+def _variants(group: Group, surveys: Mapping[int, Mapping[SurveyKey, Any]]) -> list[Variant]:
+    return [
+        Variant(
+            item=item,
+            sink=job.writer.sink(item.name, item.aliases),
+            seed=job.plan.recipe.seed,
+            postprocess=job.plan.recipe.postprocess,
+            survey=surveys[id(job.plan)].get(survey_key(item.call)) if item.call else None,
+        )
+        for job, item in group
+    ]
+
+
+def _finish(group: Group, records: Sequence[TensorRecord]) -> None:
+    for (job, item), record in zip(group, records, strict=True):
         row = record.to_json()
-        job.on_record(row)
-        job.done[record.name] = row
-        for alias in plans[id(job)].aliases:
-            job.done[alias] = row | {"name": alias, "seconds": 0.0}
-            job.on_record(job.done[alias])
-
-
-def _copy(item: TensorPlan, base: Checkpoint, sink: TensorSink) -> TensorRecord:
-    """The base's tensor, bit for bit unless the output has another float dtype."""
-    began = time.perf_counter()
-    dtype, out_dtype = torch_dtype(item.base_dtype), torch_dtype(item.out_dtype)
-    seen = ContentHash()
-    numel = item.numel
-    for start in range(0, numel, CHUNK):
-        piece = torch.empty(min(CHUNK, numel - start), dtype=dtype)
-        data = raw_bytes(piece)
-        base.read_into(item.name, start * piece.itemsize, data)
-        seen.update(data)
-        sink.write(raw_bytes(piece.to(out_dtype)))
-    return TensorRecord(item.name, sink.digest, seen.hexdigest(), unchanged=True, seconds=time.perf_counter() - began)
+        for name in (item.name, *item.aliases):
+            job.done[name] = row if name == item.name else row | {"name": name, "seconds": 0.0}
+            job.on_record(job.done[name])
 
 
 @contextlib.contextmanager

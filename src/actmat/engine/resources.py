@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 
 from actmat.checkpoints.shards import parse_size
 from actmat.engine.memory import available_memory
-from actmat.errors import RecipeError
+from actmat.errors import RecipeError, format_size
 from actmat.plan.adapter_model import AdapterPlan
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import MergePlan
@@ -39,15 +40,15 @@ def check_device(device: str) -> None:
     Raises:
         RecipeError: it cannot, or there is no such device; says what there is.
     """
-    kind = device.partition(":")[0]
+    kind, _, number = device.partition(":")
     problem = None
-    if kind not in ("cpu", "cuda", "mps"):
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
         problem = f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'"
     elif kind == "cuda" and not torch.cuda.is_available():
         problem = (
             "device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
         )
-    elif kind == "cuda" and ":" in device and int(device.partition(":")[2]) >= torch.cuda.device_count():
+    elif kind == "cuda" and number and int(number) >= torch.cuda.device_count():
         problem = f"there is no '{device}': torch sees {torch.cuda.device_count()} CUDA device(s)"
     elif kind == "mps" and not torch.backends.mps.is_available():
         problem = "device 'mps' was asked for, but this torch has no Metal support"
@@ -69,7 +70,7 @@ def share_resources(
     Raises:
         RecipeError: the largest tensor alone does not fit.
     """
-    workers = threads or len(os.sched_getaffinity(0))
+    workers = len(os.sched_getaffinity(0)) if threads is None else threads
     if workers < 1:
         raise RecipeError(f"--threads must be at least 1; got {threads}.")
     largest = max((t.peak_bytes for p in plans for t in p.tensors), default=0)
@@ -79,7 +80,7 @@ def share_resources(
     if limit < BASELINE_BYTES + largest:
         worst = max((t for p in plans for t in p.tensors), key=lambda t: t.peak_bytes)
         raise RecipeError(
-            f"--max-memory {max_memory} is too little: tensor '{worst.name}' alone needs {largest / 1e9:.2f} GB, the "
-            f"process itself {BASELINE_BYTES / 1e9:.2f} GB: allow at least {(BASELINE_BYTES + largest) / 1e9:.2f} GB."
+            f"--max-memory {max_memory} is too little: tensor '{worst.name}' alone needs {format_size(largest)}, "
+            f"the process itself {format_size(BASELINE_BYTES)}: allow at least {format_size(BASELINE_BYTES + largest)}."
         )
     return Resources(workers, limit - BASELINE_BYTES, device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from actmat.engine.deltas import TensorReader
-from actmat.methods import MergeMethod, get_method
+from actmat.methods import Survey, get_method
 from actmat.plan.model import MergePlan, MethodCall, TensorPlan
 from actmat.plan.parts import cut
 
@@ -20,10 +20,10 @@ __all__ = ["SurveyKey", "run_surveys", "survey_key"]
 
 @dataclass
 class _Running:
-    """One survey: its rule, the tensors it is about, its state."""
+    """One survey: the tensors it is about, its state."""
 
-    method: MergeMethod
-    items: dict[str, TensorPlan]
+    survey: Survey
+    items: Sequence[TensorPlan]
     state: Any
 
 
@@ -37,51 +37,60 @@ def survey_key(call: MethodCall) -> SurveyKey:
 
 def run_surveys(
     plans: Sequence[MergePlan], reader_for: Callable[[TensorPlan], TensorReader], pool: Executor
-) -> dict[SurveyKey, Any]:
-    """What `Survey.finish` gave, per kind of call.
+) -> list[dict[SurveyKey, Any]]:
+    """What `Survey.finish` gave: for each plan, per kind of call.
 
-    All tensors of the plans take part, also those that an earlier run finished: a threshold over the whole model
-    must not depend on where a merge was interrupted.
+    All tensors of a plan take part, also those that an earlier run finished: a threshold over the whole model must
+    not depend on where a merge was interrupted. Plans that survey the same tensors in the same way share the pass.
     """
-    running: dict[SurveyKey, _Running] = {}
+    shared: dict[tuple[SurveyKey, frozenset[str]], Any] = {}
+    out: list[dict[SurveyKey, Any]] = []
     for plan in plans:
-        for item in plan.tensors:
-            if item.call is None:
-                continue
-            method = get_method(item.call.method)
-            if method.survey is None or not method.survey.applies(item.call.options):
-                continue
-            key = survey_key(item.call)
-            if key not in running:
-                running[key] = _Running(method, {}, method.survey.start(len(item.sources), item.call.options))
-            running[key].items.setdefault(item.name, item)
-    for survey in running.values():
-        _run(survey, reader_for, pool)
-    out = {}
-    for key, survey in running.items():
-        assert survey.method.survey is not None
-        out[key] = survey.method.survey.finish(survey.state)
+        found = {}
+        for key, items in _surveyed(plan).items():
+            call, names = items[0].call, frozenset(i.name for i in items)
+            assert call is not None
+            if (key, names) not in shared:
+                survey = get_method(call.method).survey
+                assert survey is not None
+                running = _Running(survey, items, survey.start(len(items[0].sources), call.options))
+                _run(running, reader_for, pool)
+                shared[key, names] = survey.finish(running.state)
+            found[key] = shared[key, names]
+        out.append(found)
     return out
 
 
+def _surveyed(plan: MergePlan) -> dict[SurveyKey, list[TensorPlan]]:
+    """The tensors that one plan wants surveyed, per kind of call."""
+    groups: dict[SurveyKey, list[TensorPlan]] = {}
+    for item in plan.tensors:
+        if item.call is None:
+            continue
+        survey = get_method(item.call.method).survey
+        if survey is not None and survey.applies(item.call.options):
+            groups.setdefault(survey_key(item.call), []).append(item)
+    return groups
+
+
 def _run(running: _Running, reader_for: Callable[[TensorPlan], TensorReader], pool: Executor) -> None:
-    survey = running.method.survey
-    assert survey is not None
+    survey = running.survey
     turn = threading.Lock()  # a state is not thread-safe; reading and subtracting still overlap
 
     def observe(item: TensorPlan) -> None:
         assert item.call is not None
         reader = reader_for(item)
+        acts_on = get_method(item.call.method).acts_on
         with torch.no_grad():
-            for part in cut(item.shape, item.layout, running.method.acts_on):
+            for part in cut(item.shape, item.layout, acts_on):
                 deltas = list(reader.deltas(part, reader.read_base(part)))
-                split = [part.layout.to_matrices(d) if running.method.acts_on == "matrix" else [d] for d in deltas]
+                split = [part.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
                 with turn:
                     for k in range(len(split[0])):
                         survey.observe(running.state, [s[k] for s in split], item.call.options)
 
     again = True
     while again:
-        for _ in pool.map(observe, running.items.values()):
+        for _ in pool.map(observe, running.items):
             pass
         again = survey.advance(running.state)

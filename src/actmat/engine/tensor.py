@@ -1,15 +1,18 @@
 """Merge one tensor: read, apply the rule of every variant, add to the base, cast, write.
 
-Several variants (methods, options) of one merge share the reading, and those of one family share the first stage
-of the computation.
+Several variants (methods, options, scopes) of one merge share the reading, and those of one family share the first
+stage of the computation. Each works on the parts that it would work on alone, so that its bytes do not depend on its
+company.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,12 +22,12 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writer import TensorSink
 from actmat.engine.deltas import Findings, TensorReader
-from actmat.errors import NumericalError
+from actmat.errors import NumericalError, RecipeError
+from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.caps import cap_delta
 from actmat.methods import Merged, MergeMethod, get_method
-from actmat.methods.contract import ActsOn
 from actmat.plan.model import MethodCall, TensorPlan
-from actmat.plan.parts import CHUNK, Part, cut
+from actmat.plan.parts import CHUNK, Part, cut, granularity
 from actmat.recipe import Postprocess
 
 __all__ = ["TensorRecord", "Variant", "generator_for", "merge_tensor"]
@@ -40,7 +43,6 @@ class Variant:
     postprocess: Postprocess
     survey: Any = None
     stats: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def call(self) -> MethodCall:
@@ -52,6 +54,13 @@ class Variant:
     def method(self) -> MergeMethod:
         """Declaration of the rule."""
         return get_method(self.call.method)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What one call of the rule sees, in storage order; a copy is content with any and names none."""
+        if self.item.call is None:
+            return ()
+        return tuple(cut(self.item.shape, self.item.layout, granularity(self.method, self.postprocess)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,76 +91,146 @@ class TensorRecord:
 
 
 def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Findings) -> list[TensorRecord]:
-    """Do one tensor for all variants; all of them have a rule. Records come in the order of the variants."""
+    """Do one tensor for all variants, merges and copies alike; records come in the order of the variants.
+
+    Where all of them want the same parts, the tensor is read part by part, else whole, and cut in memory.
+    """
     began = time.perf_counter()
-    item = variants[0].item
+    members: dict[tuple[Part, ...], list[Variant]] = {}
+    for variant in variants:
+        if variant.parts:
+            members.setdefault(variant.parts, []).append(variant)
+    copies = [v for v in variants if not v.parts]
     changed_anywhere = False
-    for part in cut(item.shape, item.layout, _coarsest([v.method.acts_on for v in variants])):
+    for part in _parts_to_read(variants[0].item, list(members)):
         base_raw = reader.read_base(part)
+        for variant in copies:
+            _write(variant, part, base_raw, None, reader)
+        if not members:
+            continue
         deltas = reader.deltas(part, base_raw)
         if findings.fatal:  # nothing of this merge will be kept: read on only to find the other bad values
             for _ in deltas:
                 pass
             continue
-        lazy = len(variants) == 1 and variants[0].method.one_pass and not _several_matrices(variants[0], part)
+        alone = len(variants) - len(copies) == 1
+        lazy = alone and all(v.item.factored or _walks_once(v, part) for (v,) in members.values())
+        if alone and lazy and any(v.item.factored for (v,) in members.values()):
+            deltas.changed = True  # adapters alone: no dense delta is formed, and the plan lists changed tensors only
         held: Sequence[Tensor] = deltas if lazy else list(deltas)
-        merged = _apply_all(variants, part, held, base_raw, reader)
+        for parts, group in members.items():
+            for own in parts if len(members) > 1 else (part,):
+                narrow = own is not part
+                own_deltas = [_narrow(d, own).view(own.shape) for d in held] if narrow else held
+                own_base = _narrow(base_raw, own) if narrow else base_raw
+                states: dict[Any, Any] = {}
+                for variant in group:
+                    with _named(variant):
+                        value = _merge_part(variant, own, own_deltas, own_base, reader, states)
+                    changed = any(bool(d.any()) for d in own_deltas) if narrow else deltas.changed
+                    _write(variant, own, own_base, value if changed else None, reader)
         changed_anywhere |= deltas.changed
-        for variant, value in zip(variants, merged, strict=True):
-            _write(variant, part, base_raw, value if deltas.changed else None, reader)
     if findings.fatal:
         return []
     base_hash, expert_hashes = reader.hashes()
     share = (time.perf_counter() - began) / len(variants)
     return [
         TensorRecord(
-            name=item.name,
+            name=v.item.name,
             hash=v.sink.digest,
             base_hash=base_hash,
-            expert_hashes=expert_hashes,
+            expert_hashes=expert_hashes if v.parts else (),
             stats=v.stats,
-            unchanged=not changed_anywhere,
-            nonfinite=findings.count(item.name),
+            unchanged=not (v.parts and changed_anywhere),
+            nonfinite=findings.count(v.item.name) if v.parts else 0,
             seconds=share,
         )
         for v in variants
     ]
 
 
-def _coarsest(kinds: Sequence[ActsOn]) -> ActsOn:
-    """The cut that suits all variants: a rule on entries can work on any part, a matrix rule on a whole tensor."""
-    return next(k for k in ("tensor", "matrix", "elementwise") if k in kinds)
+def _parts_to_read(item: TensorPlan, wanted: Sequence[tuple[Part, ...]]) -> Sequence[Part]:
+    if not wanted:
+        return cut(item.shape, item.layout, "elementwise")
+    return wanted[0] if len(wanted) == 1 else [Part(0, item.numel, item.shape, item.layout)]
 
 
-def _several_matrices(variant: Variant, part: Part) -> bool:
-    return variant.method.acts_on == "matrix" and len(part.layout.matrix_shapes(part.shape)) > 1
+def _narrow(whole: Tensor, own: Part) -> Tensor:
+    return whole.reshape(-1)[own.start : own.stop]
 
 
-def _apply_all(
-    variants: Sequence[Variant], part: Part, deltas: Sequence[Tensor], base_raw: Tensor, reader: TensorReader
-) -> list[Tensor]:
-    """Merged delta of each variant, flat, in the compute dtype, on the CPU."""
-    states: dict[Any, Any] = {}
-    out = []
-    for variant in variants:
-        if variant.method.acts_on == "matrix":
-            split = [part.layout.to_matrices(d) for d in deltas] if not _is_single(part) else None
-            shapes = part.layout.matrix_shapes(part.shape)
-            values = []
-            for k in range(len(shapes)):
-                matrices = deltas if split is None else [s[k] for s in split]
-                label = _label(part, k)
-                merged = _apply(variant, matrices, label, k, part, base_raw, reader, states)
-                values.append(_post(variant, merged, matrices).value)
-                _note(variant, label, merged)
-            value = part.layout.from_matrices(values, part.shape)
-        else:
-            merged = _apply(variant, deltas, part.label, 0, part, base_raw, reader, states)
-            value = _post(variant, merged, deltas).value
-            if variant.method.acts_on == "tensor":
-                _note(variant, part.label, merged)
-        out.append(value.reshape(-1))
-    return out
+def _walks_once(variant: Variant, part: Part) -> bool:
+    """Whether the deltas of the part are looked at once: one pass over one matrix, and no caps that measure them."""
+    several = variant.method.acts_on == "matrix" and len(part.layout.matrix_shapes(part.shape)) > 1
+    return variant.method.one_pass and not several and not variant.postprocess.caps
+
+
+def _merge_part(
+    variant: Variant,
+    part: Part,
+    deltas: Sequence[Tensor],
+    base_raw: Tensor,
+    reader: TensorReader,
+    states: dict[Any, Any],
+) -> Tensor:
+    """Merged delta of one part, flat, in the compute dtype. `states`: first stages that variants share."""
+    if variant.method.acts_on != "matrix":
+        merged = _apply(variant, deltas, part.label, 0, part, base_raw, reader, states)
+        if variant.method.acts_on == "tensor":
+            _note(variant, part.label, merged.stats)
+        return _finite(_cap_pieces(variant, merged.value, deltas, part).reshape(-1), variant)
+    if variant.item.factored:
+        return _merge_factored(variant, part, reader)
+    split = [part.layout.to_matrices(d) for d in deltas] if not _is_single(part) else None
+    values = []
+    for k in range(len(part.layout.matrix_shapes(part.shape))):
+        matrices = deltas if split is None else [s[k] for s in split]
+        label = _label(part, k)
+        merged = _apply(variant, matrices, label, k, part, base_raw, reader, states)
+        _note(variant, label, merged.stats)
+        values.append(_cap(variant, merged.value, matrices, part.layout, label))
+    return _finite(part.layout.from_matrices(values, part.shape).reshape(-1), variant)
+
+
+def _merge_factored(variant: Variant, part: Part, reader: TensorReader) -> Tensor:
+    """The same from the factors of adapters, by the rule's low-rank form; multiplied out once."""
+    method, call = variant.method, variant.call
+    assert method.merge_lowrank is not None, "the plan saw to it"
+    values = []
+    for k, deltas in enumerate(reader.factors(part)):
+        label = _label(part, k)
+        needs: dict[str, Any] = {"weights": call.weights} if method.is_weighted else {}
+        if method.is_random:
+            needs["generator"] = generator_for(variant.seed, variant.item.name, label or str(part.start))
+        if "survey" in method.needs:
+            needs["survey"] = variant.survey
+        merged = method.merge_lowrank(deltas, **needs, **call.options)
+        _note(variant, label, merged.stats)
+        values.append(merged.value.dense().to(reader.compute_dtype))
+    return _finite(part.layout.from_matrices(values, part.shape).reshape(-1), variant)
+
+
+def _finite(value: Tensor, variant: Variant) -> Tensor:
+    # a sum is finite if every entry is (or it overflows): one cheap pass, an exact one only then
+    if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
+        raise NumericalError(
+            f"gave NaN or Inf for finite deltas, with options {dict(variant.call.options)}. Likely cause: options out "
+            "of proportion to the deltas, or deltas whose squares overflow; try --compute-dtype float64, other "
+            "options, or another method for this tensor"
+        )
+    return value
+
+
+@contextlib.contextmanager
+def _named(variant: Variant) -> Iterator[None]:
+    """Rules do not know their tensor's name; who reads their errors must."""
+    where = f"tensor '{variant.item.name}', method '{variant.call.method}'"
+    try:
+        yield
+    except NumericalError as error:
+        raise NumericalError(f"{where}: {error}") from error
+    except ValueError as error:  # an option or a weight that only the values show to be wrong
+        raise RecipeError(f"{where}: {error}") from error
 
 
 def _is_single(part: Part) -> bool:
@@ -188,13 +267,31 @@ def _apply(
     return method.stages.finish(states[key], **needs, **call.options)
 
 
-def _post(variant: Variant, merged: Merged, deltas: Sequence[Tensor]) -> Merged:
-    caps = variant.postprocess
-    if caps.norm_cap is None and caps.singular_value_cap is None:
+def _cap_pieces(variant: Variant, merged: Tensor, deltas: Sequence[Tensor], part: Part) -> Tensor:
+    """Caps for a rule that knows no matrices: they hold for each matrix of the tensor all the same."""
+    if not variant.postprocess.caps:
         return merged
-    value, stats = cap_delta(merged.value, deltas, norm_cap=caps.norm_cap, singular_value_cap=caps.singular_value_cap)
-    variant.stats.update(stats)
-    return Merged(value, merged.stats)
+    out = torch.empty_like(merged).reshape(-1)
+    for piece in cut(part.shape, part.layout, "matrix"):
+        value, *own = (piece.layout.to_matrices(_narrow(x, piece).view(piece.shape)) for x in (merged, *deltas))
+        capped = [
+            _cap(variant, matrix, [matrices[k] for matrices in own], piece.layout, _label(piece, k))
+            for k, matrix in enumerate(value)
+        ]
+        _narrow(out, piece).copy_(piece.layout.from_matrices(capped, piece.shape).reshape(-1))
+    return out.view(merged.shape)
+
+
+def _cap(variant: Variant, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLayout, label: str) -> Tensor:
+    """Caps on one matrix; a table of vectors has no singular values worth the name, so only its norm is capped."""
+    caps = variant.postprocess
+    if not caps.caps:
+        return merged
+    is_matrix = layout.role.is_matrix or layout.role is Role.CONVOLUTION
+    limit = caps.singular_value_cap if is_matrix else None
+    value, stats = cap_delta(merged, deltas, norm_cap=caps.norm_cap, singular_value_cap=limit)
+    _note(variant, label, stats)
+    return value
 
 
 def _label(part: Part, k: int) -> str:
@@ -202,13 +299,13 @@ def _label(part: Part, k: int) -> str:
     return "/".join(x for x in (part.label, blocks[k].name if blocks else "") if x)
 
 
-def _note(variant: Variant, label: str, merged: Merged) -> None:
-    if not merged.stats:
+def _note(variant: Variant, label: str, stats: Mapping[str, Any]) -> None:
+    if not stats:
         return
     if label:
-        variant.stats.setdefault("parts", {})[label] = dict(merged.stats)
+        variant.stats.setdefault("parts", {}).setdefault(label, {}).update(stats)
     else:
-        variant.stats.update(merged.stats)
+        variant.stats.update(stats)
 
 
 def generator_for(seed: int, name: str, label: str) -> torch.Generator:
@@ -231,10 +328,25 @@ def _write(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | None,
             wide = reader.wide_base(part.start + low, piece)
             piece = torch.add(wide, change, alpha=variant.call.scale, out=merged)
         if piece.dtype != out_dtype:
-            piece = reader.scratch.take("out", piece.numel(), out_dtype).copy_(piece)
-            if out_dtype == torch.float16 and not bool(torch.isfinite(piece).all()):
-                raise NumericalError(
-                    f"tensor '{variant.item.name}' has values beyond float16's range (65504) after merging with "
-                    f"'{variant.call.method}'; write with --dtype bfloat16 or float32, or lower the scale"
-                )
+            cast = reader.scratch.take("out", piece.numel(), out_dtype).copy_(piece)
+            _check_range(variant.item, piece, cast)
+            piece = cast
         variant.sink.write(raw_bytes(piece))
+
+
+def _check_range(item: TensorPlan, value: Tensor, cast: Tensor) -> None:
+    """Whether finite entries became infinite; what was not finite before (a mask of -inf in the base) may stay so.
+
+    Raises:
+        NumericalError: they did.
+    """
+    narrower = cast.dtype == torch.float16 or value.dtype == torch.float64
+    if not narrower or bool(torch.isfinite(cast).all()):
+        return
+    lost = torch.isfinite(value) & ~torch.isfinite(cast)
+    if bool(lost.any()):
+        how = f"after merging with '{item.call.method}'" if item.call else "in the base"
+        raise NumericalError(
+            f"tensor '{item.name}' has values beyond {item.out_dtype}'s range ({torch.finfo(cast.dtype).max:g}) {how}, "
+            f"such as {float(value[lost][0]):g}; write with --dtype bfloat16 or float32, or lower the scale"
+        )

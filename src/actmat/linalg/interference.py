@@ -230,7 +230,7 @@ def _start(
     else:
         moments = [StackedMoments(rows, *stack, delta) for _ in range(count)]
     total = None if rule.null == "zero" else delta.new_zeros(count, rows, columns)
-    state = State([], delta.shape, delta[..., :0, :0], left, total, 0.0, width or columns, [], ())
+    state = State([], delta.shape, delta.new_empty(0), left, total, 0.0, width or columns, [], ())
     return state, moments
 
 
@@ -257,7 +257,8 @@ def checked_deltas(
         raise ValueError(
             f"the interference family needs finite weights >= 0 (they weight semidefinite matrices), found {bad}"
         )
-    for index, (delta, share) in enumerate(zip(deltas, shares, strict=True)):
+    for index, share in enumerate(shares):  # not over zip, whose result tuple keeps an older delta alive
+        delta = deltas[index]
         squares = [float(torch.linalg.vector_norm(m, dtype=torch.float64)) ** 2 for m in batch_items(delta)]
         if not math.isfinite(sum(squares)):
             raise NumericalError(

@@ -93,7 +93,8 @@ class StreamedCut:
     """The same selection over a stream that is too large to hold: pass over it once per round.
 
     Call `observe` with every piece, then `advance`; repeat while that returns True, then read `cut`.
-    `observe` may be called from several threads; the order of pieces does not matter.
+    `observe` may be called from several threads; the order of pieces does not matter. Once `cut` is known, both
+    leave it as it is, so that several selections may share rounds of which some need fewer.
 
     Args:
         rank: total number of entries -> `k`, asked once the first round has counted them.
@@ -115,6 +116,8 @@ class StreamedCut:
         Raises:
             ValueError: the piece has another dtype than those before it (its digits would not be comparable).
         """
+        if self.cut is not None:
+            return
         with self._lock:
             self._dtype = self._dtype or flat_N.dtype
         if flat_N.dtype != self._dtype:
@@ -129,13 +132,14 @@ class StreamedCut:
 
     def advance(self) -> bool:
         """End a round: True when another pass is needed, False when `cut` is known."""
+        if self.cut is not None:
+            return False
         if self._round == 0:
             self._total = 0 if self._counts is None else int(self._counts.sum())
             k = self.rank(self._total)
             if not 0 < k < self._total:
                 self.cut = _outer_cut(k, self._total)
-        if self.cut is not None:
-            return False
+                return False
         assert self._counts is not None, "every round sees the same pieces"
         assert self._dtype is not None
         k = self.rank(self._total)

@@ -60,7 +60,8 @@ def merge(
     """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = D_t^T D_t`; the defaults are the paper's rule.
 
     The minimiser of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off. Multiplying all `K_t` by
-    one number changes nothing; experts whose row spaces are linearly independent give the plain sum.
+    one number changes nothing. Experts whose row spaces are linearly independent are all met, `D* D_t^T = D_t D_t^T`,
+    whatever the weights; where the row spaces are orthogonal, that is the plain sum.
 
     Args:
         weights: non-negative, one per expert; they multiply `K_t`.

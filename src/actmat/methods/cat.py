@@ -80,7 +80,8 @@ def removal_basis(deltas: Sequence[Tensor], grams: Sequence[Tensor], task: int, 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, n_out, n_in = shape
     rank = min(int(options.get("rank", 2)), n_out)
-    return math.prod(batch) * (2 * n_out * n_in + n_in * n_in + 4 * n_out * n_out + 3 * n_experts * rank * n_out)
+    one = 2 * n_out * n_in + n_in * n_in + 6 * n_out * n_out + 3 * n_experts * rank * n_out
+    return math.prod(batch) * one  # 6 O^2: the conflict, its symmetric part, eigenvectors and LAPACK's work space
 
 
 CAT = MergeMethod(

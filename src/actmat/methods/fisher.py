@@ -33,7 +33,7 @@ def merge(
     """`D* = sum_t c_t F_t D_t / sum_t c_t F_t`, entry by entry; `F_t >= 0` the diagonal Fisher of expert t.
 
     Equal to averaging the weights themselves, because the coefficients of an entry sum to 1. Entries without any
-    Fisher take the mean of the experts (`floor_use="add"`).
+    Fisher take the mean of the experts weighted by their floors (`floor_use="add"`).
 
     Args:
         statistics: `"fisher"`, one tensor per expert in the shape of its delta.

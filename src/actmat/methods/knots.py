@@ -29,12 +29,16 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.ballot import Poll, elect_mean, kth_magnitude
+from actmat.linalg.election import elect, weighted_sum
 from actmat.linalg.joint import JointBasis, joint_basis
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
+from actmat.linalg.masks import Trim
 from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.threshold import StreamedCut, kth_magnitudes
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Survey
+from actmat.methods.dare import drops
+from actmat.methods.ties import kept_entries
 
 __all__ = ["KNOTS", "merge", "merge_lowrank"]
 
@@ -150,12 +154,20 @@ def _by_entry(
     survey: Sequence[float] | None,
     generator: torch.Generator | None,
 ) -> Tensor:
+    kept = _density(rule, density)
     if rule == "dare":
-        return _dropped_sum(parts_RI, _density(rule, density), generator)
+        if generator is None:
+            raise ValueError('knots: rule="dare" draws random masks and needs a generator; give a seed')
+        scale = 1 / kept if kept > 0 else 1.0
+        return weighted_sum(parts_RI, drops([kept] * len(parts_RI), generator), [scale] * len(parts_RI))
     if survey is not None and trim == "global":
-        return elect_mean(parts_RI, survey)
-    ranks = (_kept(_density(rule, density), part[on_R].numel()) for part in parts_RI)
-    return elect_mean(parts_RI, [kth_magnitude(p[on_R].reshape(-1), k) for p, k in zip(parts_RI, ranks, strict=True)])
+        cuts = list(survey)
+    else:
+        rank = _kept(kept, parts_RI[0][on_R].numel())
+        cuts = [kth_magnitudes(part_RI[on_R].reshape(-1), [rank])[0].value for part_RI in parts_RI]
+    ones = [1.0] * len(parts_RI)
+    masks = [Trim.at(cut, parts_RI[0].dtype) for cut in cuts]
+    return elect(parts_RI, masks, scales=ones, counts=ones, zero_sign="zero")
 
 
 def _density(rule: Rule, density: float | None) -> float:
@@ -165,21 +177,7 @@ def _density(rule: Rule, density: float | None) -> float:
 
 
 def _kept(density: float, total: int) -> int:
-    """How many of `total` coordinates the original keeps: those `>=` the value just below the top fraction."""
-    if density <= 0 or density >= 1:
-        return 0 if density <= 0 else total
-    return min(total, int(density * total) + 1)
-
-
-def _dropped_sum(parts_RI: Sequence[Tensor], density: float, generator: torch.Generator | None) -> Tensor:
-    if generator is None:
-        raise ValueError('knots: rule="dare" draws random masks and needs a generator; give a seed')
-    total_RI = torch.zeros_like(parts_RI[0])
-    if density > 0:
-        for part_RI in parts_RI:
-            kept = torch.rand(part_RI.shape, generator=generator, dtype=torch.float64) < density
-            total_RI += part_RI * kept.to(part_RI.device) / density
-    return total_RI
+    return kept_entries(density, total, variant="original")
 
 
 def _by_spectrum(parts_RI: Sequence[Tensor], rule: Rule, directions: int, accuracy: torch.dtype) -> Tensor:
@@ -202,12 +200,17 @@ def _stats(basis: JointBasis) -> dict[str, float | int | str | bool]:
     return stats
 
 
-def _start(n_experts: int, options: Mapping[str, Any]) -> Poll:
-    return Poll.of(n_experts, partial(_kept, _density(options["rule"], options["density"])))
+_SurveyState = tuple[StreamedCut, ...]
+"""One selection per expert."""
 
 
-def _observe(state: Poll, deltas: Sequence[Tensor] | Sequence[LowRank], options: Mapping[str, Any]) -> None:
-    """Show the poll the coordinates that `merge` or `merge_lowrank` will see, without the padding of lower ranks."""
+def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:
+    rank = partial(_kept, _density(options["rule"], options["density"]))
+    return tuple(StreamedCut(rank) for _ in range(n_experts))
+
+
+def _observe(state: _SurveyState, deltas: Sequence[Tensor] | Sequence[LowRank], options: Mapping[str, Any]) -> None:
+    """Show the selections the coordinates that a merge will see, without the padding of lower ranks."""
     order: Order = options["order"]
     atol, rtol = options["atol"], options["rtol"]
     factored = [d for d in deltas if isinstance(d, LowRank)]
@@ -216,7 +219,17 @@ def _observe(state: Poll, deltas: Sequence[Tensor] | Sequence[LowRank], options:
         parts_RI = [_expanded(part_RQ, bases, factored[0]) for part_RQ in parts_RQ]
     else:
         basis, parts_RI = _dense_parts([d for d in deltas if isinstance(d, Tensor)], order, atol, rtol)
-    state.observe([part_RI[basis.on_R].reshape(-1) for part_RI in parts_RI])
+    for selection, part_RI in zip(state, parts_RI, strict=True):
+        selection.observe(part_RI[basis.on_R].reshape(-1))
+
+
+def _advance(state: _SurveyState) -> bool:
+    unfinished = [selection.advance() for selection in state]
+    return any(unfinished)
+
+
+def _finish(state: _SurveyState) -> tuple[float, ...]:
+    return tuple(selection.cut.value for selection in state if selection.cut is not None)
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
@@ -242,7 +255,7 @@ KNOTS = MergeMethod(
         applies=lambda options: options["rule"] == "ties" and options["trim"] == "global",
         start=_start,
         observe=_observe,
-        advance=Poll.advance,
-        finish=Poll.finish,
+        advance=_advance,
+        finish=_finish,
     ),
 )

@@ -145,8 +145,7 @@ def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:
 def _observe(state: _SurveyState, deltas: Sequence[Tensor], options: Mapping[str, Any]) -> None:
     if not state.votes_open:
         for selection, delta in zip(state.selections, deltas, strict=True):
-            if selection.cut is None:
-                selection.observe(delta.reshape(-1))
+            selection.observe(delta.reshape(-1))
         return
     held = [delta.contiguous() for delta in deltas]
     balance = sign_balance(held, [Trim.at(c.value, held[0].dtype) for c in state.cuts])
@@ -157,7 +156,7 @@ def _observe(state: _SurveyState, deltas: Sequence[Tensor], options: Mapping[str
 def _advance(state: _SurveyState) -> bool:
     if state.votes_open:
         return False
-    unfinished = [s.advance() for s in state.selections if s.cut is None]
+    unfinished = [s.advance() for s in state.selections]
     state.votes_open = not any(unfinished)
     return any(unfinished) or state.wants_votes
 

@@ -60,7 +60,7 @@ def build_adapter_plan(
     layouts = resolve_layout(specs, base_config).tensors
     decided = {n: chooser.decide(specs[t], layouts[t]) for n, t in zip(names, specs, strict=True)}
     problems += chooser.problems + _unusable(recipe, decided)
-    problems += [f"the pattern '{p}' matches no module of the adapters" for p in chooser.unused_patterns()]
+    problems += [f"the pattern '{p}' matches no module of the adapters" for p in chooser.unused_patterns(specs)]
     extras, extra_problems, notes = _extras(recipe, adapters)
     problems += extra_problems
     if problems:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from actmat.checkpoints.base import TensorSpec
@@ -15,7 +15,7 @@ from actmat.methods import get_method
 from actmat.plan.model import Action, MethodCall
 from actmat.recipe import Recipe
 
-__all__ = ["Chooser", "Decision"]
+__all__ = ["Chooser", "Decision", "depth_factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,7 @@ class Decision:
 class Chooser:
     """The recipe's choices, patterns compiled once.
 
-    `problems` collects what is wrong with methods, options and patterns; after all tensors were seen,
-    `unused_patterns()` tells the patterns that matched none (a typo, most of the time).
+    `problems` collects what is wrong with methods, options and patterns.
     """
 
     def __init__(self, recipe: Recipe, available: frozenset[str] = frozenset()) -> None:
@@ -52,7 +51,6 @@ class Chooser:
             self._rules.append((self._patterns(rule.match, place), call, "keep" if rule.keep else "merge"))
         self._keep = self._patterns(recipe.keep, "keep: ")
         self._weights = weights
-        self._matched: set[str] = set()
 
     def keeps(self, name: str) -> str | None:
         """The pattern by which the recipe keeps the base's tensor `name`, or None."""
@@ -81,10 +79,10 @@ class Chooser:
             return Decision("merge", f"{reason}: {call.method}{why}", layout, call)
         return Decision("average", f"{reason}: mean of the deltas", layout, self._average())
 
-    def unused_patterns(self) -> list[str]:
-        """Patterns that matched no tensor."""
-        listed = [p for patterns, _, _ in self._rules for p, _ in patterns] + [p for p, _ in self._keep]
-        return [p for p in listed if p not in self._matched]
+    def unused_patterns(self, names: Collection[str]) -> list[str]:
+        """Patterns that match none of these tensors (a typo, most of the time), whichever rule takes them."""
+        listed = [*(pair for patterns, _, _ in self._rules for pair in patterns), *self._keep]
+        return [text for text, matches in listed if not any(map(matches, names))]
 
     def _inside(self, spec: TensorSpec, layout: TensorLayout, explicit: bool) -> tuple[bool, str, TensorLayout]:
         if explicit or self.recipe.scope == "all":
@@ -121,6 +119,11 @@ class Chooser:
                 f"{place}method '{name}' needs statistics measured on data ({', '.join(missing)}), and none were "
                 "given; choose a data-free method (see `actmat methods`)"
             )
+        n_experts = len(self.recipe.experts)
+        if method.max_experts is not None and n_experts > method.max_experts:
+            self.problems.append(
+                f"{place}method '{name}' merges at most {method.max_experts} expert(s), and there are {n_experts}"
+            )
         if weights is not None and not method.is_weighted:
             self.problems.append(f"{place}method '{name}' takes no weights, but the recipe gives experts weights")
         return MethodCall(name, resolved, scale, weights if method.is_weighted else None)
@@ -135,11 +138,7 @@ class Chooser:
         return out
 
     def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
-        for text, matches in patterns:
-            if matches(name):
-                self._matched.add(text)
-                return text
-        return None
+        return next((text for text, matches in patterns if matches(name)), None)
 
 
 def _has_matrices(layout: TensorLayout) -> bool:

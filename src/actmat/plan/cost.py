@@ -25,14 +25,21 @@ BASELINE_BYTES = 300_000_000
 
 
 def part_peak_bytes(
-    part: Part, method: MergeMethod, n_experts: int, options: Mapping[str, Any], base_itemsize: int, compute_dtype: str
+    part: Part,
+    method: MergeMethod,
+    n_experts: int,
+    options: Mapping[str, Any],
+    base_itemsize: int,
+    compute_dtype: str,
+    *,
+    measured: bool = False,
 ) -> int:
-    """Peak of one call, in bytes."""
+    """Peak of one call, in bytes; `measured`: caps look at the deltas again after the rule."""
     width = int(torch_dtype(compute_dtype).itemsize)
     raw = part.numel * base_itemsize + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
     matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
-    alive = 1 if method.one_pass and len(matrices) == 1 else n_experts
+    alive = 1 if method.one_pass and len(matrices) == 1 and not measured else n_experts
     alive += 1 if method.needs_base else 0
     workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
     packed = 0 if single or method.acts_on != "matrix" else part.numel + sum(math.prod(m) for m in matrices)
@@ -46,10 +53,14 @@ def tensor_peak_bytes(
     options: Mapping[str, Any],
     base_itemsize: int,
     compute_dtype: str,
+    *,
+    measured: bool = False,
 ) -> int:
     """Peak over the parts of a tensor, in bytes."""
     shapes = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in parts}.values()
-    return max(part_peak_bytes(p, method, n_experts, options, base_itemsize, compute_dtype) for p in shapes)
+    return max(
+        part_peak_bytes(p, method, n_experts, options, base_itemsize, compute_dtype, measured=measured) for p in shapes
+    )
 
 
 def _workspace(method: MergeMethod, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

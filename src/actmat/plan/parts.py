@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actmat.layout.types import Role, TensorLayout
-from actmat.methods.contract import ActsOn
+from actmat.methods.contract import ActsOn, MergeMethod
+from actmat.recipe import Postprocess
 
-__all__ = ["CHUNK", "Part", "cut"]
+__all__ = ["CHUNK", "Part", "cut", "granularity"]
 
 CHUNK = 1 << 19
 """Entries of a flat piece: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
@@ -39,6 +40,11 @@ class Part:
     def numel(self) -> int:
         """Number of entries."""
         return self.stop - self.start
+
+
+def granularity(method: MergeMethod, postprocess: Postprocess) -> ActsOn:
+    """What one call must see: caps measure whole tensors, also those of a rule on entries."""
+    return "tensor" if method.acts_on == "elementwise" and postprocess.caps else method.acts_on
 
 
 def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Part]:

@@ -13,6 +13,8 @@ from actmat.recipe.schema import Recipe, make_recipe
 
 __all__ = ["load_recipe", "parse_option", "recipe_yaml"]
 
+MAX_VALUES = 100_000
+
 
 def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read a recipe file; relative paths in it are relative to the file's folder.
@@ -31,6 +33,7 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
         raise RecipeError(f"Cannot read the recipe {file}: {error}") from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_size(node, file)
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file} is not valid YAML: {error}") from None
@@ -43,7 +46,9 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
     if duplicates:
         raise RecipeError(f"{file} says the same thing twice.", duplicates)
     _resolve_paths(data, file.parent)
-    data.update(overrides or {})
+    for name, value in (overrides or {}).items():
+        data[name] = value
+        where = {k: v for k, v in where.items() if k.partition(".")[0] != name}
     return make_recipe(data, where=where)
 
 
@@ -53,19 +58,22 @@ def parse_option(text: str) -> tuple[str, list[Any]]:
     A list value for one option is written `[0.2, 0.4]`.
 
     Raises:
-        RecipeError: no `=`.
+        RecipeError: no `=`, or a value that is not YAML.
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise RecipeError(f"An option is written name=value; got '{text}'.")
     value = value.strip()
     pieces = [value] if value.startswith(("[", "{")) else value.split(",")
-    return name.strip(), [_scalar(p.strip()) for p in pieces]
+    try:
+        return name.strip(), [_scalar(p.strip()) for p in pieces]
+    except yaml.YAMLError:
+        raise RecipeError(f"The value of the option '{name.strip()}' cannot be read: '{value}'.") from None
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """The recipe as YAML, defaults left out: what a user can read, keep and run again."""
-    data = recipe.model_dump(mode="json", exclude_defaults=True)
+    """The recipe as YAML, defaults and the output's place left out: what a user can read, keep and run again."""
+    data = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"out"})
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -74,6 +82,26 @@ def _scalar(text: str) -> Any:
         return float(text) if any(c in text for c in ".eE") and text.lower() not in ("true", "false") else int(text)
     except ValueError:
         return yaml.safe_load(text) if text else text
+
+
+def _check_size(node: yaml.Node | None, file: Path) -> None:
+    """Refuse anchors that unfold to a giant ('billion laughs') or into themselves, before anything walks over them."""
+    sizes: dict[int, int] = {}
+
+    def unfolded(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MAX_VALUES  # met again before it is known: it contains itself
+            if isinstance(node, yaml.MappingNode):
+                size = sum(unfolded(k) + unfolded(v) for k, v in node.value)
+            elif isinstance(node, yaml.SequenceNode):
+                size = sum(unfolded(v) for v in node.value)
+            else:
+                size = 0
+            sizes[id(node)] = 1 + size
+        return sizes[id(node)]
+
+    if node is not None and unfolded(node) > MAX_VALUES:
+        raise RecipeError(f"{file}: a recipe holds at most {MAX_VALUES:,} values, its anchors written out.")
 
 
 def _lines(

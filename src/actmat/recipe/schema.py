@@ -35,7 +35,7 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstan
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ExpertRef(_Strict):
@@ -75,11 +75,13 @@ class Rule(_Strict):
 class RoleRule(_Strict):
     """What matching tensors mean, over anything that names, shapes or config.json suggest."""
 
-    match: str
+    match: str = Field(description="pattern on tensor names, as in `rules`")
     role: (
         Literal["linear", "fused_linear", "stacked_experts", "convolution", "embedding", "vector", "buffer"] | None
-    ) = None
-    orientation: Literal["OI", "IO"] | None = Field(default=None, description="OI as nn.Linear, IO as Conv1D")
+    ) = Field(default=None, description="what the tensor is; default: as recognised")
+    orientation: Literal["OI", "IO"] | None = Field(
+        default=None, description="OI as nn.Linear, IO transposed, as Conv1D"
+    )
     blocks: dict[str, tuple[int, int]] = Field(
         default_factory=dict, description="name -> [start, stop] rows of a packed tensor, along its output axis"
     )
@@ -92,12 +94,17 @@ class Postprocess(_Strict):
         default=None,
         description="LiNeS: factor of the first and of the last layer, linear in depth between; others keep 1",
     )
-    norm_cap: Literal["mean", "sum"] | float | None = Field(
+    norm_cap: Literal["mean", "sum"] | Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest ||D*||_F: the mean or the sum of the experts' norms, or that many means"
     )
     singular_value_cap: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest singular value of D*, in units of the experts' largest singular value"
     )
+
+    @property
+    def caps(self) -> bool:
+        """Whether a cap is set."""
+        return self.norm_cap is not None or self.singular_value_cap is not None
 
 
 class Recipe(_Strict):
@@ -106,7 +113,7 @@ class Recipe(_Strict):
     base: str = Field(
         default="", description="the checkpoint that every expert was fine-tuned from; adapters alone need none"
     )
-    experts: tuple[ExpertRef, ...] = Field(min_length=1)
+    experts: tuple[ExpertRef, ...] = Field(min_length=1, description="fine-tuned checkpoints: paths, or mappings")
     method: str = Field(default="actmat", description="merge rule, see `actmat methods`")
     options: Options = Field(default_factory=dict, description="options of the merge rule")
     scale: float = Field(default=1.0, description="W* = W_0 + scale * D*, for tensors merged by the method")
@@ -118,14 +125,19 @@ class Recipe(_Strict):
     rules: tuple[Rule, ...] = Field(default=(), description="per-pattern choices, first match wins")
     roles: tuple[RoleRule, ...] = Field(default=(), description="per-pattern meanings, first match wins")
     keep: Patterns = Field(default=(), description="patterns of tensors copied from the base")
+    pool: Patterns = Field(
+        default=(),
+        description="patterns of linear layers that read the same input, such as '*.{q,k,v}_proj.weight': matches with "
+        "one parent module are merged as one matrix, so that they share one covariance estimate",
+    )
     ties: bool = Field(default=True, description="merge tensors that config.json ties once; false: each by itself")
-    postprocess: Postprocess = Postprocess()
+    postprocess: Postprocess = Field(default=Postprocess(), description="what happens to every merged delta")
     dtype: OutputDtype | None = Field(default=None, description="dtype of the output; default: the base's, per tensor")
-    compute_dtype: Literal["float32", "float64"] = "float32"
+    compute_dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of deltas and rules")
     seed: int = Field(default=0, description="seed of random rules, combined with each tensor's name")
     allow_nonfinite: bool = Field(default=False, description="treat NaN and Inf in an expert as 'unchanged'")
     files_from: str = Field(default="base", description="'base' or an expert's name: tokenizer, generation config")
-    max_shard_size: str = "5GB"
+    max_shard_size: str = Field(default="5GB", description="largest weight file; powers of ten, such as 500MB")
     to: Literal["adapter", "model"] | None = Field(
         default=None, description="what to write; default: an adapter if every expert is one and no base is given"
     )
@@ -137,7 +149,7 @@ class Recipe(_Strict):
         description="ranks of the merged adapter: one for all modules (zeros fill up), or each its own (rank_pattern)",
     )
     any_base: bool = Field(default=False, description="merge adapters although they name different bases")
-    out: str | None = None
+    out: str | None = Field(default=None, description="directory to write; relative to the recipe's folder")
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:

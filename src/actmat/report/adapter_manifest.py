@@ -51,6 +51,7 @@ def build_adapter_manifest(
         "recipe": plan.recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
         "versions": dict(plan.versions),
         "hash": HASH_NAME,
+        "base": None,
         "experts": experts,
         "output": {
             "content": hash_names(hashes.items()),

@@ -19,6 +19,8 @@ __all__ = ["FORMAT", "build_manifest", "read_manifest", "write_manifest"]
 FORMAT = 1
 """Version of the manifest's layout; see docs/formats/manifest.md."""
 
+REQUIRED = frozenset({"base", "experts", "output", "tensors"})
+
 
 def build_manifest(
     plan: MergePlan, records: Mapping[str, Mapping[str, Any]], *, out: Path, seconds: float, files: Sequence[str]
@@ -116,4 +118,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("actmat_manifest") != FORMAT:
         found = manifest.get("actmat_manifest") if isinstance(manifest, dict) else type(manifest).__name__
         raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")
+    if missing := REQUIRED - manifest.keys():
+        raise CheckpointError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}.")
     return manifest

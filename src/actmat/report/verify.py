@@ -83,6 +83,9 @@ def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict
     for t, expert in enumerate(manifest["experts"]):
         label = expert["name"]
         read = (r for r in rows if "sources" in r and label in r["input_hashes"])
+        if "hashes" in expert:  # an adapter: all that it stores, not the tensors that it changes
+            found.append((label, _place(expert, out), dict(expert["hashes"])))
+            continue
         wanted = {r["sources"][t]: r["input_hashes"][label] for r in read}
         found.append((label, _place(expert, out), wanted))
     return found

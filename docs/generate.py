@@ -1,0 +1,257 @@
+"""Fill the generated parts of the documentation from the declarations in the code.
+
+    python -m docs.generate             # writes every page anew
+    python -m docs.generate --check     # exit status 1 when a page is not what the code says
+
+A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
+overview table), `methods-short`, `method NAME`, `flags COMMAND`, `recipe MODEL`, `exits`, `families`. Nothing outside
+the marks is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from typer.models import ArgumentInfo
+
+from actmat.errors import MergeError
+from actmat.layout.families import FAMILIES, PLAIN
+from actmat.methods import METHODS, Bounds, MergeMethod, get_method
+from actmat.recipe import ExpertRef, Postprocess, Recipe, RoleRule, Rule
+
+__all__ = ["filled", "pages"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>\w*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in (Recipe, ExpertRef, Rule, RoleRule, Postprocess)}
+SIDE, EXPERTS = 4096, 4
+"""The layer and the number of experts for which pages give the memory of a rule."""
+
+
+def pages() -> list[Path]:
+    """Pages that may hold generated parts."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(page: str) -> str:
+    """The page with every generated part made anew."""
+    return PLACE.sub(lambda m: f"{m[1]}\n{KINDS[m['kind']](m['name'])}\n{m[4]}", page)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; what Markdown would take for its own is escaped."""
+    lines = [header, ["---"] * len(header), *([_escaped(cell) for cell in row] for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    """Bars everywhere, stars outside code spans."""
+    pieces = cell.replace("|", "\\|").split("`")
+    return "`".join(p if i % 2 else p.replace("*", "\\*") for i, p in enumerate(pieces))
+
+
+# Methods
+
+
+def methods(_: str) -> str:
+    """What every method needs, does and costs."""
+    rows = [[f"[`{m.name}`]({m.name}.md)", m.summary, *_facts(m)] for m in METHODS]
+    return table(["method", "idea", "data", "LoRA", "weights", "random", "acts on", "FLOPs"], rows)
+
+
+def methods_short(_: str) -> str:
+    """The table of the README."""
+    rows = [[f"[`{m.name}`](docs/methods/{m.name}.md)", m.summary, _data(m), _lowrank(m), m.flops] for m in METHODS]
+    return table(["method", "idea", "data", "LoRA", "FLOPs"], rows)
+
+
+def _facts(m: MergeMethod) -> list[str]:
+    acts = {"matrix": "matrices", "tensor": "tensors", "elementwise": "entries"}[m.acts_on]
+    return [_data(m), _lowrank(m), "yes" if m.is_weighted else "", "yes" if m.is_random else "", acts, m.flops]
+
+
+def _data(m: MergeMethod) -> str:
+    return ", ".join(m.needs_statistics)
+
+
+def _lowrank(m: MergeMethod) -> str:
+    return "exact" if m.merge_lowrank else ""
+
+
+def method(name: str) -> str:
+    """Facts and options of one method."""
+    m = get_method(name)
+    acts = {
+        "matrix": "logical matrices `O x I`",
+        "tensor": "whole tensors of any shape",
+        "elementwise": "single entries, tensors of any shape",
+    }[m.acts_on]
+    needs = [f"statistics ({', '.join(m.needs_statistics)})"] if m.needs_statistics else []
+    needs += ["the base weights"] if m.needs_base else []
+    passes = "one expert at a time" if m.one_pass else "all experts of a tensor together"
+    if m.survey is not None:
+        passes += "; some options want a first pass over the whole model"
+    facts = [
+        ["acts on", acts],
+        ["needs beside the deltas", ", ".join(needs) or "nothing"],
+        ["weights of experts", "yes" if m.is_weighted else "no"],
+        ["random", "yes, seeded by the tensor's name" if m.is_random else "no"],
+        ["low-rank deltas", "exact, in factored form" if m.merge_lowrank else "as dense matrices"],
+        ["FLOPs, `T` deltas of `N x N`", f"{m.flops}, leading term"],
+        ["holds", passes],
+        ["working memory", _memory(m)],
+        ["laws (tested)", ", ".join(law.replace("_", " ") for law in sorted(m.laws)) or "none"],
+    ]
+    if m.max_experts is not None:
+        facts.insert(2, ["experts", f"at most {m.max_experts}"])
+    if m.preset_of:
+        facts.append(["preset of", f"[`{m.preset_of}`]({m.preset_of}.md)"])
+    text = table([f"`{m.name}`", ""], facts)
+    if not m.options:
+        return text + "\nIt has no options.\n"
+    rows = []
+    for option in m.options.values():
+        bounds = f", {_bounds(option.bounds)}" if option.bounds else ""
+        shown = f'"{option.default}"' if isinstance(option.default, str) else str(option.default)
+        rows.append([f"`{option.name}`", f"`{option.type_name}`{bounds}", f"`{shown}`", option.doc])
+    return text + "\n" + table(["option", "type", "default", "meaning"], rows)
+
+
+def _bounds(bounds: Bounds) -> str:
+    if bounds.high is None:
+        return f"{'>' if bounds.open_low else '>='} {bounds.low:g}"
+    return f"in {bounds}"
+
+
+def _memory(m: MergeMethod) -> str:
+    """Workspace of a rule in units of the layer, from the declaration that the planner uses."""
+    options = m.resolve_options({})
+    experts = min(EXPERTS, m.max_experts or EXPERTS)
+    elements = SIDE * SIDE if m.workspace is None else m.workspace((SIDE, SIDE), experts, options)
+    words = "expert" if experts == 1 else "experts"
+    return f"{elements / SIDE**2:.3g} times a {SIDE} x {SIDE} layer for {experts} {words}, result included"
+
+
+# Commands
+
+
+def flags(name: str) -> str:
+    """Arguments and flags of one command, from the signature of its function."""
+    command = importlib.import_module(f"actmat.cli.{name}").__dict__[name]
+    hints = typing.get_type_hints(command, include_extras=True)
+    rows = []
+    for parameter in inspect.signature(command).parameters.values():
+        kind, info = typing.get_args(hints[parameter.name])[:2]
+        # typer keeps the first spelling of an Annotated option where a default would stand
+        declared = [d for d in (info.default, *(info.param_decls or ())) if isinstance(d, str)]
+        spelled = [f"`{s}`" for d in declared for s in d.split("/")]
+        is_flag, many = kind is bool, "list[" in str(kind)
+        if isinstance(info, ArgumentInfo):
+            spelled = [f"`{info.metavar or parameter.name.upper()}`"]
+        elif not is_flag:
+            words = {"float": "number", "int": "number", "Path": "path", "str": "text"}
+            spelled[-1] += " " + next(word for name, word in words.items() if name in str(kind))
+        default = "" if parameter.default in (None, False, inspect.Parameter.empty) else str(parameter.default)
+        if is_flag:
+            default = spelled[0].strip("`") if parameter.default else ""
+        text = info.help or ""
+        if found := re.search(r"\s*\[default: (.*?)\]", text):
+            default, text = found[1], text.replace(found[0], "")
+        rows.append([", ".join(spelled), default and f"`{default}`", text + (" Repeatable." if many else "")])
+    return table(["flag", "default", "meaning"], rows)
+
+
+def exits(_: str) -> str:
+    """Exit codes and the errors behind them."""
+    rows = []
+    for error in (MergeError, *MergeError.__subclasses__()):
+        if error is not MergeError:
+            rows.append([f"`{error.__name__}`", str(error.exit_code), (error.__doc__ or "").splitlines()[0]])
+    return table(["error", "exit code", "meaning"], rows)
+
+
+# Recipes and layouts
+
+
+def recipe(name: str) -> str:
+    """Fields of one model of the recipe's schema."""
+    model = MODELS[name]
+    schema = model.model_json_schema()
+    rows = []
+    for field, entry in schema["properties"].items():
+        required = field in schema.get("required", [])
+        default = "required" if required else f"`{_default(entry)}`"
+        rows.append([f"`{field}`", f"`{_type(entry)}`", default, entry.get("description", "")])
+    return table(["field", "type", "default", "meaning"], rows)
+
+
+def _type(entry: dict[str, Any]) -> str:
+    if "$ref" in entry:
+        return str(entry["$ref"]).rpartition("/")[2]
+    if "anyOf" in entry:
+        return " | ".join(_type(e) for e in entry["anyOf"])
+    if "enum" in entry:
+        return " | ".join(f'"{v}"' for v in entry["enum"])
+    if "const" in entry:
+        return str(entry["const"]).lower() if isinstance(entry["const"], bool) else f'"{entry["const"]}"'
+    if entry.get("type") == "array":
+        if "prefixItems" in entry:
+            return "[" + ", ".join(_type(e) for e in entry["prefixItems"]) + "]"
+        return f"list of {_type(entry['items'])}"
+    names = {"string": "text", "object": "mapping", "boolean": "true | false"}
+    return names.get(entry.get("type", ""), entry.get("type", "anything"))
+
+
+def _default(entry: dict[str, Any]) -> str:
+    value = entry.get("default", {} if entry.get("type") == "object" else None)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return "[]"
+    return "{}" if isinstance(value, dict) else str(value) or '""'
+
+
+def families(_: str) -> str:
+    """Model types whose layouts were read off their modelling code."""
+    return ", ".join(f"`{f}`" for f in sorted({*FAMILIES, *PLAIN}, key=str.lower)) + ".\n"
+
+
+KINDS: dict[str, Callable[[str], str]] = {
+    "methods": methods,
+    "methods-short": methods_short,
+    "method": method,
+    "flags": flags,
+    "exits": exits,
+    "recipe": recipe,
+    "families": families,
+}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    given = parser.parse_args()
+    stale = []
+    for page in (p for p in pages() if p.exists()):
+        before = page.read_text()
+        after = filled(before)
+        if before != after:
+            stale.append(page.relative_to(ROOT))
+            if not given.check:
+                page.write_text(after)
+    print(f"{len(stale)} pages {'are stale' if given.check else 'written'}", *stale, sep="\n  ")
+    sys.exit(1 if given.check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""The embedded demo: train a base and its experts on real data, merge them with every method, compare.
+
+The steps are separate modules, so that a larger experiment can share them:
+`data` and `tasks` -> `train.pretrain` -> `heads` -> `train.finetune` -> `merging` -> `evaluate` -> `results`, `table`.
+"""
+
+from __future__ import annotations
+
+from actmat.experiments.demo.results import DemoResult
+from actmat.experiments.demo.run import run_demo
+from actmat.experiments.demo.settings import DemoSettings
+
+__all__ = ["DemoResult", "DemoSettings", "run_demo"]

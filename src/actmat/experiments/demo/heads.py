@@ -1,0 +1,69 @@
+"""Classification heads: fitted once on the features of the base, by a formula, and frozen from then on.
+
+Shapes: `N` examples, `D` features, `C` classes.
+
+They take the part of the zero-shot heads that the vision experiments of the merging literature build from text: one
+head per task, shared by base, expert and merged models, so that all that differs between them is the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+__all__ = ["Head", "fit_head", "load_heads", "save_heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """`logits = z weight^T + bias`. The tensors ask for no gradient and are never written to."""
+
+    weight_CD: Tensor
+    bias_C: Tensor
+
+    def __call__(self, features_ND: Tensor) -> Tensor:
+        """`N D -> N C`."""
+        return torch.nn.functional.linear(features_ND, self.weight_CD, self.bias_C)
+
+
+def fit_head(features_ND: Tensor, labels_N: Tensor, n_classes: int, *, ridge: float, scale: float) -> Head:
+    """Ridge regression onto the one-hot labels, in closed form and in float64.
+
+    `W = Y^T Z (Z^T Z + ridge * tr(Z^T Z)/D * I)^{-1}` with centred features `Z` and centred one-hot labels `Y`, and
+    `b = mean(y) - W mean(z)`; both are multiplied by `scale`, because a regression's outputs between 0 and 1 would be
+    far too flat as logits.
+
+    Args:
+        features_ND: features of the base.
+        labels_N: int64 in `0..n_classes - 1`.
+        n_classes: number of rows of the head.
+        ridge: regularisation relative to the mean variance of a feature, above 0.
+        scale: factor of the logits.
+    """
+    features_ND = features_ND.double()
+    targets_NC = torch.nn.functional.one_hot(labels_N, n_classes).double()
+    mean_D, mean_C = features_ND.mean(0), targets_NC.mean(0)
+    centred_ND = features_ND - mean_D
+    gram_DD = centred_ND.mT @ centred_ND
+    gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
+    weight_CD = torch.linalg.solve(gram_DD, centred_ND.mT @ (targets_NC - mean_C)).mT
+    bias_C = mean_C - weight_CD @ mean_D
+    return Head((scale * weight_CD).float().contiguous(), (scale * bias_C).float())
+
+
+def save_heads(heads: Mapping[str, Head], path: Path) -> None:
+    """All heads in one file, `<task>.weight` and `<task>.bias`."""
+    tensors = {f"{task}.weight": head.weight_CD for task, head in heads.items()}
+    save_file(tensors | {f"{task}.bias": head.bias_C for task, head in heads.items()}, path)
+
+
+def load_heads(path: Path) -> dict[str, Head]:
+    """What `save_heads` wrote."""
+    tensors = load_file(path)
+    tasks = sorted(name.removesuffix(".weight") for name in tensors if name.endswith(".weight"))
+    return {task: Head(tensors[f"{task}.weight"], tensors[f"{task}.bias"]) for task in tasks}

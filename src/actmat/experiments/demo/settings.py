@@ -1,0 +1,62 @@
+"""What the demo can be told: sizes and schedules, and how its one seed becomes many."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+
+from actmat.experiments.demo.model import EncoderConfig
+
+__all__ = ["DemoSettings", "Schedule", "generator_for"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One training run: AdamW, linear warm-up over a tenth of the steps, then half a cosine down to zero.
+
+    Args:
+        epochs: passes over the training examples.
+        batch_size: examples per step; the last, smaller batch of an epoch is left out.
+        learning_rate: its peak.
+        weight_decay: decoupled, per unit of learning rate.
+    """
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSettings:
+    """Everything but the seed. The defaults were chosen on validation photographs, never on test photographs.
+
+    The base is trained for a short time only, so that there is something left for the experts to gain; the
+    experts are trained gently (a low learning rate), because far from the base no rule merges six of them.
+
+    Args:
+        encoder: sizes of the model.
+        n_validation: photographs kept for choosing settings.
+        n_test: photographs kept for the numbers that are reported.
+        n_views: copies of every training photograph, the first as it is, the others moved by up to a pixel.
+        pretraining: schedule of the base.
+        finetuning: schedule of every expert.
+        ridge: regularisation of the heads, relative to the mean variance of a feature.
+        logit_scale: factor of the heads' regression outputs (about 0 to 1) before the softmax.
+    """
+
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    n_validation: int = 297
+    n_test: int = 600
+    n_views: int = 3
+    pretraining: Schedule = field(default_factory=lambda: Schedule(4, 64, 1e-3, weight_decay=0.05))
+    finetuning: Schedule = field(default_factory=lambda: Schedule(8, 128, 1.5e-4))
+    ridge: float = 0.1
+    logit_scale: float = 10.0
+
+
+def generator_for(seed: int, purpose: str) -> torch.Generator:
+    """A generator of its own for every purpose, so that adding a draw in one place changes no other place."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{purpose}".encode()))

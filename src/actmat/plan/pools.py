@@ -1,0 +1,77 @@
+"""Pools: linear layers that read the same input, merged as one matrix with one covariance estimate.
+
+Query, key and value of one attention layer see the same inputs; stacking their deltas along `O` lets the interference
+rules add up what each tells about those inputs: the Gram of stacked rows is the sum of the Grams.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from actmat.layout.patterns import compile_pattern
+from actmat.layout.types import Role, TensorLayout
+from actmat.plan.model import TensorPlan
+
+__all__ = ["PooledLayout", "assign_pools", "pooled"]
+
+PooledLayout = TensorLayout(Role.LINEAR, "pooled with the layers that read the same input")
+
+
+def assign_pools(
+    tensors: Sequence[TensorPlan], patterns: Sequence[str], peak: Callable[[TensorPlan], int]
+) -> tuple[tuple[TensorPlan, ...], list[str]]:
+    """Tensors with their pools filled in, and problems.
+
+    Tensors that match one pattern and whose names agree up to their last two parts (`layers.0.self_attn` of
+    `layers.0.self_attn.q_proj.weight`) form a pool. A packed tensor that matches is a pool of its own: it stays whole.
+
+    Args:
+        tensors: the plan so far.
+        patterns: see `recipe.Recipe.pool`.
+        peak: memory of one worker on a (pooled) tensor.
+    """
+    groups: dict[str, list[int]] = {}
+    problems: list[str] = []
+    for text in patterns:
+        matches = compile_pattern(text)
+        hits = [i for i, t in enumerate(tensors) if matches(t.name)]
+        if not hits:
+            problems.append(f"pool: the pattern '{text}' matches no tensor of the base")
+        for i in hits:
+            groups.setdefault(f"{tensors[i].name.rsplit('.', 2)[0]} ({text})", []).append(i)
+    out = list(tensors)
+    for pool, indices in groups.items():
+        members = [tensors[i] for i in indices]
+        problem = _problem(members)
+        if problem is not None:
+            problems.append(f"pool: {', '.join(m.name for m in members)} cannot be merged as one matrix: {problem}")
+            continue
+        need = peak(pooled(members))
+        for i, member in zip(indices, members, strict=True):
+            reason = f"{member.reason}, pooled over {len(members)} tensors" if len(members) > 1 else member.reason
+            out[i] = dataclasses.replace(member, pool=pool, reason=reason, peak_bytes=need, layout=_whole(member))
+    return tuple(out), problems
+
+
+def pooled(members: Sequence[TensorPlan]) -> TensorPlan:
+    """The one matrix of a pool: the members' rows one below the other, under the first member's name."""
+    rows = sum(m.shape[0] for m in members)
+    return dataclasses.replace(members[0], shape=(rows, *members[0].shape[1:]), layout=PooledLayout)
+
+
+def _whole(member: TensorPlan) -> TensorLayout:
+    return TensorLayout(Role.LINEAR, member.layout.reason)
+
+
+def _problem(members: Sequence[TensorPlan]) -> str | None:
+    first = members[0]
+    if any(m.call != first.call or m.action != "merge" for m in members):
+        return "they are not all merged by one rule with the same options"
+    if any(len(m.shape) != 2 or m.layout.orientation != "OI" for m in members):
+        return "they are not all stored as out_features x in_features"
+    if len({m.shape[1] for m in members}) > 1:
+        return "they have different numbers of input features"
+    if len({(m.base_dtype, m.out_dtype, m.expert_dtypes) for m in members}) > 1:
+        return "they are stored in different dtypes"
+    return None

@@ -1,0 +1,310 @@
+"""Wrong inputs, recipes or places: one message with every problem, exit 1, nothing written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers.merging import CONFIG, EMBEDDING, NORM, Q0, UP0, Family, Outcome, actmat, hidden, save_checkpoint
+
+Edit = Callable[[Family], list[str]]
+"""Spoils a family and returns the flags to add."""
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    return Family.make(tmp_path, layers=1)
+
+
+def refused(family: Family, *flags: str, says: tuple[str, ...]) -> Outcome:
+    outcome = actmat(family.argv(*flags))
+    assert outcome.code == 1, outcome
+    assert outcome.err.count("actmat: ") == 1, "one message"
+    assert "Traceback" not in outcome.err
+    for words in says:
+        assert words in outcome.err, f"{words!r} not in:\n{outcome.err}"
+    assert not family.out.exists()
+    assert hidden(family.root) == []
+    return outcome
+
+
+def weights(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def rename_expert(family: Family) -> None:
+    family.experts[0].rename(family.root / "expert0-moved")
+
+
+def shards_without_one(family: Family) -> None:
+    folder = family.experts[0]
+    weights(folder).unlink()
+    weight_map = {Q0: "model-00001-of-00002.safetensors", UP0: "model-00002-of-00002.safetensors"}
+    save_file({Q0: torch.zeros(8, 8)}, folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def index_that_escapes(family: Family) -> None:
+    folder = family.experts[0]
+    weights(folder).unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {Q0: "../../x.safetensors"}}))
+
+
+def truncated(family: Family) -> None:
+    path = weights(family.experts[0])
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def header_of_giants(family: Family) -> None:
+    weights(family.experts[0]).write_bytes((2**62).to_bytes(8, "little") + b"{}")
+
+
+class Evil:
+    def __reduce__(self) -> object:
+        return (print, ("pwned",))
+
+
+def pickled_code(family: Family) -> None:
+    weights(family.experts[0]).unlink()
+    with (family.experts[0] / "pytorch_model.bin").open("wb") as file:
+        pickle.dump({"x": Evil()}, file)
+
+
+def not_a_checkpoint(family: Family) -> None:
+    weights(family.experts[0]).unlink()
+
+
+FILES: dict[str, tuple[Callable[[Family], None], tuple[str, ...]]] = {
+    "expert missing": (rename_expert, ("has no 'expert0'", "Did you mean")),
+    "not a checkpoint": (not_a_checkpoint, ("expert0",)),
+    "missing shard": (shards_without_one, ("model-00002-of-00002.safetensors", "missing")),
+    "index outside": (index_that_escapes, ("../../x.safetensors", "not a plain file name")),
+    "truncated": (truncated, ("model.safetensors", "interrupted download")),
+    "hostile header": (header_of_giants, ("the header claims",)),
+    "pickle with code": (pickled_code, ("pytorch_model.bin",)),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_cannot_be_used(family: Family, case: str) -> None:
+    spoil, says = FILES[case]
+    spoil(family)
+    outcome = refused(family, says=says)
+    assert "pwned" not in outcome.out + outcome.err
+
+
+def test_base_and_expert_missing_are_told_together(family: Family) -> None:
+    rename_expert(family)
+    family.base.rename(family.root / "elsewhere")
+    refused(family, says=("has no 'base'", "has no 'expert0'", "2 problems"))
+
+
+def test_problems_of_every_kind_in_one_message(family: Family) -> None:
+    family.out.mkdir()
+    (family.out / "mine.txt").write_text("precious")
+    rename_expert(family)
+    weights(family.experts[1]).write_bytes(b"tiny")
+    outcome = actmat(family.argv("--method", "tie", "--device", "gpu"))
+    assert outcome.code == 1
+    for words in ("has no 'expert0'", "less than its 8-byte", "Did you mean 'ties'?", "got 'gpu'", "is not empty"):
+        assert words in outcome.err
+    assert [p.name for p in family.out.iterdir()] == ["mine.txt"]
+
+
+def test_tensors_that_do_not_fit_are_all_named(family: Family) -> None:
+    family.change(family.experts[0], lambda t: t.pop(Q0))
+    family.change(family.experts[1], lambda t: t.update({UP0: torch.zeros(12, 9), NORM: torch.zeros(7)}))
+    family.change(family.experts[1], lambda t: t.update({EMBEDDING: torch.zeros(23, 8)}))
+    outcome = refused(
+        family,
+        says=(
+            "4 problems",
+            f"'{Q0}' 8x8 is missing in expert 'expert0'",
+            f"'{UP0}' is 12x8 in the base and 12x9 in expert 'expert1'",
+            f"'{NORM}' is 8 in the base and 7",
+            "another vocabulary (23 tokens instead of 20",
+            "--keep",
+        ),
+    )
+    assert outcome.err.count("another vocabulary") == 1
+
+
+def test_an_integer_tensor_in_an_expert_is_named(family: Family) -> None:
+    family.change(family.experts[0], lambda t: t.update({NORM: torch.zeros(8, dtype=torch.int32)}))
+    refused(family, says=(NORM, "int32 in expert 'expert0'", "quantised"))
+
+
+def test_gptq_weights_are_named(family: Family) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[Q0.replace("weight", "qweight")] = torch.zeros(2, 8, dtype=torch.int32)
+
+    family.change(family.experts[1], edit)
+    refused(family, says=("expert 'expert1'", "GPTQ", "qweight"))
+
+
+def test_bitsandbytes_codes_are_named(family: Family) -> None:
+    family.change(family.experts[1], lambda t: t.update({Q0: torch.zeros(32, 1, dtype=torch.uint8)}))
+    family.change(family.experts[1], lambda t: t.update({Q0 + ".absmax": torch.zeros(4)}))
+    refused(family, says=("expert 'expert1'", "bitsandbytes", "uint8 weights"))
+
+
+def test_fp8_weights_are_named(family: Family) -> None:
+    config = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+    (family.base / "config.json").write_text(json.dumps(config))
+    family.change(family.base, lambda t: t.update({Q0: torch.zeros(8, 8, dtype=torch.float8_e4m3fn)}))
+    refused(family, says=("base: config.json declares quantised weights (fp8)", "float8_e4m3fn"))
+
+
+def spoil(family: Family) -> None:
+    for folder, value in zip(family.experts, (torch.nan, torch.inf), strict=True):
+        for name, row in ((Q0, 1), (NORM, 2)):
+            family.change(folder, lambda t, n=name, r=row, v=value: t[n][r].fill_(v))
+
+
+def test_values_that_are_not_finite_are_all_named(family: Family) -> None:
+    spoil(family)
+    says = tuple(
+        f"tensor '{name}' of expert '{expert}' has {count}"
+        for name, count in ((Q0, "8 values"), (NORM, "1 value"))
+        for expert in ("expert0", "expert1")
+    )
+    refused(family, says=(*says, "--allow-nonfinite"))
+
+
+def test_values_that_are_not_finite_can_be_allowed_and_are_counted(family: Family) -> None:
+    spoil(family)
+    assert actmat(family.argv("--allow-nonfinite")).code == 0
+    manifest = json.loads((family.out / "actmat_manifest.json").read_text())
+    counts = {t["name"]: t["nonfinite"] for t in manifest["tensors"]}
+    assert counts[Q0] == 16
+    assert counts[NORM] == 2
+    assert sum(counts.values()) == 18
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--method", "actmatt"), ("There is no method 'actmatt'", "Did you mean 'actmat'?")),
+        (("--method", "ties", "--option", "densty=0.3"), ("no option 'densty'", "Did you mean 'density'?")),
+        (("--option", "rtol=-1"), ("'rtol' must lie in",)),
+        (("--option", "rtol"), ("name=value",)),
+        (("--option", "rtol={"), ("cannot be read",)),
+        (("--option", "rtol=1e-6", "--option", "rtol=1e-5"), ("given twice",)),
+        (("--weight", "1"), ("2 experts and 1 weights",)),
+        (("--scale", "nan"), ("scale", "finite")),
+        (("--dtype", "int8"), ("dtype",)),
+        (("--keep", "no.such.*"), ("'no.such.*' matches no tensor",)),
+        (("--keep", "re:("), ("keep",)),
+        (("--files-from", "expert9"), ("files_from names 'expert9'",)),
+        (("--max-shard-size", "big"), ("5GB",)),
+        (("--max-memory", "1MB"), ("too little", "allow at least")),
+        (("--threads", "0"), ("at least 1",)),
+        (("--method", "fisher"), ("statistics",)),
+        (("--device", "cuda:x"), ("got 'cuda:x'",)),
+    ],
+)
+def test_flags_that_cannot_be_carried_out(family: Family, flags: tuple[str, ...], says: tuple[str, ...]) -> None:
+    refused(family, *flags, says=says)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda(family: Family) -> None:
+    refused(family, "--device", "cuda", says=("torch sees no CUDA device", "--device cpu"))
+
+
+def test_misspelt_fields_of_a_recipe_are_told_with_their_lines(family: Family) -> None:
+    recipe = family.root / "recipe.yaml"
+    recipe.write_text(
+        "base: ./base\nexperts: [./expert0, ./expert1]\nmetod: ties\nrules:\n  - match: '*.mlp.*'\n    sacle: 2\n"
+    )
+    outcome = actmat(["merge", str(recipe), "--out", str(family.out), "--quiet"])
+    assert outcome.code == 1
+    assert f"{recipe}:3: metod: there is no field 'metod'. Did you mean 'method'?" in outcome.err
+    assert f"{recipe}:6: rules.0.sacle: there is no field 'sacle'. Did you mean 'scale'?" in outcome.err
+    assert not family.out.exists()
+
+
+def test_an_output_that_is_not_empty(family: Family) -> None:
+    family.out.mkdir()
+    (family.out / "mine.txt").write_text("precious")
+    outcome = actmat(family.argv())
+    assert (outcome.code, "is not empty" in outcome.err) == (1, True)
+    outcome = actmat(family.argv("--overwrite"))
+    assert (outcome.code, "was not written by actmat" in outcome.err) == (1, True)
+    assert [p.name for p in family.out.iterdir()] == ["mine.txt"]
+
+
+def test_overwrite_replaces_an_earlier_merge(family: Family) -> None:
+    assert actmat(family.argv("--method", "average")).code == 0
+    before = weights(family.out).read_bytes()
+    assert actmat(family.argv()).code == 1
+    assert weights(family.out).read_bytes() == before
+    assert actmat(family.argv("--scale", "0.5", "--overwrite")).code == 0
+    assert weights(family.out).read_bytes() != before
+    assert hidden(family.root) == []
+
+
+def test_an_empty_output_folder_is_fine(family: Family) -> None:
+    family.out.mkdir()
+    assert actmat(family.argv()).code == 0
+
+
+@pytest.mark.parametrize("place", ["base", "expert0", "base/inside", "."])
+def test_an_output_on_an_input(family: Family, place: str) -> None:
+    before = weights(family.base).read_bytes()
+    outcome = actmat(family.argv("--overwrite", "--out", str(family.root / place)))
+    assert outcome.code == 1
+    assert "input of this merge" in outcome.err
+    assert weights(family.base).read_bytes() == before
+
+
+def test_an_output_below_a_file(family: Family) -> None:
+    (family.root / "file").write_text("")
+    refused(family, "--out", str(family.root / "file" / "out"), says=("is a file",))
+
+
+def test_an_output_that_is_the_working_directory(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    family.out.mkdir()
+    monkeypatch.chdir(family.out)
+    assert actmat(family.argv("--out", ".")).code == 0
+    assert weights(family.out).is_file()
+    assert hidden(family.root) == []
+
+
+def test_a_float16_overflow_is_a_failure_while_running(family: Family) -> None:
+    family.change(family.experts[0], lambda t: t[Q0].fill_(3e5))
+    outcome = actmat(family.argv("--method", "task_arithmetic", "--dtype", "float16"))
+    assert outcome.code == 3, outcome
+    assert f"'{Q0}' has values beyond float16's range (65504)" in outcome.err
+    assert not family.out.exists()
+    assert hidden(family.root) == []
+
+
+def test_a_base_beyond_float16_is_told_also_where_it_is_copied(family: Family) -> None:
+    family.change(family.base, lambda t: t[Q0].fill_(3e5))
+    outcome = actmat(family.argv("--keep", Q0, "--dtype", "float16"))
+    assert (outcome.code, "in the base" in outcome.err) == (3, True)
+
+
+def test_infinities_that_all_inputs_share_are_kept_in_float16(family: Family) -> None:
+    for folder in (family.base, *family.experts):
+        family.change(folder, lambda t: t[NORM][0].fill_(-torch.inf))
+    assert actmat(family.argv("--dtype", "float16")).code == 0
+
+
+def test_a_rule_that_gives_nan_fails_loudly(family: Family) -> None:
+    family.change(family.experts[0], lambda t: t[Q0].fill_(1e30))
+    outcome = actmat(family.argv("--method", "wudi"))
+    assert outcome.code == 3, outcome
+    assert Q0 in outcome.err
+    assert not family.out.exists()
+
+
+def test_an_empty_checkpoint(family: Family) -> None:
+    save_checkpoint(family.experts[0], {})
+    refused(family, says=("expert 'expert0'", "holds no tensors"))

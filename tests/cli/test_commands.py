@@ -1,0 +1,257 @@
+"""What the commands print and return: help, plan, methods, inspect, verify, exit codes of the command line itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, contents, hidden, save_checkpoint
+
+import actmat as actmat_package
+from actmat.methods import METHODS
+from actmat.version import __version__
+
+COMMANDS = ("merge", "plan", "methods", "inspect", "verify", "demo")
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    return Family.make(tmp_path, layers=1)
+
+
+@pytest.mark.parametrize("command", [(), *((c,) for c in COMMANDS)])
+def test_help_exits_with_zero_and_fits_80_columns(command: tuple[str, ...]) -> None:
+    outcome = actmat([*command, "--help"])
+    assert outcome.code == 0
+    assert "Usage" in outcome.out
+    assert max(len(line) for line in outcome.out.splitlines()) <= 80
+
+
+def test_the_help_lists_every_command_and_the_exit_codes() -> None:
+    text = actmat(["--help"]).out
+    for words in (*COMMANDS, "Exit codes", "130"):
+        assert words in text
+
+
+def test_version() -> None:
+    assert actmat(["--version"]).out == f"actmat {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["mrege"],
+        ["merge", "--no-such-flag"],
+        ["merge", "--scale", "much"],
+        ["merge", "--out", "x"],
+        ["merge", "--base", "b"],
+        ["merge", "--base", "b", "--expert", "e"],
+        ["plan"],
+        ["inspect"],
+        ["verify"],
+    ],
+)
+def test_a_wrong_command_line_exits_with_two(argv: list[str]) -> None:
+    assert actmat(argv).code == 2
+
+
+def test_the_console_script_passes_exit_codes_on(tmp_path: Path) -> None:
+    script = "import sys; sys.argv = ['actmat', 'inspect', './nothing']; from actmat.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(actmat_package.__file__).parents[1])},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "actmat: ./nothing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_plan_tells_every_tensor_and_writes_nothing(family: Family) -> None:
+    before = sorted(family.root.rglob("*"))
+    outcome = actmat(family.argv("--json", command="plan"))
+    assert outcome.code == 0, outcome
+    data = json.loads(outcome.out)
+    assert data["actmat_plan"] == 1
+    assert data["family"] == "llama"
+    assert [e["name"] for e in data["experts"]] == ["expert0", "expert1"]
+    rows = {t["name"]: t for t in data["tensors"]}
+    assert len(rows) == 7
+    assert (rows[Q0]["action"], rows[Q0]["method"], rows[Q0]["role"]) == ("merge", "actmat", "linear")
+    assert rows[Q0]["sources"] == [Q0, Q0]
+    assert rows[Q0]["read_bytes"] == 3 * 64 * 4
+    assert rows[Q0]["write_bytes"] == 64 * 4
+    assert rows[Q0]["peak_bytes"] > 0
+    assert (rows[EMBEDDING]["action"], rows[NORM]["action"]) == ("average", "average")
+    assert all(row["reason"] for row in rows.values())
+    assert data["read_bytes"] == sum(r["read_bytes"] for r in rows.values())
+    assert data["write_bytes"] == sum(data["shards"].values())
+    assert data["peak_bytes_two_workers"] > data["peak_bytes_one_worker"]
+    assert sorted(family.root.rglob("*")) == before
+
+
+def test_the_plan_is_what_happens(family: Family) -> None:
+    flags = ("--keep", NORM, "--scale", "0.5", "--method", "ties", "--option", "density=0.3")
+    planned = json.loads(actmat(family.argv(*flags, "--json", command="plan")).out)
+    assert actmat(family.argv(*flags)).code == 0
+    manifest = json.loads((family.out / "actmat_manifest.json").read_text())
+    for before, after in zip(planned["tensors"], manifest["tensors"], strict=True):
+        shared = before.keys() & after.keys()
+        assert {"name", "action", "reason"} <= shared
+        assert {k: before[k] for k in shared} == {k: after[k] for k in shared}
+    assert planned["shards"] == manifest["output"]["files"]
+    for name, size in planned["shards"].items():
+        assert (family.out / name).stat().st_size == size
+
+
+def test_plans_of_several_methods(family: Family) -> None:
+    data = json.loads(actmat(family.argv("-m", "average", "-m", "iso_c", "--json", command="plan")).out)
+    assert [p["recipe"].get("method") for p in data] == ["average", "iso_c"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--all",)])
+def test_the_printed_plan_fits_80_columns(family: Family, flags: tuple[str, ...]) -> None:
+    outcome = actmat(family.argv(*flags, command="plan"))
+    assert outcome.code == 0
+    assert "actmat acts on matrices" not in outcome.out
+    assert "7 tensors: 4 merge, 3 average" in outcome.out
+    assert max(len(line) for line in outcome.out.splitlines()) <= 80
+
+
+def test_a_plan_that_cannot_be_done_lists_everything(family: Family) -> None:
+    family.change(family.experts[0], lambda t: t.pop(Q0))
+    family.change(family.experts[1], lambda t: t.update({UP0: torch.zeros(3, 3)}))
+    before = sorted(family.root.rglob("*"))
+    outcome = actmat(family.argv("--method", "tie", "--keep", "nothing*", command="plan"))
+    assert (outcome.code, outcome.out) == (1, "")
+    for words in ("4 problems", Q0, UP0, "'tie'", "'nothing*'"):
+        assert words in outcome.err
+    assert sorted(family.root.rglob("*")) == before
+
+
+def test_methods_lists_all() -> None:
+    text = actmat(["methods"])
+    assert text.code == 0
+    assert max(len(line) for line in text.out.splitlines()) <= 80
+    data = json.loads(actmat(["methods", "--json"]).out)
+    assert [m["name"] for m in data] == [m.name for m in METHODS]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_a_method_in_full(method: object) -> None:
+    name = method.name  # type: ignore[attr-defined]
+    data = json.loads(actmat(["methods", name, "--json"]).out)
+    assert data["name"] == name
+    assert data["summary"]
+    assert data["equation"]
+    assert data["reference"]
+    assert all(o["description"] for o in data["options"]), "every option is explained"
+    shown = actmat(["methods", name])
+    assert shown.code == 0
+    assert data["reference"].split()[0] in shown.out
+    assert all(o["name"] in shown.out for o in data["options"])
+    assert max(len(line) for line in shown.out.splitlines()) <= 80
+
+
+def test_an_unknown_method_offers_the_near_name() -> None:
+    outcome = actmat(["methods", "act_mat"])
+    assert outcome.code == 1
+    assert "Did you mean 'actmat'?" in outcome.err
+
+
+def test_inspect_describes_a_checkpoint(family: Family) -> None:
+    data = json.loads(actmat(["inspect", str(family.base), "--json"]).out)
+    assert data["family"] == "llama"
+    assert data["parameters"] == 20 * 8 * 2 + 8 * 2 + 64 + 96 * 2
+    assert data["bytes"] == 4 * data["parameters"]
+    assert data["dtypes"] == {"float32": 7}
+    assert data["roles"] == {"embedding": 1, "vector": 2, "linear": 4}
+    assert data["files"] == {"model.safetensors": 7}
+    assert data["ties"] == {}
+    rows = {t["name"]: t for t in data["tensors"]}
+    assert rows[Q0]["shape"] == [8, 8]
+    assert all(r["reason"] for r in rows.values())
+
+
+def test_inspect_prints_within_80_columns(family: Family) -> None:
+    outcome = actmat(["inspect", str(family.base), "--all"])
+    assert outcome.code == 0
+    assert Q0 in outcome.out.replace("\n", "").replace(" ", "")
+    assert "592 parameters" in outcome.out
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(family: Family) -> None:
+    """Tensor names are data: brackets in them must neither vanish nor crash the printing."""
+    odd = "layers[/bold].[red]weight"
+    for folder in (family.base, *family.experts):
+        save_checkpoint(folder, {odd: torch.randn(4, 4)}, {})
+    for argv in (["inspect", str(family.base)], family.argv(command="plan"), family.argv()):
+        outcome = actmat(argv)
+        assert outcome.code == 0, outcome
+        if argv[0] != "merge":
+            assert odd in outcome.out
+    family.change(family.base, lambda t: t[odd].add_(1))
+    outcome = actmat(["verify", str(family.out)])
+    assert outcome.code == 1
+    assert odd in outcome.out.replace("\n", "")
+
+
+def test_verify_finds_what_changed(family: Family) -> None:
+    assert actmat(family.argv()).code == 0
+    intact = actmat(["verify", str(family.out)])
+    assert intact.code == 0
+    assert "intact" in intact.out
+    family.change(family.experts[1], lambda t: t[Q0].add_(1))
+    outcome = actmat(["verify", str(family.out)])
+    assert outcome.code == 1
+    assert "expert1" in outcome.out
+    assert Q0 in outcome.out.replace("\n", "")
+    assert actmat(["verify", str(family.out), "--no-inputs"]).code == 0
+    family.change(family.out, lambda t: t[NORM].add_(1))
+    assert actmat(["verify", str(family.out), "--no-inputs"]).code == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"actmat_manifest": 99}', '{"actmat_manifest": 1}'])
+def test_verify_refuses_a_damaged_manifest(family: Family, text: str) -> None:
+    assert actmat(family.argv()).code == 0
+    (family.out / "actmat_manifest.json").write_text(text)
+    outcome = actmat(["verify", str(family.out)])
+    assert outcome.code == 1
+    assert "actmat_manifest.json" in outcome.err
+
+
+def test_a_merge_prints_a_summary(family: Family) -> None:
+    outcome = actmat([a for a in family.argv("--allow-nonfinite", "--sha256") if a != "--quiet"])
+    assert outcome.code == 0
+    assert "4 merged, 3 averaged" in outcome.out
+    assert "actmat_manifest.json" in outcome.out
+    manifest = json.loads((family.out / "actmat_manifest.json").read_text())
+    assert len(manifest["output"]["sha256"]["model.safetensors"]) == 64
+    assert hidden(family.root) == []
+
+
+def test_the_number_of_threads_changes_no_byte(family: Family) -> None:
+    assert actmat(family.argv("--threads", "1")).code == 0
+    assert actmat(family.argv("--threads", "3", "--out", str(family.root / "three"))).code == 0
+    assert contents(family.out) == contents(family.root / "three")
+
+
+def test_names_and_weights_of_experts(family: Family) -> None:
+    first, second = family.experts
+    argv = ["merge", "-b", str(family.base), "-e", f"math={first}", "-e", str(second), "-w", "2", "-w", "1", "-q"]
+    assert actmat([*argv, "-m", "task_arithmetic", "--out", str(family.out)]).code == 0
+    manifest = json.loads((family.out / "actmat_manifest.json").read_text())
+    assert [e["name"] for e in manifest["experts"]] == ["math", "expert1"]
+    assert manifest["tensors"][0]["weights"] == [2.0, 1.0]
+    unweighted = next(m.name for m in METHODS if not m.is_weighted and not m.needs_statistics)
+    outcome = actmat([*argv, "--out", str(family.root / "y"), "-m", unweighted])
+    assert (outcome.code, "takes no weights" in outcome.err) == (1, True)

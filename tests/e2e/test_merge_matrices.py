@@ -1,0 +1,138 @@
+"""`actmat.merge_matrices`: every rule on plain tensors, and errors that say what is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.models import naive_actmat
+from tests.tolerances import BF16_ROUNDING, F64_ORACLE, relative_error
+
+import actmat
+from actmat.errors import AlignmentError, RecipeError
+from actmat.methods import METHODS, MergeMethod
+
+GENERATOR = torch.Generator().manual_seed(2)
+BASE = torch.randn(9, 7, generator=GENERATOR, dtype=torch.float64)
+DELTAS = [torch.randn(9, 7, generator=GENERATOR, dtype=torch.float64) for _ in range(3)]
+DATA_FREE = [m for m in METHODS if not m.needs_statistics]
+
+
+def experts_for(method: MergeMethod) -> list[torch.Tensor]:
+    return DELTAS[: method.max_experts or len(DELTAS)]
+
+
+def base_for(method: MergeMethod) -> torch.Tensor | None:
+    return BASE if method.needs_base else None
+
+
+@pytest.mark.parametrize("method", DATA_FREE, ids=lambda m: m.name)
+def test_every_data_free_rule(method: MergeMethod) -> None:
+    deltas = experts_for(method)
+    before = [d.clone() for d in deltas]
+    out = actmat.merge_matrices(method.name, deltas, base=base_for(method))
+    assert out.shape == deltas[0].shape
+    assert out.dtype == torch.float64
+    assert torch.isfinite(out).all()
+    assert out.any()
+    assert all(torch.equal(d, b) for d, b in zip(deltas, before, strict=True)), "inputs are left alone"
+    assert torch.equal(out, actmat.merge_matrices(method.name, deltas, base=base_for(method)))
+
+
+@pytest.mark.parametrize("method", DATA_FREE, ids=lambda m: m.name)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(kind: torch.dtype, method: MergeMethod) -> None:
+    deltas = [d.to(kind) for d in experts_for(method)]
+    base = base_for(method)
+    out = actmat.merge_matrices(method.name, deltas, base=None if base is None else base.to(kind))
+    wide = actmat.merge_matrices(
+        method.name, [d.float() for d in deltas], base=None if base is None else base.to(kind).float()
+    )
+    assert out.dtype == kind
+    assert torch.equal(out, wide.to(kind))
+    assert relative_error(out, wide) < BF16_ROUNDING
+
+
+def surveys(method: MergeMethod) -> bool:
+    """Whether the rule, as it comes, has thresholds over the whole model: here, over the whole batch."""
+    return method.survey is not None and method.survey.applies(method.resolve_options({}))
+
+
+@pytest.mark.parametrize(
+    "method", [m for m in DATA_FREE if m.acts_on == "matrix" and not surveys(m)], ids=lambda m: m.name
+)
+def test_batch_axes_are_matrices_apart(method: MergeMethod) -> None:
+    stacks = [torch.stack([d, 2 * d.flip(0)]).reshape(2, 1, 9, 7) for d in experts_for(method)]
+    out = actmat.merge_matrices(method.name, stacks)
+    for k in range(2):
+        one = actmat.merge_matrices(method.name, [s[k, 0] for s in stacks])
+        assert relative_error(out[k, 0], one) < F64_ORACLE
+
+
+def test_actmat_is_the_formula() -> None:
+    out = actmat.merge_matrices("actmat", DELTAS)
+    assert relative_error(out, naive_actmat(DELTAS)) < F64_ORACLE
+    cut = actmat.merge_matrices("actmat", DELTAS, rtol=0.3)
+    assert relative_error(cut, out) > 0.01
+
+
+def test_weights_are_taken_where_the_rule_takes_them() -> None:
+    out = actmat.merge_matrices("average", DELTAS, weights=[1.0, 0.0, 0.0])
+    assert relative_error(out, DELTAS[0]) < F64_ORACLE
+    for method in (m for m in DATA_FREE if not m.is_weighted):
+        with pytest.raises(RecipeError, match=f"'{method.name}' makes no use of weights"):
+            actmat.merge_matrices(
+                method.name, experts_for(method), base=base_for(method), weights=[1.0] * len(experts_for(method))
+            )
+
+
+def test_random_rules_follow_their_generator() -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        return actmat.merge_matrices("dare", DELTAS, generator=torch.Generator().manual_seed(seed), density=0.5)
+
+    assert torch.equal(drawn(4), drawn(4))
+    assert not torch.equal(drawn(4), drawn(5))
+    state = torch.get_rng_state()
+    actmat.merge_matrices("dare", DELTAS)
+    assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.needs_statistics], ids=lambda m: m.name)
+def test_missing_statistics_are_named(method: MergeMethod) -> None:
+    with pytest.raises(RecipeError, match=f"'{method.name}' needs statistics .*{method.needs_statistics[0]}"):
+        actmat.merge_matrices(method.name, DELTAS, base=base_for(method))
+
+
+def test_statistics_are_used() -> None:
+    method = next(m for m in METHODS if m.needs_statistics == ("fisher",))
+    one = [torch.ones_like(DELTAS[0]), torch.zeros_like(DELTAS[0]), torch.zeros_like(DELTAS[0])]
+    out = actmat.merge_matrices(method.name, DELTAS, statistics={"fisher": one})
+    assert relative_error(out, DELTAS[0]) < 1e-3
+
+
+def test_errors_say_what_is_wrong() -> None:
+    with pytest.raises(RecipeError, match="actmat"):
+        actmat.merge_matrices("actmatt", DELTAS)
+    with pytest.raises(RecipeError) as caught:
+        actmat.merge_matrices("actmat", DELTAS, rtoll=1e-3)
+    assert "rtol" in caught.value.problems[0]
+    with pytest.raises(RecipeError) as caught:
+        actmat.merge_matrices("actmat", DELTAS, rtol=2.0)
+    assert "must lie in" in caught.value.problems[0]
+    with pytest.raises(RecipeError, match="no deltas"):
+        actmat.merge_matrices("average", [])
+    with pytest.raises(AlignmentError, match="one shape"):
+        actmat.merge_matrices("average", [DELTAS[0], DELTAS[1].T])
+    with pytest.raises(AlignmentError, match="merges matrices"):
+        actmat.merge_matrices("actmat", [torch.ones(3), torch.ones(3)])
+    with pytest.raises(RecipeError, match="makes no use of base"):
+        actmat.merge_matrices("actmat", DELTAS, base=BASE)
+
+
+def test_a_missing_base_is_named() -> None:
+    """Of the rules that look at `W_0`, some can do without: theirs is an optional argument."""
+    for method in (m for m in METHODS if m.needs_base and not m.needs_statistics):
+        if method.parameters["base"].default is None:
+            assert actmat.merge_matrices(method.name, experts_for(method)).any()
+        else:
+            with pytest.raises(RecipeError, match=f"'{method.name}' looks at the base weights"):
+                actmat.merge_matrices(method.name, experts_for(method))

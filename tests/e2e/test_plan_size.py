@@ -1,0 +1,62 @@
+"""Planning is linear in the number of tensors: thousands of them take seconds."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.plan import MergePlan, build_plan
+from actmat.recipe import make_recipe
+
+CONFIG = {"model_type": "mixtral", "hidden_size": 4, "num_attention_heads": 2, "tie_word_embeddings": False}
+PER_LAYER = 4 + 3 * 8 + 3
+TWENTY_THOUSAND = 646
+SECONDS = 20.0
+"""About ten times what it takes, so that a busy machine passes and a quadratic loop does not."""
+
+
+def mixture(layers: int, prefix: str = "") -> MemoryCheckpoint:
+    """A mixture of eight experts per layer, of tiny tensors; an adapted copy may carry a prefix."""
+    square, vector = torch.zeros(4, 4), torch.zeros(4)
+    tensors = {f"{prefix}model.embed_tokens.weight": torch.zeros(16, 4)}
+    for n in range(layers):
+        head = f"{prefix}model.layers.{n}"
+        tensors |= {f"{head}.self_attn.{p}_proj.weight": square.clone() for p in "qkvo"}
+        tensors |= {
+            f"{head}.block_sparse_moe.experts.{e}.w{i}.weight": square.clone() for e in range(8) for i in (1, 2, 3)
+        }
+        tensors[f"{head}.block_sparse_moe.gate.weight"] = torch.zeros(8, 4)
+        tensors |= {f"{head}.{p}_layernorm.weight": vector.clone() for p in ("input", "post_attention")}
+    tensors[f"{prefix}lm_head.weight"] = torch.zeros(16, 4)
+    return MemoryCheckpoint(tensors, config=CONFIG)
+
+
+def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
+    base, expert = mixture(layers), mixture(layers, prefix)
+    recipe = make_recipe(
+        {
+            "base": "b",
+            "experts": ["e1", {"path": "e2"}],
+            "rules": [{"match": f"*.layers.{n}.*", "scale": 0.5} for n in range(8)],
+            "keep": ["*.gate.weight"],
+            "postprocess": {"lines": [0.5, 1.0]},
+        }
+    )
+    began = time.perf_counter()
+    plan = build_plan(recipe, base, [expert, expert])
+    plan.fingerprint()
+    return time.perf_counter() - began, plan
+
+
+@pytest.mark.parametrize("prefix", ["", "base_model."])
+def test_twenty_thousand_tensors(prefix: str) -> None:
+    small, _ = timed(TWENTY_THOUSAND // 4, prefix)
+    seconds, plan = timed(TWENTY_THOUSAND, prefix)
+    assert len(plan.tensors) == TWENTY_THOUSAND * PER_LAYER + 2 > 20_000
+    assert seconds < SECONDS
+    assert seconds < 8 * small, "four times the tensors should take about four times as long"
+    assert all(t.reason for t in plan.tensors)
+    assert sum(t.action == "copy" for t in plan.tensors) == TWENTY_THOUSAND

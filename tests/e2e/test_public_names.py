@@ -1,0 +1,28 @@
+"""What `import actmat` offers, in a fresh interpreter, in any order of use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+def run(code: str) -> str:
+    program = f"import sys; sys.path.insert(0, {SOURCE!r})\n{code}"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("before", ["actmat.merge", "import actmat.plan"])
+def test_plan_is_the_function_whatever_was_imported_before(before: str) -> None:
+    """A subpackage has that name too, and importing one sets an attribute of its parent."""
+    found = run(f"import actmat\n{before}\nfrom actmat.plan import MergePlan\nprint(actmat.plan.__module__)")
+    assert found == "actmat.api"
+
+
+def test_every_public_name_is_there_and_importing_is_light() -> None:
+    code = "import actmat; print('torch' in sys.modules, [n for n in actmat.__all__ if not hasattr(actmat, n)])"
+    assert run(code) == "False []"

@@ -1,0 +1,228 @@
+"""What the fields of a recipe do, on cases small enough to work out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.models import naive_actmat
+from tests.helpers.open_merges import merge_tensors, output
+from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, F32_SOLVE, relative_error
+from torch import Tensor
+
+import actmat
+from actmat.errors import MergeError
+
+O_PROJ, UP, NORM = "layers.{}.self_attn.o_proj.weight", "layers.{}.mlp.up_proj.weight", "layers.{}.norm.weight"
+
+
+def base_tensors(layers: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    out = {"embed_tokens.weight": torch.randn(11, 6, generator=generator)}
+    for n in range(layers):
+        out[O_PROJ.format(n)] = torch.randn(6, 6, generator=generator)
+        out[UP.format(n)] = torch.randn(9, 6, generator=generator)
+        out[NORM.format(n)] = torch.randn(6, generator=generator)
+    out["lm_head.weight"] = torch.randn(11, 6, generator=generator)
+    return out
+
+
+BASE = base_tensors()
+
+
+def expert(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: t + torch.randn(t.shape, generator=generator) for n, t in BASE.items()}
+
+
+EXPERTS = [expert(10), expert(11)]
+
+
+def delta(tensors: dict[str, Tensor], name: str) -> Tensor:
+    return tensors[name].double() - BASE[name].double()
+
+
+def deltas(name: str) -> list[Tensor]:
+    return [delta(e, name) for e in EXPERTS]
+
+
+def merged(tmp_path: Path, **fields: Any) -> tuple[dict[str, Tensor], actmat.MergeReport]:
+    """Merged deltas, and the report."""
+    report = merge_tensors(BASE, EXPERTS, tmp_path, **{"dtype": "float64", **fields})
+    found = output(report)
+    return {n: found[n] - BASE[n].double() for n in found}, report
+
+
+def close(found: Tensor, wanted: Tensor, bound: float = F32_PRODUCT) -> bool:
+    return relative_error(found, wanted) < bound
+
+
+def actions(report: actmat.MergeReport) -> dict[str, str]:
+    return {t.name: t.action for t in report.plan.tensors}
+
+
+def test_scope_linear_merges_linear_layers(tmp_path: Path) -> None:
+    found, report = merged(tmp_path)
+    for name in BASE:
+        matrix = "proj" in name or "lm_head" in name
+        assert actions(report)[name] == ("merge" if matrix else "average")
+        wanted = naive_actmat(deltas(name)) if matrix else sum(deltas(name)) / 2
+        assert close(found[name], wanted, F32_SOLVE), name
+
+
+def test_scope_paper_merges_what_is_two_dimensional(tmp_path: Path) -> None:
+    found, report = merged(tmp_path, scope="paper")
+    two_dimensional = {n for n, t in BASE.items() if t.ndim == 2}
+    assert {n for n, a in actions(report).items() if a == "merge"} == two_dimensional
+    assert close(found["embed_tokens.weight"], naive_actmat(deltas("embed_tokens.weight")), F32_SOLVE)
+
+
+def test_scope_all_is_everything_the_rule_can_do(tmp_path: Path) -> None:
+    _, report = merged(tmp_path / "elementwise", method="task_arithmetic", scope="all")
+    assert set(actions(report).values()) == {"merge"}
+    _, report = merged(tmp_path / "matrix", method="actmat", scope="all")
+    assert {n for n, a in actions(report).items() if a == "average"} == {
+        n for n, t in BASE.items() if t.ndim == 1 or n == "embed_tokens.weight"
+    }
+
+
+def test_scale_is_for_the_method_alone(tmp_path: Path) -> None:
+    found, _ = merged(tmp_path, method="task_arithmetic", options={"scaling": 1.0}, scale=0.25)
+    assert close(found[UP.format(0)], sum(deltas(UP.format(0))) / 4, F32_ELEMENTWISE)
+    assert close(found[NORM.format(0)], sum(deltas(NORM.format(0))) / 2, F32_ELEMENTWISE)
+
+
+def test_weights(tmp_path: Path) -> None:
+    found, _ = merged(tmp_path, method="average", weights=[3.0, 1.0])
+    for name in BASE:
+        first, second = deltas(name)
+        assert close(found[name], 0.75 * first + 0.25 * second, F32_ELEMENTWISE)
+
+
+def test_keep_copies_the_base(tmp_path: Path) -> None:
+    found, report = merged(tmp_path, keep=["lm_head.*", "layers.1.*"])
+    kept = {n for n in BASE if n.startswith(("lm_head", "layers.1."))}
+    assert {n for n, a in actions(report).items() if a == "copy"} == kept
+    assert all(bool((found[n] == 0).all()) == (n in kept) for n in BASE)
+    reasons = {t.name: t.reason for t in report.plan.tensors}
+    assert "lm_head.*" in reasons["lm_head.weight"]
+
+
+def test_the_first_rule_that_matches_decides(tmp_path: Path) -> None:
+    rules: list[dict[str, Any]] = [
+        {"match": "layers.0.*", "keep": "base"},
+        {"match": ["*.up_proj.weight"], "method": "task_arithmetic", "options": {"scaling": 2.0}, "scale": 0.5},
+        {"match": "*.norm.weight", "method": "average", "scale": 3.0},
+        {"match": "layers.*", "method": "average"},
+    ]
+    found, report = merged(tmp_path, rules=rules)
+    assert not found[UP.format(0)].any()
+    assert not found[NORM.format(0)].any()
+    assert close(found[UP.format(1)], sum(deltas(UP.format(1))), F32_ELEMENTWISE)
+    assert close(found[NORM.format(2)], 1.5 * sum(deltas(NORM.format(2))), F32_ELEMENTWISE)
+    assert close(found[O_PROJ.format(1)], sum(deltas(O_PROJ.format(1))) / 2, F32_ELEMENTWISE)
+    assert close(found["lm_head.weight"], naive_actmat(deltas("lm_head.weight")), F32_SOLVE)
+    reasons = {t.name: t.reason for t in report.plan.tensors}
+    assert "*.up_proj.weight" in reasons[UP.format(1)]
+
+
+def test_rule_options_add_to_those_of_the_same_method(tmp_path: Path) -> None:
+    rules = [{"match": "layers.1.*_proj.*", "options": {"rtol": 0.5}}]
+    _, report = merged(tmp_path, options={"power": 0.5}, rules=rules)
+    calls = {t.name: t.call for t in report.plan.tensors}
+    inside, outside = calls[UP.format(1)], calls[UP.format(0)]
+    assert inside is not None
+    assert outside is not None
+    assert (inside.options["rtol"], inside.options["power"]) == (0.5, 0.5)
+    assert (outside.options["rtol"], outside.options["power"]) == (None, 0.5)
+
+
+def test_roles_overrule_names_and_shapes(tmp_path: Path) -> None:
+    name = UP.format(0)
+    roles: list[dict[str, Any]] = [
+        {"match": name, "orientation": "IO"},
+        {"match": UP.format(1), "blocks": {"a": [0, 4], "b": [4, 9]}},
+        {"match": O_PROJ.format(0), "role": "vector"},
+        {"match": "embed_tokens.weight", "role": "linear"},
+    ]
+    found, _ = merged(tmp_path, roles=roles)
+    assert close(found[name], naive_actmat([d.T for d in deltas(name)]).T, F32_SOLVE)
+    blocks = [naive_actmat([d[rows] for d in deltas(UP.format(1))]) for rows in (slice(0, 4), slice(4, 9))]
+    assert close(found[UP.format(1)], torch.cat(blocks), F32_SOLVE)
+    assert close(found[O_PROJ.format(0)], sum(deltas(O_PROJ.format(0))) / 2)
+    assert close(found["embed_tokens.weight"], naive_actmat(deltas("embed_tokens.weight")), F32_SOLVE)
+    assert not close(found[name], naive_actmat(deltas(name)), 0.01), "orientation must matter here"
+
+
+def test_lines_scales_by_depth(tmp_path: Path) -> None:
+    """Three layers, from 0.5 to 2: factors 0.5, 1.25, 2; what is in no layer keeps 1, what is averaged too."""
+    postprocess = {"lines": [0.5, 2.0]}
+    found, _ = merged(tmp_path, method="task_arithmetic", options={"scaling": 1.0}, postprocess=postprocess)
+    for layer, factor in enumerate((0.5, 1.25, 2.0)):
+        assert close(found[UP.format(layer)], factor * sum(deltas(UP.format(layer))), F32_ELEMENTWISE)
+        assert close(found[NORM.format(layer)], sum(deltas(NORM.format(layer))) / 2, F32_ELEMENTWISE)
+    assert close(found["lm_head.weight"], sum(deltas("lm_head.weight")), F32_ELEMENTWISE)
+
+
+@pytest.mark.parametrize(("cap", "factor"), [("mean", 1.0), ("sum", 2.0), (0.5, 0.5)])
+@pytest.mark.parametrize("method", ["task_arithmetic", "actmat", "ties"])
+def test_norm_cap(cap: Any, factor: float, method: str, tmp_path: Path) -> None:
+    options = {"scaling": 5.0} if method == "task_arithmetic" else {}
+    free, _ = merged(tmp_path / "free", method=method, options=options)
+    found, report = merged(tmp_path / "capped", method=method, options=options, postprocess={"norm_cap": cap})
+    stats = {r["name"]: r["stats"] for r in report.manifest["tensors"]}
+    bound = False
+    for name in BASE:
+        limit = factor * float(sum(torch.linalg.norm(d) for d in deltas(name))) / 2
+        norm = float(torch.linalg.norm(free[name]))
+        bound |= norm > limit
+        assert close(found[name], free[name] * min(1.0, limit / norm)), name
+        assert stats[name]["norm_cap"] == pytest.approx(limit, rel=F32_PRODUCT)
+        assert stats[name]["norm_before_cap"] == pytest.approx(norm, rel=F32_PRODUCT)
+    assert bound or factor == 2.0, "the cap never bound: nothing was tested"
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "actmat"])
+def test_singular_value_cap(method: str, tmp_path: Path) -> None:
+    options = {"scaling": 3.0} if method == "task_arithmetic" else {}
+    free, _ = merged(tmp_path / "free", method=method, options=options)
+    found, _ = merged(tmp_path / "c", method=method, options=options, postprocess={"singular_value_cap": 0.75})
+    for name in (n for n in BASE if "proj" in n or "lm_head" in n):
+        limit = 0.75 * max(float(torch.linalg.matrix_norm(d, ord=2)) for d in deltas(name))
+        u, s, vh = torch.linalg.svd(free[name], full_matrices=False)
+        assert s[0] > limit, "the cap must bind"
+        assert close(found[name], u @ torch.diag(s.clamp(max=limit)) @ vh), name
+    assert close(found["embed_tokens.weight"], free["embed_tokens.weight"], F32_ELEMENTWISE)
+
+
+def test_caps_hold_for_each_matrix_of_a_packed_tensor(tmp_path: Path) -> None:
+    name, other = UP.format(1), UP.format(2)
+    roles = [{"match": other, "blocks": {"a": [0, 4], "b": [4, 9]}}]
+    settings: dict[str, Any] = {"postprocess": {"norm_cap": "mean"}, "roles": roles}
+    found, report = merged(tmp_path, method="task_arithmetic", options={"scaling": 4.0}, **settings)
+    for rows in (slice(0, 4), slice(4, 9)):
+        limit = float(sum(torch.linalg.norm(d[rows]) for d in deltas(other))) / 2
+        assert float(torch.linalg.norm(found[other][rows])) == pytest.approx(limit, rel=F32_PRODUCT)
+    limit = float(sum(torch.linalg.norm(d) for d in deltas(name))) / 2
+    assert float(torch.linalg.norm(found[name])) == pytest.approx(limit, rel=F32_PRODUCT)
+    stats = next(r["stats"] for r in report.manifest["tensors"] if r["name"] == other)
+    assert stats["parts"].keys() == {"a", "b"}
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MergeError) as caught:
+        merged(tmp_path, keep=["*.lmhead.*"], rules=[{"match": "layer.*", "scale": 0.5}])
+    assert [p for p in caught.value.problems if "*.lmhead.*" in p]
+    assert [p for p in caught.value.problems if "'layer.*'" in p]
+    assert not (tmp_path / "out").exists()
+
+
+def test_seed_matters_to_random_rules_only(tmp_path: Path) -> None:
+    drawn = [merged(tmp_path / f"dare{s}", method="dare", seed=s, options={"density": 0.5})[0] for s in (0, 1)]
+    assert not torch.equal(drawn[0][UP.format(0)], drawn[1][UP.format(0)])
+    plain = [merged(tmp_path / f"actmat{s}", seed=s)[0] for s in (0, 1)]
+    assert all(torch.equal(plain[0][n], plain[1][n]) for n in BASE)
+    mask = (drawn[0][UP.format(0)] != 0).tolist()
+    assert mask != (drawn[0][UP.format(1)] != 0).tolist(), "every tensor has a generator of its own"

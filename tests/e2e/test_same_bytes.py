@@ -1,0 +1,213 @@
+"""The bytes of an output are a function of recipe and inputs alone: not of threads, company, order or hash seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.models import perturbed
+from tests.helpers.open_merges import counted, merge_open, merge_tensors, output, same_bytes
+from tests.tolerances import F32_ELEMENTWISE, relative_error
+from torch import Tensor
+
+import actmat
+from actmat.api import run_recipes
+from actmat.errors import RecipeError
+from actmat.plan.parts import CHUNK
+from actmat.recipe import make_recipe
+
+START = "from actmat.cli.main import main; main()"
+LARGE = "model.layers.0.mlp.down_proj.weight"
+CONFIG = {"model_type": "phi3", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+Family = tuple[dict[str, Tensor], list[dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    """Packed, stacked, tall, small and odd tensors; the second expert leaves one layer as it was."""
+    torch.manual_seed(1)
+    start = {
+        "model.embed_tokens.weight": torch.randn(60, 32),
+        "model.layers.0.self_attn.qkv_proj.weight": torch.randn(64, 32),
+        "model.layers.0.mlp.experts.gate_up_proj": torch.randn(3, 2 * 16, 32),
+        "model.layers.0.mlp.experts.down_proj": torch.randn(3, 32, 16),
+        LARGE: torch.randn(CHUNK // 24 + 5, 48),
+        "model.layers.1.self_attn.o_proj.weight": torch.randn(32, 32).bfloat16(),
+        "model.layers.1.input_layernorm.weight": torch.randn(33),
+    }
+    start[LARGE][-1, -1] = -0.0
+    experts = [perturbed(start, n) for n in (1, 2, 3)]
+    for expert in experts:
+        expert[LARGE].view(-1)[CHUNK:] = start[LARGE].view(-1)[CHUNK:]  # its last chunk never changed
+    experts[1]["model.layers.1.self_attn.o_proj.weight"] = start["model.layers.1.self_attn.o_proj.weight"]
+    return start, experts
+
+
+def merged(family: Family, out: Path, *variants: Mapping[str, Any], workers: int = 1) -> list[dict[str, Tensor]]:
+    start, experts = family
+    return merge_open(counted(start, CONFIG), [counted(e) for e in experts], out, variants, workers=workers)
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "average": {"method": "average"},
+    "actmat": {"method": "actmat"},
+    "actmat, another cut-off": {"method": "actmat", "options": {"rtol": 1e-3}},
+    "paper": {"method": "actmat", "scope": "paper"},
+    "dare": {"method": "dare", "options": {"density": 0.5}},
+    "dare, all": {"method": "dare", "scope": "all"},
+    "ties, global": {"method": "ties", "options": {"trim": "global"}},
+    "ties, global, all": {"method": "ties", "scope": "all", "options": {"trim": "global"}},
+    "tsv": {"method": "tsv"},
+    "capped": {"method": "task_arithmetic", "postprocess": {"norm_cap": "mean", "singular_value_cap": 1.0}},
+    "kept": {"method": "actmat", "keep": ["*.down_proj.*", "*experts*"]},
+    "half": {"method": "average", "dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(family: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    """Every recipe in a run of its own, with one worker."""
+    return {k: merged(family, tmp_path_factory.mktemp("alone"), fields)[0] for k, fields in RECIPES.items()}
+
+
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [n for n in wanted if not same_bytes(found[n], wanted[n])] == []
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", ["average", "actmat", "dare", "ties, global", "tsv"])
+def test_number_of_workers(
+    name: str, workers: int, family: Family, alone: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    assert_same(merged(family, tmp_path, RECIPES[name], workers=workers)[0], alone[name])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_variants_in_one_run(
+    workers: int, family: Family, alone: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    together = merged(family, tmp_path, *RECIPES.values(), workers=workers)
+    for name, tensors in zip(RECIPES, together, strict=True):
+        assert_same(tensors, alone[name])
+    distinct = {hashlib.sha256(t[LARGE].float().numpy().tobytes()).hexdigest() for t in together}
+    assert len(distinct) > len(RECIPES) / 2, "the variants do not differ: nothing was tested"
+
+
+@pytest.mark.parametrize(
+    "pair", [("average", "actmat"), ("dare", "average"), ("paper", "actmat"), ("tsv", "ties, global")]
+)
+def test_two_kinds_of_rule_in_one_run(
+    pair: tuple[str, str], family: Family, alone: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    together = merged(family, tmp_path, *(RECIPES[n] for n in pair))
+    for name, tensors in zip(pair, together, strict=True):
+        assert_same(tensors, alone[name])
+
+
+def test_order_of_storage(family: Family, alone: dict[str, dict[str, Tensor]], tmp_path: Path) -> None:
+    start, experts = family
+    turned = {n: start[n] for n in reversed(start)}, [{n: e[n] for n in sorted(e)} for e in experts]
+    for name in ("actmat", "dare"):
+        assert_same(merged(turned, tmp_path / name, RECIPES[name])[0], alone[name])
+
+
+def test_shards_of_the_experts(family: Family, tmp_path: Path) -> None:
+    start, experts = family
+    contents = set()
+    for shards in (1, 3, 7):
+        folder = tmp_path / str(shards)
+        places = []
+        for number, tensors in enumerate(experts):
+            (folder / f"expert{number}").mkdir(parents=True)
+            save_sharded(tensors, folder / f"expert{number}", shards=shards)
+            places.append(folder / f"expert{number}")
+        save_file(start, folder / "base.safetensors")
+        report = actmat.merge(folder / "base.safetensors", places, out=folder / "out", durable=False)
+        contents.add(report.manifest["output"]["content"])
+    assert len(contents) == 1
+
+
+def test_hash_seed_and_process(family: Family, tmp_path: Path) -> None:
+    start, experts = family
+    first = merge_tensors(start, experts, tmp_path, method="actmat")
+    places = [f"--expert={tmp_path / f'expert{i}.safetensors'}" for i in range(3)]
+    files = set()
+    for seed in ("1", "77"):
+        command = [sys.executable, "-c", START, "merge", "--base", tmp_path / "base.safetensors", *places]
+        root = Path(__file__).parents[2]
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root / "src")}
+        out = tmp_path / f"seed{seed}"
+        subprocess.run([*command, "--out", out, "--quiet"], env=environment, check=True)
+        files.add((out / "model.safetensors").read_bytes())
+    assert files == {(first.out / "model.safetensors").read_bytes()}
+
+
+def test_a_second_run_gives_the_same_manifest(family: Family, tmp_path: Path) -> None:
+    start, experts = family
+    manifests = [
+        dict(merge_tensors(start, experts, tmp_path, out=tmp_path / "out", overwrite=True, threads=n).manifest)
+        for n in (1, 2)
+    ]
+    for manifest in manifests:
+        del manifest["timing"]
+    assert manifests[0] == manifests[1]
+
+
+@pytest.mark.parametrize("method", ["average", "actmat", "task_arithmetic", "ties"])
+def test_unchanged_tensors_keep_the_bits_of_the_base(method: str, tmp_path: Path) -> None:
+    start = {
+        "a.weight": torch.tensor([[-0.0, 1.0], [2.0, -0.0]]),
+        "b.weight": torch.tensor([[1.0, -3.0], [0.5, -0.0]]).bfloat16(),
+        "c.bias": torch.tensor([-0.0, float("inf")]),
+        "d.weight": torch.randn(4, 4, generator=torch.Generator().manual_seed(0)),
+    }
+    moved = {**start, "d.weight": start["d.weight"] + 1}
+    wider = {n: t.double() for n, t in start.items()}
+    wider["c.bias"] = start["c.bias"]
+    report = merge_tensors(start, [moved, wider], tmp_path, method=method, scope="all")
+    found = output(report)
+    assert all(same_bytes(found[n], start[n]) for n in ("a.weight", "b.weight", "c.bias"))
+    assert not torch.equal(found["d.weight"], start["d.weight"])
+    flags = {r["name"]: r["unchanged"] for r in report.manifest["tensors"]}
+    assert flags == {"a.weight": True, "b.weight": True, "c.bias": True, "d.weight": False}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("base", "elsewhere"), ("compute_dtype", "float64"), ("allow_nonfinite", True)]
+)
+def test_recipes_of_one_run_must_share_the_reading(field: str, value: Any, tmp_path: Path) -> None:
+    fields = {"base": "base", "experts": ["one"], "out": str(tmp_path / "a")}
+    recipes = [make_recipe(fields), make_recipe({**fields, "out": str(tmp_path / "b"), field: value})]
+    with pytest.raises(RecipeError, match=f"'{field}' differs"):
+        run_recipes(recipes)
+
+
+def test_weights_may_differ_within_a_run(family: Family, tmp_path: Path) -> None:
+    start, experts = family
+    merge_tensors(start, experts, tmp_path)
+    places = [tmp_path / f"expert{n}.safetensors" for n in range(3)]
+    recipes = [
+        make_recipe(
+            {
+                "base": str(tmp_path / "base.safetensors"),
+                "experts": [{"path": str(p), "weight": w} for p, w in zip(places, weights, strict=True)],
+                "method": "average",
+                "out": str(tmp_path / f"weights{number}"),
+            }
+        )
+        for number, weights in enumerate(((1.0, 1.0, 1.0), (1.0, 0.0, 3.0)))
+    ]
+    equal, unequal = (output(r) for r in run_recipes(recipes, durable=False))
+    first, _, third = (e[LARGE].double() - start[LARGE].double() for e in experts)
+    assert relative_error(unequal[LARGE], start[LARGE].double() + (first + 3 * third) / 4) < F32_ELEMENTWISE
+    assert not torch.equal(equal[LARGE], unequal[LARGE])

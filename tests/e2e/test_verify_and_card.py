@@ -1,0 +1,177 @@
+"""`actmat verify` finds every change, and only changes; the model card says what hubs read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.models import BY_NAME, save_family, stored
+from typer.testing import CliRunner
+
+import actmat
+from actmat.cli.main import app
+from actmat.errors import CheckpointError
+
+LLAMA = BY_NAME["llama"]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("family")
+    save_family(LLAMA, folder, n_experts=2)
+    (folder / "expert1" / "tokenizer.json").write_text('{"of": "expert1"}')
+    return folder
+
+
+@pytest.fixture
+def project(family: Path, tmp_path: Path) -> Path:
+    """A folder with the inputs and a finished merge beside them."""
+    folder = tmp_path / "project"
+    shutil.copytree(family, folder)
+    actmat.merge(folder / "base", [folder / "expert1", folder / "expert2"], out=folder / "out", durable=False)
+    return folder
+
+
+def flip_last_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def edit(manifest: Path, change: Any) -> None:
+    data = json.loads(manifest.read_text())
+    change(data)
+    manifest.write_text(json.dumps(data))
+
+
+def test_an_untouched_merge_is_intact(project: Path) -> None:
+    result = actmat.verify(project / "out")
+    assert result.ok
+    assert result.tensors == len(stored(project / "out"))
+    assert result.inputs == ("base", "expert1", "expert2")
+
+
+def test_a_flipped_bit_of_the_output(project: Path) -> None:
+    flip_last_bit(project / "out" / "model.safetensors")
+    (problem,) = actmat.verify(project / "out").problems
+    assert "the output" in problem
+    assert "has changed" in problem
+
+
+@pytest.mark.parametrize("name", ["base", "expert2"])
+def test_a_flipped_bit_of_an_input(name: str, project: Path) -> None:
+    flip_last_bit(project / name / "model.safetensors")
+    (problem,) = actmat.verify(project / "out").problems
+    assert f"'{name}'" in problem
+    assert actmat.verify(project / "out", inputs=False).ok
+
+
+def test_an_edited_manifest(project: Path) -> None:
+    manifest = project / "out" / "actmat_manifest.json"
+    edit(manifest, lambda data: data["tensors"][0].update(hash="0" * len(data["tensors"][0]["hash"])))
+    problems = actmat.verify(project / "out").problems
+    assert [p for p in problems if "edited" in p]
+    manifest.write_text("{")
+    with pytest.raises(CheckpointError, match="damaged"):
+        actmat.verify(project / "out")
+    manifest.unlink()
+    with pytest.raises(CheckpointError, match="no actmat_manifest"):
+        actmat.verify(project / "out")
+
+
+def test_missing_and_extra_tensors(project: Path) -> None:
+    file = project / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["stranger.weight"] = tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    problems = actmat.verify(project / "out", inputs=False).problems
+    assert [p for p in problems if "lacks tensor 'model.norm.weight'" in p]
+    assert [p for p in problems if "extra tensor 'stranger.weight'" in p]
+
+
+def test_a_moved_project_finds_its_inputs(project: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "project"
+    moved.parent.mkdir()
+    project.rename(moved)
+    result = actmat.verify(moved / "out")
+    assert result.ok
+    assert result.inputs == ("base", "expert1", "expert2")
+    shutil.rmtree(moved / "expert1")
+    result = actmat.verify(moved / "out")
+    assert result.inputs == ("base", "expert2")
+    assert [p for p in result.problems if "input 'expert1' cannot be checked" in p]
+
+
+def test_the_command_reports_and_exits(project: Path) -> None:
+    runner = CliRunner()
+    good = runner.invoke(app, ["verify", str(project / "out")])
+    assert good.exit_code == 0
+    assert "intact" in good.output
+    flip_last_bit(project / "out" / "model.safetensors")
+    bad = runner.invoke(app, ["verify", str(project / "out")])
+    assert bad.exit_code == 1
+    assert "differs" in bad.output
+
+
+def card(out: Path) -> tuple[dict[str, Any], str]:
+    """YAML head and body of the model card."""
+    _, head, body = (out / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(head), body
+
+
+def test_the_card_of_a_local_merge(project: Path) -> None:
+    head, body = card(project / "out")
+    assert "base_model" not in head, "local paths are no hub ids"
+    assert head["tags"] == ["merge", "actmat"]
+    rows = json.loads((project / "out" / "actmat_manifest.json").read_text())["tensors"]
+    counts = {a: sum(r["action"] == a for r in rows) for a in ("merge", "average")}
+    assert f"{counts['merge']} merged with `actmat`, {counts['average']} averaged" in body
+    recipe = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
+    assert [e["path"] for e in recipe["experts"]] == [str(project / "expert1"), str(project / "expert2")]
+
+
+def test_files_from_an_expert(family: Path, tmp_path: Path) -> None:
+    report = actmat.merge(
+        family / "base", [family / "expert1"], out=tmp_path / "out", durable=False, files_from="expert1"
+    )
+    assert json.loads((report.out / "tokenizer.json").read_text()) == {"of": "expert1"}
+    plain = actmat.merge(family / "base", [family / "expert1"], out=tmp_path / "plain", durable=False)
+    assert not (plain.out / "tokenizer.json").exists()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
+    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
+        yield stand_in
+
+
+def test_a_merge_of_hub_ids(hub: HubStandIn, family: Path, tmp_path: Path) -> None:
+    for name in ("base", "expert1", "expert2"):
+        hub.add(f"org/{name}", family / name)
+    plan = actmat.plan("org/base", ["org/expert1", "org/expert2"])
+    assert not list((tmp_path / "cache").rglob("*.safetensors")), "a plan downloads no weights"
+    assert plan.recipe.labels == ("expert1", "expert2")
+    report = actmat.merge(
+        "org/base", ["org/expert1", "org/expert2@main"], out=tmp_path / "out", durable=False, files_from="expert1"
+    )
+    local = actmat.merge(
+        family / "base", [family / "expert1", family / "expert2"], out=tmp_path / "local", durable=False
+    )
+    assert report.manifest["output"]["content"] == local.manifest["output"]["content"]
+    assert (report.out / "tokenizer.json").exists()
+    head, _ = card(report.out)
+    assert head["base_model"] == ["org/base", "org/expert1", "org/expert2"]
+    assert head["base_model_relation"] == "merge"
+    model = LLAMA.loader.from_pretrained(report.out, dtype=torch.float32)
+    assert torch.isfinite(LLAMA.output(model)).all()
+    result = actmat.verify(report.out)
+    assert result.ok
+    assert result.inputs == ("base", "expert1", "expert2")

@@ -1,0 +1,160 @@
+"""Deltas as they are read: hashed, subtracted, checked; every byte once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.raw import raw_bytes
+from actmat.engine import deltas as deltas_module
+from actmat.engine.deltas import Findings, TensorReader
+from actmat.engine.memory import Scratch
+from actmat.layout.types import Role, TensorLayout
+from actmat.plan import parts as parts_module
+from actmat.plan.model import TensorPlan
+from actmat.plan.parts import cut
+
+VECTOR = TensorLayout(Role.VECTOR, "")
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 5 entries, so that tensors of some dozen are read in several."""
+    monkeypatch.setattr(deltas_module, "CHUNK", 5)
+    monkeypatch.setattr(parts_module, "CHUNK", 5)
+
+
+class Setup:
+    """One tensor in a base and in experts, and its reader."""
+
+    def __init__(self, base: Tensor, *experts: Tensor, compute: torch.dtype = torch.float32, **settings: Any) -> None:
+        self.findings = Findings(tolerated=settings.get("tolerated", False))
+        name = {
+            torch.float32: "float32",
+            torch.bfloat16: "bfloat16",
+            torch.float16: "float16",
+            torch.float64: "float64",
+        }
+        self.item = TensorPlan(
+            "w", tuple(base.shape), name[base.dtype], name[base.dtype], VECTOR, "merge", "",
+            sources=("w",) * len(experts), expert_dtypes=tuple(name[e.dtype] for e in experts),
+        )  # fmt: skip
+        checkpoints = [MemoryCheckpoint({"w": t}) for t in (base, *experts)]
+        labels = [f"e{t}" for t in range(len(experts))]
+        self.reader = TensorReader(
+            self.item, checkpoints[0], checkpoints[1:], labels, compute, torch.device("cpu"), Scratch(), self.findings
+        )
+
+    def read(self, acts_on: Any = "tensor") -> list[Tensor]:
+        """The deltas, put together from all parts."""
+        found: list[list[Tensor]] = []
+        for part in cut(self.item.shape, VECTOR, acts_on):
+            deltas = self.reader.deltas(part, self.reader.read_base(part))
+            found.append([d.flatten().clone() for d in deltas])
+        return [torch.cat(pieces).view(self.item.shape) for pieces in zip(*found, strict=True)]
+
+
+def digest(tensor: Tensor) -> str:
+    seen = ContentHash()
+    seen.update(raw_bytes(tensor.clone()))
+    return seen.hexdigest()
+
+
+@pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+                                    (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)])  # fmt: skip
+def test_deltas_and_hashes(acts_on: str, compute: torch.dtype, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    torch.manual_seed(0)
+    base = torch.randn(3, 4).to(dtypes[0])
+    experts = [(base.double() + torch.randn(3, 4).double()).to(dtypes[1]) for _ in range(3)]
+    setup = Setup(base, *experts, compute=compute)
+    for delta, expert in zip(setup.read(acts_on), experts, strict=True):
+        assert delta.dtype == compute
+        assert torch.equal(delta, expert.to(compute) - base.to(compute))
+    assert setup.reader.hashes() == (digest(base), tuple(map(digest, experts)))
+    assert not setup.findings.problems()
+
+
+def test_a_delta_is_read_once() -> None:
+    setup = Setup(torch.zeros(4), torch.ones(4), torch.ones(4))
+    part = cut((4,), VECTOR, "tensor")[0]
+    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    assert len(deltas) == 2
+    assert torch.equal(deltas[1], torch.ones(4))
+    with pytest.raises(RuntimeError, match="declare one_pass=False"):
+        deltas[1]
+    with pytest.raises(IndexError):
+        deltas[2]
+
+
+def test_equal_bits_are_no_change_and_exact_zeros() -> None:
+    base = torch.tensor([NAN, 1.0, -0.0, INF, 2.0, 3.0])
+    setup = Setup(base, base.clone())
+    part = cut((6,), VECTOR, "tensor")[0]
+    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    assert torch.equal(deltas[0], torch.zeros(6))
+    assert not deltas.changed
+    assert not setup.findings.fatal
+
+
+def test_one_changed_entry_is_a_change() -> None:
+    base = torch.zeros(12)
+    expert = base.clone()
+    expert[11] = -0.0  # other bits, the same value
+    setup = Setup(base, expert)
+    part = cut((12,), VECTOR, "tensor")[0]
+    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    assert torch.equal(deltas[0], torch.zeros(12))
+    assert deltas.changed
+
+
+@pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])
+def test_what_is_not_finite_is_counted_by_its_owner(acts_on: str) -> None:
+    base = torch.zeros(12)
+    first, second = torch.ones(12), torch.ones(12)
+    first[1] = NAN
+    second[1], second[7], second[11] = INF, -INF, NAN
+    setup = Setup(base, first, second)
+    deltas = setup.read(acts_on)
+    assert setup.findings.problems() == [
+        "tensor 'w' of expert 'e0' has 1 value that is NaN or Inf",
+        "tensor 'w' of expert 'e1' has 3 values that are NaN or Inf",
+    ]
+    assert setup.findings.count("w") == 4
+    assert setup.findings.count("other") == 0
+    assert setup.findings.fatal
+    assert [int((d == 0).sum()) for d in deltas] == [1, 3]
+
+
+def test_an_infinity_that_everyone_shares_is_a_mask() -> None:
+    base = torch.tensor([-INF, 0.0, NAN])
+    setup = Setup(base, torch.tensor([-INF, 1.0, NAN]), torch.tensor([-INF, 2.0, NAN]))
+    assert [d.tolist() for d in setup.read()] == [[0.0, 1.0, 0.0], [0.0, 2.0, 0.0]]
+    assert setup.findings.problems() == []
+
+
+def test_a_bad_base_is_blamed_once() -> None:
+    setup = Setup(torch.tensor([NAN, 0.0]), torch.ones(2), torch.ones(2))
+    assert [d.tolist() for d in setup.read()] == [[0.0, 1.0]] * 2
+    assert setup.findings.problems() == ["tensor 'w' of the base has 1 value that is NaN or Inf"]
+
+
+def test_large_finite_values_are_not_found_guilty() -> None:
+    """Their sum overflows, they do not."""
+    setup = Setup(torch.zeros(4), torch.full((4,), 3e38))
+    assert setup.read()[0].tolist() == torch.full((4,), 3e38).tolist()
+    assert not setup.findings.fatal
+
+
+def test_tolerated_findings_are_counted_and_not_fatal() -> None:
+    setup = Setup(torch.zeros(2), torch.tensor([NAN, 1.0]), tolerated=True)
+    assert setup.read()[0].tolist() == [0.0, 1.0]
+    assert setup.findings.count("w") == 1
+    assert not setup.findings.fatal

@@ -1,0 +1,236 @@
+"""Whole merges in the engine: what a rule sees, surveys, caps, variants, stored values, errors with names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, expert_of
+from torch import Tensor
+
+import actmat
+from actmat import methods as methods_module
+from actmat.api import plan as plan_merge
+from actmat.engine.tensor import stored
+from actmat.errors import NumericalError
+from actmat.layout.types import Role, TensorLayout
+from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
+from actmat.plan import parts as parts_module
+from actmat.plan.model import TensorPlan
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    return Family.make(tmp_path, layers=1)
+
+
+def merge(family: Family, **settings: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Merged tensors, and rows of the manifest by tensor."""
+    chosen: dict[str, Any] = {"out": family.out, "threads": 1, "durable": False, "overwrite": True, **settings}
+    report = actmat.merge(family.base, family.experts, **chosen)
+    return load_file(family.out / "model.safetensors"), {t["name"]: t for t in report.manifest["tensors"]}
+
+
+def inputs(family: Family, name: str) -> tuple[Tensor, list[Tensor]]:
+    base = load_file(family.base / "model.safetensors")[name]
+    return base, [load_file(e / "model.safetensors")[name] - base for e in family.experts]
+
+
+def use(monkeypatch: pytest.MonkeyPatch, rule: MergeMethod) -> None:
+    monkeypatch.setattr(methods_module, "METHODS", (*METHODS, rule))
+
+
+def rule(merge: Any, **changes: Any) -> MergeMethod:
+    return replace(get_method("average"), name="probe", merge=merge, laws=frozenset(), **changes)
+
+
+def test_a_merge_is_the_base_plus_the_scaled_delta(family: Family) -> None:
+    merged, rows = merge(family, method="average", scale=0.5, scope="all")
+    for name, value in merged.items():
+        base, deltas = inputs(family, name)
+        assert torch.equal(value, base + 0.5 * ((deltas[0] + deltas[1]) / 2)), name
+        assert rows[name]["action"] == "merge"
+
+
+def test_a_part_that_no_expert_changed_keeps_its_bits(family: Family) -> None:
+    for expert in family.experts:
+        family.change(expert, lambda t: t.update({NORM: inputs(family, NORM)[0]}))
+    merged, rows = merge(family)
+    assert torch.equal(merged[NORM], inputs(family, NORM)[0])
+    assert [n for n, row in rows.items() if row["unchanged"]] == [NORM]
+
+
+def test_the_caps_hold_for_every_kind_of_rule(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_module, "CHUNK", 16)  # an elementwise rule would otherwise be capped piece by piece
+    seen = set()
+    for method in METHODS:
+        if method.needs_statistics or method.max_experts == 1 or (method.acts_on in seen and not method.one_pass):
+            continue
+        seen.add(method.acts_on)
+        merged, _ = merge(family, method=method.name, scope="all", postprocess={"norm_cap": 0.5})
+        for name in (Q0, UP0, EMBEDDING):
+            base, deltas = inputs(family, name)
+            limit = 0.5 * sum(float(d.norm()) for d in deltas) / 2
+            assert float((merged[name] - base).norm()) <= limit * (1 + 1e-5) + 1e-6, (method.name, name)
+    assert seen == {"matrix", "tensor", "elementwise"}
+
+
+def test_a_capped_norm_is_that_of_the_whole_tensor(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_module, "CHUNK", 16)
+    method = next(m.name for m in METHODS if m.acts_on == "elementwise" and m.one_pass)
+    family.change(family.experts[0], lambda t: t[EMBEDDING][0].add_(100))
+    plain, _ = merge(family, method=method, scope="all")
+    capped, _ = merge(family, method=method, scope="all", postprocess={"norm_cap": 0.01})
+    base, _ = inputs(family, EMBEDDING)
+    before, after = plain[EMBEDDING] - base, capped[EMBEDDING] - base
+    factor = float(after.norm() / before.norm())
+    assert factor < 1
+    assert float((after - factor * before).norm() / after.norm()) < 1e-4, "scaled as one, not piece by piece"
+
+
+def test_a_survey_sees_every_tensor_in_every_round(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[int, float]] = []
+
+    def observe(state: dict[str, Any], deltas: Sequence[Tensor], options: Any) -> None:
+        state["sum"] += sum(float(d.abs().sum()) for d in deltas)
+        log.append((state["round"], float(deltas[0].numel())))
+
+    def advance(state: dict[str, Any]) -> bool:
+        state["round"] += 1
+        return bool(state["round"] < 3)
+
+    def probe(deltas: Sequence[Tensor], *, survey: Any = None) -> Merged:
+        return Merged(torch.full_like(deltas[0], survey))
+
+    survey = Survey(
+        applies=lambda options: True,
+        start=lambda n_experts, options: {"round": 0, "sum": 0.0},
+        observe=observe,
+        advance=advance,
+        finish=lambda state: state["sum"],
+    )
+    use(monkeypatch, rule(probe, acts_on="tensor", survey=survey))
+    merged, _ = merge(family, method="probe", scope="all", threads=2)
+    names = list(merged)
+    expected = 3 * sum(float(d.abs().sum()) for n in names for d in inputs(family, n)[1])
+    assert sorted({r for r, _ in log}) == [0, 1, 2]
+    assert all(sum(size for r, size in log if r == k) == 592 for k in range(3))
+    found = float((merged[Q0] - inputs(family, Q0)[0]).mean())
+    assert math.isclose(found, expected, rel_tol=1e-4)
+
+
+def test_a_rule_is_given_what_it_declares(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def probe(
+        deltas: Sequence[Tensor],
+        *,
+        weights: Any = None,
+        base: Any = None,
+        generator: torch.Generator | None = None,
+        strength: float = 1.0,
+    ) -> Merged:
+        assert generator is not None
+        seen.update(
+            weights=weights, base=base.clone(), strength=strength, draw=torch.rand(1, generator=generator).item()
+        )
+        return Merged(deltas[0].clone(), {"note": 1.5})
+
+    use(monkeypatch, rule(probe, acts_on="matrix", one_pass=False))
+    settings: dict[str, Any] = {"method": "probe", "keep": ["*lm_head*", "*.mlp.*"], "weights": [2, 1]}
+    _, rows = merge(family, options={"strength": 0.25}, **settings)
+    assert seen["weights"] == (2.0, 1.0)
+    assert seen["strength"] == 0.25
+    assert torch.equal(seen["base"], inputs(family, Q0)[0])
+    assert rows[Q0]["stats"] == {"note": 1.5}
+    draw = seen["draw"]
+    merge(family, threads=3, **settings)
+    assert seen["draw"] == draw
+    merge(family, seed=1, **settings)
+    assert seen["draw"] != draw
+
+
+def test_an_error_of_a_rule_is_told_with_the_tensor(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(deltas: Sequence[Tensor]) -> Merged:
+        raise NumericalError("it did not converge")
+
+    use(monkeypatch, rule(probe, acts_on="matrix"))
+    with pytest.raises(NumericalError) as caught:
+        merge(family, method="probe")
+    assert str(caught.value).endswith("method 'probe': it did not converge")
+    assert "tensor 'model.layers.0." in str(caught.value) or "tensor 'lm_head" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_rule_that_gives_no_numbers_is_stopped(family: Family, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    def probe(deltas: Sequence[Tensor], *, strength: float = 2.0) -> Merged:
+        out = deltas[0].clone()
+        out.flatten()[-1] = value
+        return Merged(out)
+
+    use(monkeypatch, rule(probe, acts_on="tensor"))
+    with pytest.raises(NumericalError, match=r"gave NaN or Inf for finite deltas, with options \{'strength': 2.0\}"):
+        merge(family, method="probe")
+    assert not family.out.exists()
+
+
+def test_a_bug_in_a_rule_is_not_dressed_up(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(deltas: Sequence[Tensor]) -> Merged:
+        raise ZeroDivisionError
+
+    use(monkeypatch, rule(probe, acts_on="matrix"))
+    with pytest.raises(ZeroDivisionError):
+        merge(family, method="probe")
+    assert not family.out.exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_output_dtypes(family: Family, dtype: str) -> None:
+    merged, rows = merge(family, method="average", dtype=dtype, keep=[NORM])
+    kind: torch.dtype = getattr(torch, dtype)
+    assert all(t.dtype == kind for t in merged.values())
+    base, deltas = inputs(family, Q0)
+    assert torch.equal(merged[Q0], (base + (deltas[0] + deltas[1]) / 2).to(kind))
+    assert torch.equal(merged[NORM], inputs(family, NORM)[0].to(kind))
+    assert rows[NORM]["action"] == "copy"
+
+
+def item(out_dtype: str) -> TensorPlan:
+    return TensorPlan("w", (2,), "float32", out_dtype, TensorLayout(Role.VECTOR, ""), "copy", "")
+
+
+def test_stored_values_keep_what_was_infinite_and_refuse_what_becomes_so() -> None:
+    masked = torch.tensor([-math.inf, 1.0, math.nan])
+    assert torch.equal(stored(masked, torch.float16, item("float16"))[:2], masked[:2].half())
+    with pytest.raises(NumericalError, match=r"beyond float16's range \(65504\) in the base, such as 70000"):
+        stored(torch.tensor([1.0, 7e4]), torch.float16, item("float16"))
+    with pytest.raises(NumericalError, match="beyond float32's range"):
+        stored(torch.tensor([1e300], dtype=torch.float64), torch.float32, item("float32"))
+    assert stored(torch.tensor([7e4]), torch.bfloat16, item("bfloat16")).isfinite().all()
+    assert stored(torch.tensor([7]), torch.int64, item("int64")).item() == 7
+
+
+def test_lines_scales_by_depth(tmp_path: Path) -> None:
+    family = Family.make(tmp_path, layers=3)
+    plain, _ = merge(family, method="average")
+    scaled, rows = merge(family, method="average", postprocess={"lines": [0.0, 1.0]})
+    for i, factor in enumerate((0.0, 0.5, 1.0)):
+        name = f"model.layers.{i}.self_attn.q_proj.weight"
+        base, _ = inputs(family, name)
+        assert torch.allclose(scaled[name] - base, factor * (plain[name] - base), atol=1e-6)
+        assert "for its depth" in rows[name]["reason"]
+    assert torch.equal(scaled["lm_head.weight"], plain["lm_head.weight"])
+
+
+def test_experts_of_another_dtype_are_noted(family: Family) -> None:
+    base = load_file(family.base / "model.safetensors")
+    half = {k: v.bfloat16() for k, v in expert_of(base, 5).items()}
+    family.change(family.experts[0], lambda t: t.update(half))
+    plan = plan_merge(family.base, family.experts)
+    assert any("'expert0' is stored in bfloat16, the base in float32" in n for n in plan.notes)

@@ -1,0 +1,128 @@
+"""Buffers, the memory budget, and what a run may spend."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+import pytest
+import torch
+
+from actmat.engine.memory import Budget, Scratch, available_memory
+from actmat.engine.resources import check_device, share_resources
+from actmat.errors import RecipeError
+from actmat.plan import MergePlan
+from actmat.plan.cost import BASELINE_BYTES
+
+
+def test_scratch_reuses_the_memory_of_a_key() -> None:
+    scratch = Scratch()
+    first = scratch.take("a", 100, torch.float32)
+    smaller = scratch.take("a", 60, torch.float16)
+    assert smaller.data_ptr() == first.data_ptr()
+    assert (smaller.dtype, tuple(smaller.shape)) == (torch.float16, (60,))
+    assert scratch.take("b", 100, torch.float32).data_ptr() != first.data_ptr()
+    assert scratch.take("a", 1000, torch.float64).shape == (1000,)
+    assert scratch.take("c", 0, torch.float64).shape == (0,)
+
+
+class Holder:
+    """A thread that holds some of a budget until told to let go."""
+
+    def __init__(self, budget: Budget, nbytes: int) -> None:
+        self.inside, self.release = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(budget, nbytes), daemon=True)
+        self._thread.start()
+
+    def _run(self, budget: Budget, nbytes: int) -> None:
+        with budget.hold(nbytes):
+            self.inside.set()
+            self.release.wait(10)
+
+    def let_go(self) -> None:
+        self.release.set()
+        self._thread.join(10)
+
+
+def test_the_budget_admits_what_fits_and_blocks_the_rest() -> None:
+    budget = Budget(100)
+    first, second = Holder(budget, 60), Holder(budget, 40)
+    assert first.inside.wait(5)
+    assert second.inside.wait(5)
+    third = Holder(budget, 50)
+    assert not third.inside.wait(0.05)
+    second.let_go()
+    assert not third.inside.wait(0.05), "60 + 50 is still too much"
+    first.let_go()
+    assert third.inside.wait(5)
+    third.let_go()
+
+
+def test_an_item_above_the_budget_runs_alone() -> None:
+    budget = Budget(100)
+    small = Holder(budget, 1)
+    assert small.inside.wait(5)
+    giant = Holder(budget, 1000)
+    assert not giant.inside.wait(0.05)
+    small.let_go()
+    assert giant.inside.wait(5)
+    late = Holder(budget, 1)
+    assert not late.inside.wait(0.05)
+    giant.let_go()
+    assert late.inside.wait(5)
+    late.let_go()
+
+
+def test_a_failure_gives_the_memory_back() -> None:
+    budget = Budget(100)
+    with pytest.raises(ZeroDivisionError), budget.hold(100):
+        _ = 1 / 0
+    with budget.hold(100):
+        pass
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 1e6 < available_memory() < 1e14
+
+
+class FakeTensor:
+    def __init__(self, name: str, peak_bytes: int) -> None:
+        self.name, self.peak_bytes = name, peak_bytes
+
+
+class FakePlan:
+    def __init__(self, *peaks: int) -> None:
+        self.tensors = [FakeTensor(f"t{i}", p) for i, p in enumerate(peaks)]
+
+
+def share(*peaks: int, **settings: Any) -> Any:
+    chosen: dict[str, Any] = {"device": "cpu", "max_memory": None, "threads": None, **settings}
+    return share_resources([cast(MergePlan, FakePlan(*peaks))], **chosen)
+
+
+def test_the_limit_is_for_the_whole_process() -> None:
+    assert share(10, max_memory="1GB", threads=3).memory == 10**9 - BASELINE_BYTES
+    assert share(10, threads=3).workers == 3
+    assert share(10).workers >= 1
+    assert share(10**15).memory == 10**15, "without a limit the largest tensor is tried, alone"
+
+
+def test_too_little_memory_names_the_tensor_and_the_least_that_works() -> None:
+    with pytest.raises(RecipeError) as caught:
+        share(1, 10**9, 5, max_memory="1GB")
+    assert "tensor 't1' alone needs 1 GB" in str(caught.value)
+    assert "at least 1.3 GB" in str(caught.value)
+    assert share(1, 10**9, max_memory=10**9 + BASELINE_BYTES).memory == 10**9
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_no_workers(threads: int) -> None:
+    with pytest.raises(RecipeError, match="at least 1"):
+        share(1, threads=threads)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:one", "cpu:0", "", "cuda:-1"])
+def test_devices_that_do_not_exist(device: str) -> None:
+    with pytest.raises(RecipeError, match="device is 'cpu'"):
+        check_device(device)
+    check_device("cpu")

@@ -1,0 +1,23 @@
+"""How much memory a call allocates at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["peak_bytes"]
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Largest sum of live allocations made inside `function`, the result and LAPACK's work space included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    assert profile.profiler is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    del result
+    return peak

@@ -1,0 +1,143 @@
+"""A small Llama-like base with experts on disk, and the command line run in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+WIDTH, INNER, VOCAB = 8, 12, 20
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+}
+
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+UP0 = "model.layers.0.mlp.up_proj.weight"
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def llama_tensors(layers: int = 2, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Tensors of a base, reproducible."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng).to(dtype)
+
+    tensors = {EMBEDDING: gaussian(VOCAB, WIDTH)}
+    for i in range(layers):
+        stem = f"model.layers.{i}"
+        tensors[f"{stem}.input_layernorm.weight"] = gaussian(WIDTH)
+        tensors[f"{stem}.self_attn.q_proj.weight"] = gaussian(WIDTH, WIDTH)
+        tensors[f"{stem}.mlp.up_proj.weight"] = gaussian(INNER, WIDTH)
+        tensors[f"{stem}.mlp.down_proj.weight"] = gaussian(WIDTH, INNER)
+    tensors[NORM] = gaussian(WIDTH)
+    tensors["lm_head.weight"] = gaussian(VOCAB, WIDTH)
+    return tensors
+
+
+def expert_of(base: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The base with a small change everywhere."""
+    rng = torch.Generator().manual_seed(1000 + seed)
+    return {
+        name: (tensor.float() + 0.05 * torch.randn(tensor.shape, generator=rng)).to(tensor.dtype)
+        for name, tensor in base.items()
+    }
+
+
+def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object] | None = None) -> Path:
+    """A folder with `config.json`, a tokenizer file and `model.safetensors`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(CONFIG if config is None else config)))
+    (folder / "tokenizer.json").write_text(json.dumps({"made by": folder.name}))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@dataclass(frozen=True)
+class Family:
+    """A base and its experts on disk."""
+
+    root: Path
+    base: Path
+    experts: tuple[Path, ...]
+
+    @classmethod
+    def make(cls, root: Path, *, layers: int = 2, experts: int = 2, dtype: torch.dtype = torch.float32) -> Family:
+        tensors = llama_tensors(layers, dtype=dtype)
+        base = save_checkpoint(root / "base", tensors)
+        made = [save_checkpoint(root / f"expert{t}", expert_of(tensors, t)) for t in range(experts)]
+        return cls(root, base, tuple(made))
+
+    @property
+    def out(self) -> Path:
+        """Where the tests write."""
+        return self.root / "out"
+
+    def change(self, folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+        """Edit the tensors of one checkpoint in place and save it again."""
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    def argv(self, *flags: str, command: str = "merge") -> list[str]:
+        """`actmat merge` of this family; `--out` unless it is a plan."""
+        inputs = ["--base", str(self.base), *(x for e in self.experts for x in ("--expert", str(e)))]
+        place = ["--out", str(self.out), "--threads", "1", "--quiet"] if command == "merge" else []
+        return [command, *inputs, *place, *flags]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code and what was printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def actmat(argv: Sequence[str]) -> Outcome:
+    """The command line through its entry point, in this process."""
+    from actmat.cli.main import main
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", ["actmat", *argv]),
+        mock.patch.dict("os.environ", {"COLUMNS": "80", "TERM": "dumb"}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a merged model; the manifest without `timing`."""
+    files = {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+    manifest = json.loads(files["actmat_manifest.json"])
+    del manifest["timing"]
+    return files | {"actmat_manifest.json": json.dumps(manifest, sort_keys=True).encode()}
+
+
+def hidden(folder: Path) -> list[str]:
+    """What a merge left beside its output."""
+    return sorted(p.name for p in folder.iterdir() if ".actmat-" in p.name)

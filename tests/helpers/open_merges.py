@@ -1,0 +1,71 @@
+"""Merge checkpoints that are open already (in memory, counting), and merge plain tensors on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import actmat
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.counting import CountingCheckpoint
+from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.writer import ShardWriter
+from actmat.engine.local import Job, execute
+from actmat.engine.resources import Resources
+from actmat.plan import build_plan
+from actmat.recipe import make_recipe
+
+Tensors = Mapping[str, Tensor]
+
+
+def counted(tensors: Tensors, config: Mapping[str, Any] | None = None) -> CountingCheckpoint:
+    """Tensors in memory behind a counter."""
+    return CountingCheckpoint(MemoryCheckpoint(tensors, config=config))
+
+
+def merge_open(
+    base: Checkpoint,
+    experts: Sequence[Checkpoint],
+    out: Path,
+    variants: Sequence[Mapping[str, Any]] = ({},),
+    *,
+    workers: int = 1,
+) -> list[dict[str, Tensor]]:
+    """Plan and execute variants of one merge, as the public functions do, over open checkpoints."""
+    names = [{"path": f"expert{i}"} for i in range(len(experts))]
+    jobs = []
+    for number, fields in enumerate(variants):
+        recipe = make_recipe({"base": "base", "experts": names, **fields})
+        plan = build_plan(recipe, base, experts)
+        folder = out / str(number)
+        folder.mkdir(parents=True)
+        jobs.append(Job(plan, ShardWriter(folder, plan.shards, durable=False)))
+    execute(jobs, base, experts, Resources(workers, 1 << 33))
+    for job in jobs:
+        job.writer.finish(job.plan.specs)
+    return [load_file(out / str(n) / "model.safetensors") for n in range(len(variants))]
+
+
+def merge_tensors(base: Tensors, experts: Sequence[Tensors], folder: Path, **fields: Any) -> actmat.MergeReport:
+    """Save tensors as bare files in `folder` and merge them into `folder/out` with the public function."""
+    folder.mkdir(exist_ok=True)
+    for name, tensors in {"base": base, **{f"expert{i}": e for i, e in enumerate(experts)}}.items():
+        save_file(dict(tensors), folder / f"{name}.safetensors")
+    places = [folder / f"expert{i}.safetensors" for i in range(len(experts))]
+    settings = {"threads": 1, "durable": False, "out": folder / "out", **fields}
+    return actmat.merge(folder / "base.safetensors", places, **settings)
+
+
+def output(report: actmat.MergeReport) -> dict[str, Tensor]:
+    """Tensors of an output in one file."""
+    return load_file(report.out / "model.safetensors")
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree bit by bit (`torch.equal` takes -0.0 for 0.0)."""
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

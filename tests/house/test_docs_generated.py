@@ -1,0 +1,114 @@
+"""Generated parts of the documentation say what the declarations say, and every method and command has its page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from docs.generate import KINDS, filled, flags, method, pages, recipe, table
+from docs.record import recorded
+from tests.helpers.docs_run import Run
+from tests.helpers.repository import ROOT
+
+from actmat.cli.main import app
+from actmat.methods import METHODS
+
+PAGES = [p for p in pages() if p.exists()]
+SECTIONS = ["When to use it", "Trap", "Other implementations", "Ill-posed cases", "Example", "Reference"]
+COMMANDS = [c.callback.__name__ for c in app.registered_commands if c.callback]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_generated_parts_are_up_to_date(page: Path) -> None:
+    text = page.read_text()
+    assert filled(text) == text, "run python -m docs.generate"
+
+
+@pytest.mark.parametrize("name", [m.name for m in METHODS])
+def test_every_method_has_its_page(name: str) -> None:
+    text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+    assert text.startswith(f"# {name}\n")
+    assert f"<!-- generated: method {name} -->" in text
+    headings = [h.replace("Traps", "Trap") for h in re.findall(r"^## (.*)$", text, re.MULTILINE)]
+    assert headings == SECTIONS
+
+
+def test_no_page_is_left_of_a_method_that_is_gone() -> None:
+    listed = {p.stem for p in (ROOT / "docs" / "methods").glob("*.md")} - {"README"}
+    assert listed == {m.name for m in METHODS}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_page(name: str) -> None:
+    text = (ROOT / "docs" / "commands" / f"{name}.md").read_text()
+    assert f"<!-- generated: flags {name} -->" in text
+
+
+def test_shown_console_output_fits_80_columns() -> None:
+    wide = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in PAGES
+        for block in re.findall(r"^```(?:console|text)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+        if len(line) > 80
+    ]
+    assert wide == []
+
+
+# The generator itself
+
+
+def test_a_stale_part_is_replaced_and_the_rest_kept() -> None:
+    before = "above\n<!-- generated: method ties -->\nSTALE\n<!-- end generated -->\nbelow\n"
+    after = filled(before)
+    assert after.startswith("above\n<!-- generated: method ties -->\n")
+    assert after.endswith("<!-- end generated -->\nbelow\n")
+    assert "STALE" not in after
+    assert filled(after) == after
+
+
+def test_an_unknown_kind_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        filled("<!-- generated: nonsense -->\n<!-- end generated -->")
+
+
+def test_all_kinds_are_used_somewhere() -> None:
+    text = "".join(p.read_text() for p in PAGES)
+    assert [k for k in KINDS if f"<!-- generated: {k} " not in text] == []
+
+
+def test_method_tables_show_options_needs_and_bounds() -> None:
+    text = method("dare")
+    assert '| `rule` | `"task_arithmetic" \\| "average" \\| "linear" \\| "ties"` | `"task_arithmetic"` |' in text
+    assert "| random | yes, seeded by the tensor's name |" in text
+    assert "`float \\| list`, in [0, 1]" in text
+    assert "| experts | at most 2 |" in method("slerp")
+    assert "`float`, > 0" in method("nearswap")
+
+
+def test_flags_show_spellings_defaults_and_repetition() -> None:
+    text = flags("merge")
+    assert re.search(r"\| `--expert`, `-e` text \| +\| .* Repeatable\. \|", text)
+    assert "| `--threads` number | `all cores` |" in text
+    assert "| `--fsync`, `--no-fsync` | `--fsync` |" in text
+    assert "| `OUT` |" in flags("verify")
+
+
+def test_recipe_tables_show_types_and_requirements() -> None:
+    text = recipe("Recipe")
+    assert "| `base` | `text` | required |" in text
+    assert '| `scope` | `"linear" \\| "paper" \\| "all"` | `linear` |' in text
+    assert "| `blocks` | `mapping` | `{}` |" in recipe("RoleRule")
+    assert all(row.count(" |") == 4 for row in text.splitlines())
+
+
+def test_bars_in_cells_are_escaped() -> None:
+    assert table(["a"], [["||D||"]]) == "| a |\n| --- |\n| \\|\\|D\\|\\| |\n"
+
+
+def test_recorded_output_replaces_what_disagrees() -> None:
+    page = "a\n```console\n$ one\nold\n$ two\n$ three\n...\nend\n```\nb\n"
+    run = Run(0, "", {3: ["new", "er"], 5: ["unasked"], 6: ["x", "end"]})
+    assert recorded(page, run) == "a\n```console\n$ one\nnew\ner\n$ two\n$ three\n...\nend\n```\nb\n"
+    assert recorded(page, Run(0, "", {3: ["old"], 5: [], 6: ["y"]})).splitlines()[5:7] == ["$ three", "y"]

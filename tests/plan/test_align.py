@@ -1,0 +1,117 @@
+"""How tensors of the experts are matched with those of the base, from names and shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.layout.types import LayoutMap, Role, TensorLayout
+from actmat.plan.align import Alignment, align
+
+W = torch.zeros(4, 3)
+
+
+def run(
+    base: Mapping[str, Tensor],
+    *experts: Mapping[str, Tensor],
+    ties: Mapping[str, str] | None = None,
+    kept: tuple[str, ...] = (),
+    roles: Mapping[str, Role] | None = None,
+) -> Alignment:
+    layouts = {n: TensorLayout((roles or {}).get(n, Role.LINEAR), "") for n in base}
+    labels = [f"e{t}" for t in range(len(experts))]
+    in_memory = [MemoryCheckpoint({n: t.clone() for n, t in e.items()}) for e in (base, *experts)]
+    return align(in_memory[0], in_memory[1:], labels, LayoutMap(layouts, ties or {}), frozenset(kept))
+
+
+def test_same_names_fit() -> None:
+    found = run({"a": W, "b": W}, {"b": W, "a": W}, {"a": W, "b": W})
+    assert dict(found.canonical) == {"a": (), "b": ()}
+    assert dict(found.sources) == {"a": ("a", "a"), "b": ("b", "b")}
+    assert (found.problems, found.notes, found.ignored) == ((), (), ((), ()))
+
+
+def test_all_problems_of_all_experts() -> None:
+    found = run({"a": W, "b": W, "c": W}, {"a": W.T, "b": W}, {"b": W.int(), "c": W[:2]})
+    text = "\n".join(found.problems)
+    assert len(found.problems) == 5
+    assert "'a' is 4x3 in the base and 3x4 in expert 'e0'" in text
+    assert "'c' 4x3 is missing in expert 'e0'" in text
+    assert "'a' 4x3 is missing in expert 'e1'" in text
+    assert "'b' is float32 in the base and int32 in expert 'e1'" in text
+    assert "'c' is 4x3 in the base and 2x3 in expert 'e1'" in text
+
+
+def test_kept_tensors_and_buffers_need_no_counterpart() -> None:
+    found = run(
+        {"a": W, "head": W, "ids": W.long()}, {"a": W, "head": W[:1]}, kept=("head",), roles={"ids": Role.BUFFER}
+    )
+    assert found.problems == ()
+    assert found.sources["ids"] == (None,)
+
+
+def test_extra_tensors_are_noted_not_merged() -> None:
+    found = run({"a": W}, {"a": W, "x": W, "y": W})
+    assert found.ignored == (("x", "y"),)
+    assert found.problems == ()
+    assert "has 2 tensors that the base lacks" in found.notes[0]
+
+
+def test_another_vocabulary_is_called_by_its_name() -> None:
+    roles = {"embed": Role.EMBEDDING, "lm_head.weight": Role.LINEAR, "mlp": Role.LINEAR}
+    found = run(
+        dict.fromkeys(roles, W),
+        {"embed": torch.zeros(6, 3), "lm_head.weight": torch.zeros(6, 3), "mlp": W[:2]},
+        roles=roles,
+    )
+    assert ["another vocabulary (6 tokens instead of 4" in p for p in found.problems] == [True, True, False]
+
+
+def test_an_extra_prefix_of_an_expert() -> None:
+    base = {"layers.0.w": W, "norm": W}
+    found = run(base, {f"model.{n}": t for n, t in base.items()}, base)
+    assert found.problems == ()
+    assert found.sources["norm"] == ("model.norm", "norm")
+    assert found.ignored == ((), ())
+    assert "under the prefix 'model.'" in found.notes[0]
+
+
+def test_a_prefix_that_an_expert_lacks() -> None:
+    base = {"bert.layers.0.w": W, "bert.norm": W, "head": W}
+    found = run(base, {n.removeprefix("bert."): t for n, t in base.items()})
+    assert found.problems == ()
+    assert found.sources["bert.norm"] == ("norm",)
+    assert "without the prefix 'bert.'" in found.notes[0]
+
+
+def test_a_prefix_is_not_made_up() -> None:
+    found = run({"a.w": W, "b.w": W}, {"a.w": W, "c.w": W})
+    assert len(found.problems) == 1
+    assert found.sources["b.w"] == (None,)
+
+
+def test_ties_count_once_whatever_is_stored() -> None:
+    ties = {"lm_head": "embed"}
+    both, alone = {"embed": W, "lm_head": W}, {"embed": W}
+    found = run(both, both, alone, ties=ties)
+    assert dict(found.canonical) == {"embed": ("lm_head",)}
+    assert found.sources["embed"] == ("embed", "embed")
+    assert found.problems == ()
+    found = run(alone, both, {"lm_head": W}, ties=ties)
+    assert dict(found.canonical) == {"embed": ()}
+    assert found.sources["embed"] == ("embed", "lm_head")
+    assert found.problems == ()
+
+
+def test_a_tie_of_other_shapes_is_two_tensors() -> None:
+    found = run({"embed": W, "lm_head": W[:2]}, {"embed": W, "lm_head": W[:2]}, ties={"lm_head": "embed"})
+    assert set(found.canonical) == {"embed", "lm_head"}
+    assert found.problems == ()
+
+
+def test_a_circle_of_ties_ends() -> None:
+    found = run({"a": W, "b": W}, {"a": W, "b": W}, ties={"a": "b", "b": "a"})
+    assert sum(1 + len(aliases) for aliases in found.canonical.values()) == 2

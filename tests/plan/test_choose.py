@@ -1,0 +1,142 @@
+"""Which rule acts on which tensor: rules in order, keep, scope, weights, depth factors, and words for all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.layout.types import Role, TensorLayout
+from actmat.plan.choose import Chooser, Decision, depth_factors
+from actmat.recipe import make_recipe
+
+
+def chooser(**fields: Any) -> Chooser:
+    return Chooser(make_recipe({"base": "b", "experts": ["e1", "e2"], **fields}))
+
+
+def decide(found: Chooser, name: str, role: Role = Role.LINEAR, shape: tuple[int, ...] = (4, 3)) -> Decision:
+    return found.decide(TensorSpec(name, shape, "float32", "f"), TensorLayout(role, "why"))
+
+
+def method(decision: Decision) -> str:
+    assert decision.call is not None
+    return decision.call.method
+
+
+def test_by_default_matrices_are_merged_and_the_rest_is_averaged() -> None:
+    found = chooser(options={"rtol": 1e-3}, scale=0.5)
+    merged = decide(found, "w")
+    assert (merged.action, method(merged)) == ("merge", "actmat")
+    assert merged.call is not None
+    assert merged.call.options["rtol"] == 1e-3
+    assert merged.call.scale == 0.5
+    averaged = decide(found, "norm", Role.VECTOR, (4,))
+    assert (averaged.action, method(averaged)) == ("average", "average")
+    assert averaged.call is not None
+    assert averaged.call.scale == 1.0, "the scale is the method's, a mean is a mean"
+    assert "mean of the deltas" in averaged.reason
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    rules = [
+        {"match": "*.mlp.*", "method": "ties", "options": {"density": 0.3}},
+        {"match": ["*.1.*", "*.q.*"], "scale": 0.1},
+        {"match": "*.norm", "keep": "base"},
+    ]
+    found = chooser(rules=rules, options={"rtol": 1e-4})
+    first = decide(found, "layers.1.mlp.w")
+    assert method(first) == "ties"
+    assert first.call is not None
+    assert "rtol" not in first.call.options, "options belong to the recipe's method"
+    assert "chosen by the rule for '*.mlp.*'" in first.reason
+    second = decide(found, "layers.1.q.w")
+    assert second.call is not None
+    assert (second.call.method, second.call.scale, second.call.options["rtol"]) == ("actmat", 0.1, 1e-4)
+    assert found.keeps("layers.0.norm") == "*.norm"
+    assert found.keeps("layers.1.mlp.norm") is None, "an earlier rule has it"
+    assert found.unused_patterns(["layers.1.mlp.w", "layers.1.q.w", "layers.0.norm"]) == []
+
+
+def test_patterns_that_match_nothing_are_told() -> None:
+    found = chooser(keep=["*.head", "*.none"], rules=[{"match": ["a*", "b*"]}])
+    assert found.unused_patterns(["x.head", "b.w"]) == ["a*", "*.none"]
+
+
+def test_a_pattern_that_another_comes_before_is_not_unused() -> None:
+    found = chooser(keep=["*.w", "a.*"], rules=[{"match": ["a*", "a.w"]}])
+    assert found.unused_patterns(["a.w"]) == []
+
+
+def test_keep_wins_over_rules() -> None:
+    assert chooser(keep=["w"], rules=[{"match": "w", "method": "ties"}]).keeps("w") == "w"
+
+
+def test_a_rule_reaches_outside_the_scope() -> None:
+    found = chooser(rules=[{"match": "embed", "method": "average"}, {"match": "norm"}])
+    assert decide(found, "embed", Role.EMBEDDING).action == "merge"
+    norm = decide(found, "norm", Role.VECTOR, (4,))
+    assert norm.action == "average", "a matrix rule cannot act on a vector"
+    assert "actmat acts on matrices" in norm.reason
+
+
+def test_scope_all() -> None:
+    assert decide(chooser(method="ties", scope="all"), "norm", Role.VECTOR, (4,)).action == "merge"
+    assert decide(chooser(scope="all"), "norm", Role.VECTOR, (4,)).action == "average"
+    assert decide(chooser(scope="all"), "conv", Role.CONVOLUTION, (4, 3, 2)).action == "merge"
+    assert decide(chooser(scope="linear"), "conv", Role.CONVOLUTION, (4, 3, 2)).action == "average"
+
+
+def test_scope_paper_takes_matrices_by_shape() -> None:
+    found = chooser(scope="paper")
+    assert decide(found, "model.layers.0.mlp.up_proj.weight").action == "merge"
+    assert decide(found, "model.norm.weight", Role.VECTOR, (4,)).action == "average"
+
+
+def test_every_wrong_choice_is_collected() -> None:
+    rules = [{"match": "a", "method": "tise"}, {"match": "re:(", "options": {"rtl": 1}}]
+    found = chooser(method="acmat", rules=rules, keep=["re:["])
+    text = "\n".join(found.problems)
+    assert len(found.problems) >= 4
+    for words in ("Did you mean 'actmat'?", "rules.0: There is no method 'tise'", "rules.1: ", "keep: "):
+        assert words in text
+    assert decide(found, "w").call is None, "and the others go on being found"
+
+
+def test_weights_go_to_rules_that_take_them() -> None:
+    experts = [{"path": "e1", "weight": 3.0}, {"path": "e2", "weight": 1.0}]
+    found = chooser(method="task_arithmetic", experts=experts)
+    for decision in (decide(found, "w"), decide(found, "norm", Role.VECTOR, (4,))):
+        assert decision.call is not None
+        assert decision.call.weights == (3.0, 1.0)
+    equal = decide(chooser(method="task_arithmetic"), "w")
+    assert equal.call is not None
+    assert equal.call.weights is None
+
+
+def test_weights_that_cancel_are_no_weights_of_a_mean() -> None:
+    experts = [{"path": "e1", "weight": 1.0}, {"path": "e2", "weight": -1.0}]
+    averaged = decide(chooser(method="task_arithmetic", experts=experts), "norm", Role.VECTOR, (4,))
+    assert averaged.call is not None
+    assert averaged.call.weights is None
+
+
+def test_methods_that_need_data_are_refused_without() -> None:
+    assert any("needs statistics" in p for p in chooser(method="fisher").problems)
+    recipe = make_recipe({"base": "b", "experts": ["e"], "method": "fisher"})
+    assert Chooser(recipe, frozenset({"fisher", "gram"})).problems == []
+
+
+def test_depth_factors_are_linear_in_each_stack() -> None:
+    names = [f"encoder.{i}.w" for i in range(3)] + [f"decoder.blocks.{i}.w" for i in range(5)] + ["head.w", "solo.0.w"]
+    found = depth_factors(names, 0.5, 1.5)
+    assert [found[f"encoder.{i}.w"] for i in range(3)] == [0.5, 1.0, 1.5]
+    assert [found[f"decoder.blocks.{i}.w"] for i in range(5)] == pytest.approx([0.5, 0.75, 1.0, 1.25, 1.5])
+    assert "head.w" not in found
+    assert found["solo.0.w"] == 1.5
+
+
+def test_depth_is_the_first_number() -> None:
+    found = depth_factors(["layers.0.experts.7.w", "layers.4.experts.0.w"], 0.0, 1.0)
+    assert found == {"layers.0.experts.7.w": 0.0, "layers.4.experts.0.w": 1.0}

@@ -1,0 +1,144 @@
+"""Parts of a tensor: every byte once, in order, whatever the role; the memory they are charged for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actmat.layout.types import Block, Role, TensorLayout
+from actmat.methods import METHODS, get_method
+from actmat.methods.contract import ActsOn
+from actmat.plan import parts as parts_module
+from actmat.plan.cost import part_peak_bytes, tensor_peak_bytes
+from actmat.plan.parts import CHUNK, cut, granularity
+from actmat.recipe import Postprocess
+
+LINEAR = TensorLayout(Role.LINEAR, "")
+KINDS: tuple[ActsOn, ...] = ("matrix", "tensor", "elementwise")
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], TensorLayout]:
+    """A shape and a layout that fits it."""
+    role = draw(st.sampled_from(list(Role)))
+    sizes = st.integers(1, 6)
+    orientation = draw(st.sampled_from(["OI", "IO"]))
+    if role in (Role.LINEAR, Role.EMBEDDING):
+        return (draw(sizes), draw(sizes)), TensorLayout(role, "", orientation if role is Role.LINEAR else "OI")
+    if role is Role.CONVOLUTION:
+        return (draw(sizes), draw(sizes), draw(sizes)), TensorLayout(role, "")
+    if role in (Role.VECTOR, Role.BUFFER):
+        return tuple(draw(st.lists(sizes, max_size=2))), TensorLayout(role, "")
+    heights = draw(st.lists(sizes, min_size=1, max_size=4))
+    groups = draw(st.sampled_from([1, 1, 2])) if orientation == "OI" else 1
+    stops = [sum(heights[: i + 1]) for i in range(len(heights))]
+    blocks = [
+        Block(f"b{i}", stop - height, stop, groups) for i, (stop, height) in enumerate(zip(stops, heights, strict=True))
+    ]
+    width = draw(sizes)
+    matrix = (sum(heights) * groups, width) if orientation == "OI" else (width, sum(heights))
+    layout = TensorLayout(role, "", orientation, tuple(draw(st.permutations(blocks))))
+    return ((draw(st.integers(1, 3)), *matrix) if role is Role.STACKED_EXPERTS else matrix), layout
+
+
+@given(layouts(), st.sampled_from(KINDS), st.sampled_from([1, 7, CHUNK]))
+def test_parts_cover_every_entry_once_in_order(
+    shaped: tuple[tuple[int, ...], TensorLayout], acts_on: ActsOn, chunk: int
+) -> None:
+    shape, layout = shaped
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts_module, "CHUNK", chunk)
+        parts = cut(shape, layout, acts_on)
+    assert [parts[0].start, *(p.stop for p in parts)] == [*(p.start for p in parts), math.prod(shape)]
+    assert all(math.prod(p.shape) == p.numel > 0 for p in parts)
+    labels = [p.label for p in parts]
+    assert acts_on == "elementwise" or len(set(labels)) == len(labels)
+
+
+@given(layouts())
+def test_matrices_of_the_parts_are_those_of_the_tensor(shaped: tuple[tuple[int, ...], TensorLayout]) -> None:
+    """Cutting must not change what a matrix rule sees, only in which order."""
+    shape, layout = shaped
+    if not layout.role.is_matrix:
+        return
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    seen = sorted(
+        m.tolist()
+        for p in cut(shape, layout, "matrix")
+        for batch in p.layout.to_matrices(tensor.flatten()[p.start : p.stop].view(p.shape))
+        for m in batch.reshape(-1, *batch.shape[-2:])
+    )
+    expected = sorted(m.tolist() for b in layout.to_matrices(tensor) for m in b.reshape(-1, *b.shape[-2:]))
+    assert seen == expected
+
+
+def test_empty_and_scalar_tensors() -> None:
+    vector = TensorLayout(Role.VECTOR, "")
+    assert [(p.start, p.stop, p.shape) for p in cut((), vector, "elementwise")] == [(0, 1, (1,))]
+    assert [(p.start, p.stop) for p in cut((0, 4), vector, "elementwise")] == [(0, 0)]
+    assert [(p.start, p.stop) for p in cut((0, 4), LINEAR, "matrix")] == [(0, 0)]
+
+
+def test_labels_name_experts_and_blocks() -> None:
+    blocks = (Block("up", 2, 4), Block("gate", 0, 2))
+    layout = TensorLayout(Role.STACKED_EXPERTS, "", "OI", blocks)
+    assert [p.label for p in cut((2, 4, 3), layout, "matrix")] == ["0/gate", "0/up", "1/gate", "1/up"]
+    assert [p.label for p in cut((2, 4, 3), layout, "tensor")] == [""]
+
+
+def test_interleaved_and_transposed_blocks_stay_whole() -> None:
+    interleaved = TensorLayout(Role.FUSED_LINEAR, "", "OI", (Block("q", 0, 1, 2), Block("k", 1, 2, 2)))
+    transposed = TensorLayout(Role.FUSED_LINEAR, "", "IO", (Block("q", 0, 2), Block("k", 2, 4)))
+    assert len(cut((4, 3), interleaved, "matrix")) == len(cut((3, 4), transposed, "matrix")) == 1
+
+
+def test_caps_want_whole_tensors() -> None:
+    elementwise = next(m for m in METHODS if m.acts_on == "elementwise")
+    assert granularity(elementwise, Postprocess()) == "elementwise"
+    assert granularity(elementwise, Postprocess(norm_cap="mean")) == "tensor"
+    assert granularity(get_method("actmat"), Postprocess(norm_cap="mean")) == "matrix"
+
+
+def peak(name: str, shape: tuple[int, ...], experts: int = 3, layout: TensorLayout = LINEAR, **settings: object) -> int:
+    method = get_method(name)
+    options = method.resolve_options({})
+    chosen = {"base_itemsize": 2, "compute_dtype": "float32", "measured": False, **settings}
+    cuts = cut(shape, layout, method.acts_on)
+    return tensor_peak_bytes(cuts, method, experts, options, **chosen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_more_of_anything_costs_no_less(method: object) -> None:
+    name: str = method.name  # type: ignore[attr-defined]
+    small = peak(name, (64, 64))
+    assert small > 0
+    assert peak(name, (2048, 64)) >= small
+    assert peak(name, (2048, 2048)) >= peak(name, (2048, 64))
+    assert peak(name, (64, 64), base_itemsize=4) >= small
+    assert peak(name, (64, 64), compute_dtype="float64") > small
+    assert peak(name, (64, 64), measured=True) >= small
+
+
+def test_a_one_pass_rule_pays_for_one_delta_and_a_streamed_one_for_a_piece() -> None:
+    assert get_method("actmat").one_pass
+    assert peak("actmat", (1024, 1024), experts=12) == peak("actmat", (1024, 1024), experts=2)
+    assert peak("actmat", (1024, 1024), 12, measured=True) > peak("actmat", (1024, 1024), 2, measured=True)
+    assert peak("average", (8192, 8192)) == peak("average", (4096, 4096))
+
+
+def test_a_stack_costs_what_one_of_its_matrices_costs() -> None:
+    stack = TensorLayout(Role.STACKED_EXPERTS, "")
+    assert peak("actmat", (64, 32, 32), layout=stack) == peak("actmat", (1, 32, 32), layout=stack)
+
+
+def test_the_peak_holds_deltas_and_workspace() -> None:
+    """actmat on 8 x 8, float32, one delta alive: base in bfloat16, one piece of an expert, delta, workspace."""
+    method = get_method("actmat")
+    options = method.resolve_options({})
+    assert method.workspace is not None
+    expected = 64 * 2 + CHUNK * 8 + 4 * (64 + method.workspace((8, 8), 3, options))
+    assert part_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], method, 3, options, 2, "float32") == expected

@@ -1,0 +1,175 @@
+"""A merge that is killed at any moment leaves nothing that looks finished, and the same command finishes it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers.merge_server import Run, Server, merge_server
+from tests.helpers.merging import Family, actmat, contents, hidden
+
+from actmat.checkpoints.staging import JOURNAL_NAME, MANIFEST_NAME
+
+KILLS = 20
+LAYERS = 150
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with merge_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """Enough tensors that the work takes a while, and shards, whose index is written last."""
+    return Family.make(tmp_path_factory.mktemp("family"), layers=LAYERS)
+
+
+@pytest.fixture
+def place(family: Family, request: pytest.FixtureRequest) -> Path:
+    """As deep as the reference, because a manifest tells where the inputs lie as seen from the output."""
+    folder = family.root / request.node.name
+    folder.mkdir()
+    return folder
+
+
+class Reference:
+    """What an uninterrupted run gives, and how long it takes."""
+
+    def __init__(self, server: Server, family: Family) -> None:
+        self.seconds = 1e9
+        for turn in range(2):  # the second knows the files
+            out = family.root / f"reference{turn}" / "out"
+            began = time.monotonic()
+            status, errors = server.start(command(family, out)).wait()
+            assert status == 0, errors
+            self.seconds = min(self.seconds, time.monotonic() - began)
+        self.files = contents(family.root / "reference0" / "out")
+
+
+@pytest.fixture(scope="module")
+def reference(server: Server, family: Family) -> Reference:
+    return Reference(server, family)
+
+
+def command(family: Family, out: Path, *flags: str) -> list[str]:
+    return family.argv("--out", str(out), "--max-shard-size", "40kB", *flags)
+
+
+def is_complete(out: Path, reference: Reference) -> bool:
+    return out.exists() and contents(out) == reference.files
+
+
+@pytest.mark.parametrize("number", range(KILLS))
+def test_kill_minus_nine_at_a_random_moment(
+    server: Server, family: Family, reference: Reference, place: Path, number: int
+) -> None:
+    moment = random.Random(number).random() * reference.seconds
+    out = place / "out"
+    run = server.start(command(family, out))
+    while time.monotonic() - run.began < moment:
+        assert not out.exists() or (out / MANIFEST_NAME).is_file(), "it appears whole or not at all"
+        time.sleep(0.001)
+    run.signal(signal.SIGKILL)
+    status, errors = run.wait()
+    assert status in (0, -signal.SIGKILL), errors
+    if out.exists():
+        assert is_complete(out, reference)
+    else:
+        assert status == -signal.SIGKILL
+        status, errors = server.start(command(family, out)).wait()
+        assert status == 0, errors
+        assert is_complete(out, reference)
+    assert hidden(place) in ([], [".out.actmat-lock"])
+
+
+def wait_for_tensors(run: Run, place: Path, count: int) -> int:
+    """Wait until so many tensors are in the journal; how many there are."""
+    journal = place / ".out.actmat-partial" / JOURNAL_NAME
+    while time.monotonic() - run.began < 60:
+        with contextlib.suppress(FileNotFoundError):
+            if (lines := journal.read_bytes().count(b"\n")) > count:
+                return lines - 1
+        time.sleep(0.0005)
+    raise AssertionError("the merge does not get on")
+
+
+def test_kills_in_a_row_make_progress(server: Server, family: Family, reference: Reference, place: Path) -> None:
+    out, tensors = place / "out", 0
+    for _ in range(3):
+        run = server.start(command(family, out))
+        tensors = wait_for_tensors(run, place, tensors + 20)
+        run.signal(signal.SIGKILL)
+        assert run.wait()[0] == -signal.SIGKILL
+    status, errors = server.start(loud(command(family, out))).wait()
+    assert status == 0, errors
+    found = re.search(r"interrupted merge: (\d+) tensors are done", errors)
+    assert found is not None
+    assert int(found[1]) >= tensors
+    assert is_complete(out, reference)
+
+
+def test_an_interruption_is_told_and_can_be_resumed(
+    server: Server, family: Family, reference: Reference, place: Path
+) -> None:
+    out = place / "out"
+    run = server.start(command(family, out))
+    wait_for_tensors(run, place, 20)
+    run.signal(signal.SIGINT)
+    status, errors = run.wait()
+    assert status == 130, errors
+    assert "the same command goes on where it stopped" in errors
+    assert "Traceback" not in errors
+    assert not out.exists()
+    assert hidden(place) == [".out.actmat-partial"]
+    status, errors = server.start(loud(command(family, out))).wait()
+    assert status == 0, errors
+    assert "Going on with an interrupted merge" in errors
+    assert is_complete(out, reference)
+    assert hidden(place) == []
+
+
+def loud(argv: list[str]) -> list[str]:
+    return [a for a in argv if a != "--quiet"]
+
+
+def test_a_second_process_is_refused_and_the_first_unharmed(
+    server: Server, family: Family, reference: Reference, place: Path
+) -> None:
+    out = place / "out"
+    first = server.start(command(family, out))
+    wait_for_tensors(first, place, 20)
+    first.signal(signal.SIGSTOP)
+    before = sorted((p.name, p.read_bytes()) for p in (place / ".out.actmat-partial").iterdir())
+    second = actmat(command(family, out))
+    assert second.code == 1
+    assert "Another actmat is writing" in second.err
+    assert sorted((p.name, p.read_bytes()) for p in (place / ".out.actmat-partial").iterdir()) == before
+    assert not out.exists()
+    first.signal(signal.SIGCONT)
+    status, errors = first.wait()
+    assert status == 0, errors
+    assert is_complete(out, reference)
+    assert hidden(place) == []
+
+
+def test_overwriting_is_killed_and_finished(server: Server, family: Family, reference: Reference, place: Path) -> None:
+    """The old output stays whole under its name until the new one takes its place."""
+    out = place / "out"
+    assert server.start(command(family, out, "--method", "average")).wait()[0] == 0
+    old = contents(out)
+    run = server.start(command(family, out, "--overwrite"))
+    wait_for_tensors(run, place, 20)
+    run.signal(signal.SIGKILL)
+    run.wait()
+    assert contents(out) == old
+    assert server.start(command(family, out, "--overwrite")).wait()[0] == 0
+    assert is_complete(out, reference)
+    assert hidden(place) == []

@@ -1,0 +1,320 @@
+"""Every state on the disk that an interruption can leave, made by hand, and what the same command makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.merging import CONFIG, EMBEDDING, Q0, UP0, Family, actmat, contents, hidden, save_checkpoint
+
+from actmat.checkpoints.staging import JOURNAL_NAME, Staging
+from actmat.checkpoints.writer import ShardWriter
+from actmat.errors import OutputError
+
+
+class Interrupted:
+    """A family, what an undisturbed merge of it gives, and the state just before the first rename."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.family = Family.make(root, layers=2)
+        self.place = root / "place"
+        self.out = self.place / "out"
+        self.partial = self.place / ".out.actmat-partial"
+        self.journal = self.partial / JOURNAL_NAME
+        with monkeypatch.context() as patch:
+            patch.setattr(Staging, "commit", self._stop)
+            with pytest.raises(Stop):
+                self.merge()
+        self.expected = self._undisturbed()
+
+    @staticmethod
+    def _stop(stage: Staging) -> None:
+        raise Stop
+
+    def _undisturbed(self) -> dict[str, bytes]:
+        kept = self.place.parent / "kept"
+        self.place.rename(kept)
+        assert self.merge() == 0
+        expected = contents(self.out)
+        shutil.rmtree(self.place)
+        kept.rename(self.place)
+        return expected
+
+    def argv(self, *flags: str) -> list[str]:
+        return [a for a in self.family.argv("--out", str(self.out), *flags) if a != "--quiet"]
+
+    def merge(self, *flags: str) -> int:
+        return actmat(self.argv(*flags)).code
+
+    def resumed(self, *flags: str) -> int:
+        """Finish it; how many tensors were taken over."""
+        outcome = actmat(self.argv(*flags))
+        assert outcome.code == 0, outcome
+        assert hidden(self.place) == []
+        _, found, rest = outcome.err.partition("interrupted merge: ")
+        return int(rest.split()[0]) if found else 0
+
+    def lines(self) -> list[str]:
+        return self.journal.read_text().splitlines(keepends=True)
+
+
+class Stop(BaseException):
+    """The process dies here."""
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interrupted:
+    return Interrupted(tmp_path, monkeypatch)
+
+
+def test_everything_done_is_taken_over(state: Interrupted) -> None:
+    count = len(state.lines()) - 1
+    assert count == 11
+    assert state.resumed() == count
+    assert contents(state.out) == state.expected
+
+
+def torn(lines: list[str]) -> list[str]:
+    return [*lines[:-1], lines[-1][: len(lines[-1]) // 2]]
+
+
+def torn_after_the_brace(lines: list[str]) -> list[str]:
+    return [*lines[:-1], lines[-1].rstrip("\n")]
+
+
+def garbage_in_the_middle(lines: list[str]) -> list[str]:
+    return [*lines[:5], "\x00\x00\x00\n", *lines[6:]]
+
+
+def other_json_in_the_middle(lines: list[str]) -> list[str]:
+    return [*lines[:5], "[1]\n", "7\n", *lines[6:]]
+
+
+def unknown_tensor(lines: list[str]) -> list[str]:
+    return [*lines, json.dumps(json.loads(lines[-1]) | {"name": "no.such.tensor"}) + "\n"]
+
+
+DAMAGE: dict[str, tuple[Callable[[list[str]], list[str]], int]] = {
+    "torn": (torn, 10),
+    "no newline": (torn_after_the_brace, 10),
+    "garbage": (garbage_in_the_middle, 4),
+    "other json": (other_json_in_the_middle, 4),
+    "unknown tensor": (unknown_tensor, 11),
+    "header torn": (lambda lines: [lines[0][:9]], 0),
+    "header is no object": (lambda lines: ["[]\n", *lines[1:]], 0),
+    "empty": (lambda lines: [], 0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_journal(state: Interrupted, damage: str) -> None:
+    edit, kept = DAMAGE[damage]
+    state.journal.write_text("".join(edit(state.lines())))
+    assert state.resumed() == kept
+    assert contents(state.out) == state.expected
+
+
+def test_damaged_bytes_are_done_again(state: Interrupted) -> None:
+    path = state.partial / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0xFF
+    path.write_bytes(data)
+    assert state.resumed() == 10
+    assert contents(state.out) == state.expected
+
+
+@pytest.mark.parametrize("size", [0, 100, -1])
+def test_a_shard_of_another_size_is_done_again(state: Interrupted, size: int) -> None:
+    path = state.partial / "model.safetensors"
+    os.truncate(path, path.stat().st_size + size if size < 0 else size)
+    assert state.resumed() == 0
+    assert contents(state.out) == state.expected
+
+
+def test_a_missing_shard_is_done_again(state: Interrupted) -> None:
+    (state.partial / "model.safetensors").unlink()
+    assert state.resumed() == 0
+    assert contents(state.out) == state.expected
+
+
+@pytest.mark.parametrize("flags", [("--scale", "0.5"), ("--method", "average"), ("--compute-dtype", "float64")])
+def test_another_recipe_takes_nothing_over(state: Interrupted, flags: tuple[str, ...]) -> None:
+    assert state.resumed(*flags) == 0
+    assert contents(state.out)["model.safetensors"] != state.expected["model.safetensors"]
+
+
+def test_strangers_in_the_partial_folder_are_gone(state: Interrupted) -> None:
+    (state.partial / "model-00001-of-00002.safetensors").write_text("of another recipe")
+    (state.partial / "folder").mkdir()
+    assert state.resumed("--scale", "0.5") == 0
+    assert set(contents(state.out)) == set(state.expected)
+
+
+@pytest.mark.parametrize("which", ["base", "expert"])
+def test_a_changed_input_takes_nothing_over(state: Interrupted, which: str) -> None:
+    """Same size, and the time of modification set back: the time of change still tells."""
+    folder = state.family.base if which == "base" else state.family.experts[1]
+    path = folder / "model.safetensors"
+    before = path.stat()
+    state.family.change(folder, lambda t: t[Q0].mul_(1.5))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert state.resumed() == 0
+    fresh = state.family.root / "fresh" / "out"
+    assert actmat(state.family.argv("--out", str(fresh))).code == 0
+    assert contents(state.out) == contents(fresh)
+
+
+def test_killed_before_the_first_rename(state: Interrupted) -> None:
+    """The journal is gone, so that it never shows up in a model: everything is done again."""
+    state.journal.unlink()
+    assert state.resumed() == 0
+    assert contents(state.out) == state.expected
+
+
+def test_killed_between_the_renames(state: Interrupted) -> None:
+    state.journal.unlink()
+    previous = state.place / ".out.actmat-previous"
+    shutil.copytree(state.partial, previous)
+    outcome = actmat(state.argv())
+    assert outcome.code == 1
+    assert str(previous) in outcome.err
+    assert "--overwrite" in outcome.err
+    assert previous.is_dir()
+    state.resumed("--overwrite")
+    assert contents(state.out) == state.expected
+
+
+def test_killed_after_the_renames(state: Interrupted) -> None:
+    state.resumed()
+    shutil.copytree(state.out, state.place / ".out.actmat-previous")
+    state.resumed("--overwrite")
+    assert contents(state.out) == state.expected
+
+
+def test_a_lock_file_without_owner_is_no_obstacle(state: Interrupted) -> None:
+    (state.place / ".out.actmat-lock").write_text("")
+    assert state.resumed() == 11
+
+
+def test_an_output_that_appears_meanwhile_is_not_replaced(state: Interrupted, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = ShardWriter.finish
+
+    def slow(writer: ShardWriter, specs: object) -> None:
+        finish(writer, specs)  # type: ignore[arg-type]
+        state.out.mkdir()
+        (state.out / "mine.txt").write_text("precious")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", slow)
+        outcome = actmat(state.argv())
+    assert outcome.code == 1
+    assert "is not empty" in outcome.err
+    assert [p.name for p in state.out.iterdir()] == ["mine.txt"]
+    shutil.rmtree(state.out)
+    assert state.resumed() == 11
+    assert contents(state.out) == state.expected
+
+
+def test_interrupted_between_a_tensor_and_its_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tied tensors stored twice have a line each in the journal."""
+    family = Family.make(tmp_path, layers=1)
+    for folder in (family.base, *family.experts):
+        family.change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    assert actmat(family.argv()).code == 0
+    expected = contents(family.out)
+    assert json.loads(expected["actmat_manifest.json"])["tensors"][-1]["action"] in ("tie", "merge", "average")
+    assert b'"tie"' in expected["actmat_manifest.json"]
+    shutil.rmtree(family.out)
+    append = Staging.record
+
+    def die_before_the_alias(stage: Staging, entry: dict[str, object]) -> None:
+        if entry["name"] == "lm_head.weight":
+            raise Stop
+        append(stage, entry)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "record", die_before_the_alias)
+        with pytest.raises(Stop):
+            actmat(family.argv())
+    assert actmat(family.argv()).code == 0
+    assert contents(family.out) == expected
+
+
+def test_several_outputs_resume_each_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Family.make(tmp_path, layers=2)
+    flags = ("--method", "average", "--method", "ties", "--option", "density=0.2,0.5")
+    assert actmat(family.argv(*flags)).code == 0
+    names = ["average", "ties,density=0.2", "ties,density=0.5"]
+    assert sorted(p.name for p in family.out.iterdir()) == names
+    expected = {n: contents(family.out / n) for n in names}
+    shutil.rmtree(family.out)
+    append = Staging.record
+
+    def die(stage: Staging, entry: dict[str, object]) -> None:
+        if entry["name"] == UP0 and stage.out.name == names[1]:
+            raise Stop
+        append(stage, entry)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "record", die)
+        with pytest.raises(Stop):
+            actmat(family.argv(*flags))
+    assert actmat(family.argv(*flags)).code == 0
+    assert {n: contents(family.out / n) for n in names} == expected
+    alone = tmp_path / "alone" / "x"
+    assert actmat(family.argv("--method", "ties", "--option", "density=0.2", "--out", str(alone))).code == 0
+    assert contents(alone)["model.safetensors"] == expected[names[1]]["model.safetensors"]
+
+
+def test_random_rules_give_the_same_bytes_in_company(tmp_path: Path) -> None:
+    """DARE draws by tensor and place; what else is merged in the same command must not matter."""
+    tensors = {"model.layers.0.self_attn.qkv_proj.weight": torch.randn(24, 8), EMBEDDING: torch.randn(20, 8)}
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.randn(800, 800)  # more than one piece
+    config = CONFIG | {"model_type": "phi3"}
+    base = save_checkpoint(tmp_path / "base", tensors, config)
+    experts = [
+        save_checkpoint(tmp_path / f"e{t}", {k: v + torch.randn_like(v) for k, v in tensors.items()}, config)
+        for t in range(2)
+    ]
+    family = Family(tmp_path, base, tuple(experts))
+    assert actmat(family.argv("--method", "dare", "--out", str(tmp_path / "alone"))).code == 0
+    assert actmat(family.argv("--method", "dare", "--method", "iso_c", "--out", str(tmp_path / "both"))).code == 0
+    alone = contents(tmp_path / "alone")["model.safetensors"]
+    assert contents(tmp_path / "both" / "dare")["model.safetensors"] == alone
+
+
+def test_the_lock_is_not_taken_on_a_file_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner removes the lock file when done: a lock on the removed file would lock nothing."""
+    import fcntl
+
+    flock, seen = fcntl.flock, []
+
+    def remove_under_us(file: object, how: int) -> None:
+        flock(file, how)  # type: ignore[call-overload]
+        if not seen:
+            (tmp_path / ".out.actmat-lock").unlink()
+        seen.append(file)
+
+    monkeypatch.setattr(fcntl, "flock", remove_under_us)
+    stage = Staging(tmp_path / "out", "fingerprint")
+    stage.open()
+    assert len(seen) == 2
+    monkeypatch.undo()
+    with pytest.raises(OutputError, match="Another actmat"):
+        Staging(tmp_path / "out", "fingerprint").open()
+    stage.close()
+    stage.close()
+    assert hidden(tmp_path) == [".out.actmat-partial"]
+    other = Staging(tmp_path / "out", "fingerprint")
+    other.open()
+    stage.discard()  # has no lock any more: must leave the other's work alone
+    assert other.path.is_dir()
+    other.discard()
+    assert hidden(tmp_path) == []
