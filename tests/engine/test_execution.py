@@ -17,12 +17,9 @@ from torch import Tensor
 import actmat
 from actmat import methods as methods_module
 from actmat.api import plan as plan_merge
-from actmat.engine.tensor import stored
 from actmat.errors import NumericalError
-from actmat.layout.types import Role, TensorLayout
 from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
 from actmat.plan import parts as parts_module
-from actmat.plan.model import TensorPlan
 
 
 @pytest.fixture
@@ -201,19 +198,28 @@ def test_output_dtypes(family: Family, dtype: str) -> None:
     assert rows[NORM]["action"] == "copy"
 
 
-def item(out_dtype: str) -> TensorPlan:
-    return TensorPlan("w", (2,), "float32", out_dtype, TensorLayout(Role.VECTOR, ""), "copy", "")
+@pytest.mark.parametrize("keep", [[], [Q0]])
+@pytest.mark.parametrize(("stored", "dtype", "value"), [("float32", "float16", 7e4), ("float64", "float32", 1e300)])
+def test_values_that_the_output_dtype_cannot_hold(
+    family: Family, keep: list[str], stored: str, dtype: str, value: float
+) -> None:
+    """Merged or copied, a finite number must not become infinite unseen."""
+    for folder in (family.base, *family.experts):
+        family.change(folder, lambda t: t.update({Q0: t[Q0].to(getattr(torch, stored))}))
+        family.change(folder, lambda t: t[Q0][0].fill_(value))
+    family.change(family.experts[0], lambda t: t[Q0][1].add_(1))
+    with pytest.raises(NumericalError, match=f"'{Q0}' has values beyond {dtype}'s range"):
+        merge(family, method="average", keep=keep, dtype=dtype, compute_dtype="float64")
+    merged, _ = merge(family, method="average", keep=keep, dtype="float64", compute_dtype="float64")
+    assert merged[Q0][0].tolist() == pytest.approx([value] * 8)
 
 
-def test_stored_values_keep_what_was_infinite_and_refuse_what_becomes_so() -> None:
-    masked = torch.tensor([-math.inf, 1.0, math.nan])
-    assert torch.equal(stored(masked, torch.float16, item("float16"))[:2], masked[:2].half())
-    with pytest.raises(NumericalError, match=r"beyond float16's range \(65504\) in the base, such as 70000"):
-        stored(torch.tensor([1.0, 7e4]), torch.float16, item("float16"))
-    with pytest.raises(NumericalError, match="beyond float32's range"):
-        stored(torch.tensor([1e300], dtype=torch.float64), torch.float32, item("float32"))
-    assert stored(torch.tensor([7e4]), torch.bfloat16, item("bfloat16")).isfinite().all()
-    assert stored(torch.tensor([7]), torch.int64, item("int64")).item() == 7
+def test_a_mask_of_infinities_may_stay_one(family: Family) -> None:
+    for folder in (family.base, *family.experts):
+        family.change(folder, lambda t: t[Q0][0].fill_(-math.inf))
+    merged, _ = merge(family, method="average", dtype="float16")
+    assert merged[Q0][0].tolist() == [-math.inf] * 8
+    assert merged[Q0][1:].isfinite().all()
 
 
 def test_lines_scales_by_depth(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ Marks stand on the line before a fence:
 
 All blocks of a page run in one directory, in order; its python blocks share one interpreter and its variables.
 A `console` block gives commands after `$ `; what stands between them is their output (both streams) at 80 columns,
-longer lines folded at spaces, compared with what the command really prints, but for times and hashes. A line `...` stands for any lines. A command
-without shown output is not compared. `python -m docs.record` writes the outputs anew.
+longer lines folded at spaces, compared with what the command really prints, but for times and hashes. A line `...`
+stands for any lines. A command without shown output is not compared. `python -m docs.record` writes the outputs anew.
 """
 
 from __future__ import annotations

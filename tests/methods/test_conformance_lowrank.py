@@ -108,11 +108,11 @@ class Largest(TorchDispatchMode):
     ids=lambda m: m.name,
 )
 def test_no_dense_matrix_is_formed(method: MergeMethod) -> None:
-    deltas = factors((150, 170), [2, 3, 2])
+    deltas = factors((280, 300), [2, 3, 2])  # larger than the histograms of a selection, whose size is fixed
     ready = ready_lowrank(method, deltas)
     with Largest() as largest:
         ready()
-    assert 0 < largest.numel < 150 * 170
+    assert 0 < largest.numel < 280 * 300
 
 
 @each_factored

@@ -73,7 +73,7 @@ class ShardWriter:
         try:
             for shard in shards:
                 self._prepare(shard)
-        except OutputError:
+        except (OSError, OutputError):
             self.close()
             raise
         if durable:

@@ -19,6 +19,7 @@ from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.writer import ShardWriter
 from actmat.engine.deltas import Findings, TensorReader
 from actmat.engine.memory import Budget, Scratch
+from actmat.engine.pool import merge_pool
 from actmat.engine.resources import Resources
 from actmat.engine.survey import SurveyKey, run_surveys, survey_key
 from actmat.engine.tensor import TensorRecord, Variant, merge_tensor
@@ -62,46 +63,56 @@ def execute(
     labels = jobs[0].plan.recipe.labels
     compute = torch_dtype(jobs[0].plan.recipe.compute_dtype)
     device = torch.device(resources.device)
-    items = _items(jobs)
-    peaks = [_peak_bytes(group, compute.itemsize) for _, group in items]
-    moving = {name for name, group in items if any(_worth_moving(p) for _, p in group)}
+    units = _units(jobs)
+    peaks = [max(_peak_bytes(group, compute.itemsize) for group in unit) for unit in units]
+    moving = {group[0][1].name for unit in units for group in unit if any(_worth_moving(p) for _, p in group)}
     budget = Budget(resources.memory)
     local = threading.local()
     stop = threading.Event()
 
-    def reader_for(item: TensorPlan, notes: Findings = findings) -> TensorReader:
+    def reader_for(item: TensorPlan, notes: Findings = findings, scratch: Scratch | None = None) -> TensorReader:
         if not hasattr(local, "scratch"):
             local.scratch = Scratch()
         where = device if item.name in moving else torch.device("cpu")
-        return TensorReader(item, base, experts, labels, compute, where, local.scratch, notes)
+        return TensorReader(item, base, experts, labels, compute, where, scratch or local.scratch, notes)
+
+    def one_unit(unit: Unit) -> list[list[TensorRecord]]:
+        """Records per tensor, per job."""
+        if len(unit) == 1 and not unit[0][0][1].pool:
+            return [merge_tensor(_variants(unit[0], surveys), reader_for(_leader(unit[0])), findings)]
+        by_job = zip(*(_variants(group, surveys) for group in unit), strict=True)
+        readers = [reader_for(_leader(group), scratch=Scratch()) for group in unit]
+        records = merge_pool(list(by_job), readers, findings)
+        return [list(of_tensor) for of_tensor in zip(*records, strict=True)]
 
     def work(index: int) -> None:
         if stop.is_set():
             return
-        name, group = items[index]
+        unit = units[index]
         with budget.hold(peaks[index]), torch.no_grad():
             if stop.is_set():
                 return
-            if index + resources.workers < len(items):
-                upcoming = _leader(items[index + resources.workers][1])
-                base.prefetch([upcoming.name])
-                for expert, source in zip(experts, upcoming.sources, strict=False):
-                    expert.prefetch([source])
-            leader = _leader(group)
-            results = merge_tensor(_variants(group, surveys), reader_for(leader), findings)
-            if results and any(p.aliases or any(p.twins) for _, p in group):
-                record = next(r for (_, p), r in zip(group, results, strict=True) if p is leader)
-                check_ties(leader, base, experts, labels, record.base_hash, record.expert_hashes, findings)
+            if index + resources.workers < len(units):
+                for group in units[index + resources.workers]:
+                    _prefetch(_leader(group), base, experts)
+            results = one_unit(unit)
+            for group, records in zip(unit, results, strict=False):
+                leader = _leader(group)
+                if records and (leader.aliases or any(leader.twins)):
+                    record = next(r for (_, p), r in zip(group, records, strict=True) if p is leader)
+                    check_ties(leader, base, experts, labels, record.base_hash, record.expert_hashes, findings)
             if not findings.fatal:
-                _finish(group, results)
-        progress(name, max(p.read_bytes + p.write_bytes for _, p in group))
+                for group, records in zip(unit, results, strict=True):
+                    _finish(group, records)
+        for group in unit:
+            progress(group[0][1].name, max(p.read_bytes + p.write_bytes for _, p in group))
 
     with one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
-        unfinished = [j.plan for j in jobs if any(job is j for _, group in items for job, _ in group)]
+        unfinished = [j.plan for j in jobs if any(job is j for unit in units for group in unit for job, _ in group)]
         found = run_surveys(unfinished, lambda item: reader_for(item, Findings(tolerated=True)), pool)
         surveys = {id(p): f for p, f in zip(unfinished, found, strict=True)}
         try:
-            for future in concurrent.futures.as_completed([pool.submit(work, i) for i in range(len(items))]):
+            for future in concurrent.futures.as_completed([pool.submit(work, i) for i in range(len(units))]):
                 future.result()
         except BaseException:  # whatever it is (Ctrl-C too): let running tensors end, start no new ones, pass it on
             stop.set()
@@ -117,17 +128,35 @@ def execute(
 
 
 Group = list[tuple[Job, TensorPlan]]
+"""One tensor, and the jobs that want it."""
+
+Unit = list[Group]
+"""What is merged at a time: one tensor, or the tensors of a pool."""
 
 
-def _items(jobs: Sequence[Job]) -> list[tuple[str, Group]]:
-    """Tensors still to do, in the order of the plan, with the jobs that want them; ties go with their tensor."""
-    groups: dict[str, Group] = {}
+def _units(jobs: Sequence[Job]) -> list[Unit]:
+    """What is still to do, in the order of the plan; ties go with their tensor, a pool is done whole."""
+    groups: dict[tuple[str, str], Group] = {}
     for job in jobs:
+        # an interruption may fall between the journal's lines of a tensor and of those tied to it
+        todo = {
+            i.pool or i.name
+            for i in job.plan.tensors
+            if i.action != "tie" and not job.done.keys() >= {i.name, *i.aliases}
+        }
         for item in job.plan.tensors:
-            # an interruption may fall between the journal's lines of a tensor and of those tied to it
-            if item.action != "tie" and not job.done.keys() >= {item.name, *item.aliases}:
-                groups.setdefault(item.name, []).append((job, item))
-    return list(groups.items())
+            if item.action != "tie" and (item.pool or item.name) in todo:
+                groups.setdefault((item.pool, item.name), []).append((job, item))
+    units: dict[str, Unit] = {}
+    for (pool, name), group in groups.items():
+        units.setdefault(pool or name, []).append(group)
+    return [sorted(unit, key=lambda group: group[0][1].name) for unit in units.values()]
+
+
+def _prefetch(item: TensorPlan, base: Checkpoint, experts: Sequence[Checkpoint]) -> None:
+    base.prefetch([item.name])
+    for expert, source in zip(experts, item.sources, strict=False):
+        expert.prefetch([source])
 
 
 def _worth_moving(item: TensorPlan) -> bool:

@@ -30,7 +30,7 @@ from actmat.plan.model import MethodCall, TensorPlan
 from actmat.plan.parts import CHUNK, Part, cut, granularity
 from actmat.recipe import Postprocess
 
-__all__ = ["TensorRecord", "Variant", "generator_for", "merge_tensor"]
+__all__ = ["TensorRecord", "Variant", "apply_rule", "check_range", "generator_for", "merge_tensor", "write_piece"]
 
 
 @dataclass
@@ -105,7 +105,7 @@ def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Fi
     for part in _parts_to_read(variants[0].item, list(members)):
         base_raw = reader.read_base(part)
         for variant in copies:
-            _write(variant, part, base_raw, None, reader)
+            write_piece(variant, part, base_raw, None, reader)
         if not members:
             continue
         deltas = reader.deltas(part, base_raw)
@@ -125,10 +125,9 @@ def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Fi
                 own_base = _narrow(base_raw, own) if narrow else base_raw
                 states: dict[Any, Any] = {}
                 for variant in group:
-                    with _named(variant):
-                        value = _merge_part(variant, own, own_deltas, own_base, reader, states)
+                    value = apply_rule(variant, own, own_deltas, own_base, reader, states)
                     changed = any(bool(d.any()) for d in own_deltas) if narrow else deltas.changed
-                    _write(variant, own, own_base, value if changed else None, reader)
+                    write_piece(variant, own, own_base, value if changed else None, reader)
         changed_anywhere |= deltas.changed
     if findings.fatal:
         return []
@@ -165,7 +164,7 @@ def _walks_once(variant: Variant, part: Part) -> bool:
     return variant.method.one_pass and not several and not variant.postprocess.caps
 
 
-def _merge_part(
+def apply_rule(
     variant: Variant,
     part: Part,
     deltas: Sequence[Tensor],
@@ -173,12 +172,28 @@ def _merge_part(
     reader: TensorReader,
     states: dict[Any, Any],
 ) -> Tensor:
-    """Merged delta of one part, flat, in the compute dtype. `states`: first stages that variants share."""
+    """Merged delta of one part, flat, in the compute dtype. `states`: first stages that variants share.
+
+    Raises:
+        NumericalError, RecipeError: from the rule, with the name of the tensor.
+    """
+    with _named(variant):
+        return _finite(_apply_to_part(variant, part, deltas, base_raw, reader, states).reshape(-1), variant)
+
+
+def _apply_to_part(
+    variant: Variant,
+    part: Part,
+    deltas: Sequence[Tensor],
+    base_raw: Tensor,
+    reader: TensorReader,
+    states: dict[Any, Any],
+) -> Tensor:
     if variant.method.acts_on != "matrix":
         merged = _apply(variant, deltas, part.label, 0, part, base_raw, reader, states)
         if variant.method.acts_on == "tensor":
             _note(variant, part.label, merged.stats)
-        return _finite(_cap_pieces(variant, merged.value, deltas, part).reshape(-1), variant)
+        return _cap_pieces(variant, merged.value, deltas, part)
     if variant.item.factored:
         return _merge_factored(variant, part, reader)
     split = [part.layout.to_matrices(d) for d in deltas] if not _is_single(part) else None
@@ -189,7 +204,7 @@ def _merge_part(
         merged = _apply(variant, matrices, label, k, part, base_raw, reader, states)
         _note(variant, label, merged.stats)
         values.append(_cap(variant, merged.value, matrices, part.layout, label))
-    return _finite(part.layout.from_matrices(values, part.shape).reshape(-1), variant)
+    return part.layout.from_matrices(values, part.shape)
 
 
 def _merge_factored(variant: Variant, part: Part, reader: TensorReader) -> Tensor:
@@ -207,7 +222,7 @@ def _merge_factored(variant: Variant, part: Part, reader: TensorReader) -> Tenso
         merged = method.merge_lowrank(deltas, **needs, **call.options)
         _note(variant, label, merged.stats)
         values.append(merged.value.dense().to(reader.compute_dtype))
-    return _finite(part.layout.from_matrices(values, part.shape).reshape(-1), variant)
+    return part.layout.from_matrices(values, part.shape)
 
 
 def _finite(value: Tensor, variant: Variant) -> Tensor:
@@ -314,7 +329,7 @@ def generator_for(seed: int, name: str, label: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _write(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | None, reader: TensorReader) -> None:
+def write_piece(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | None, reader: TensorReader) -> None:
     """`W_0 + scale * D*` in the output dtype, piece by piece; no delta at all keeps the base's bits.
 
     Sums and casts land in warm buffers: allocating for every piece would cost as much as the arithmetic.
@@ -329,12 +344,12 @@ def _write(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | None,
             piece = torch.add(wide, change, alpha=variant.call.scale, out=merged)
         if piece.dtype != out_dtype:
             cast = reader.scratch.take("out", piece.numel(), out_dtype).copy_(piece)
-            _check_range(variant.item, piece, cast)
+            check_range(variant.item, piece, cast)
             piece = cast
         variant.sink.write(raw_bytes(piece))
 
 
-def _check_range(item: TensorPlan, value: Tensor, cast: Tensor) -> None:
+def check_range(item: TensorPlan, value: Tensor, cast: Tensor) -> None:
     """Whether finite entries became infinite; what was not finite before (a mask of -inf in the base) may stay so.
 
     Raises:

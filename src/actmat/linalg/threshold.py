@@ -21,7 +21,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-__all__ = ["PIECE", "Cut", "StreamedCut", "kth_magnitudes", "pieces"]
+__all__ = ["PIECE", "Cut", "StreamedCut", "kth_magnitudes", "pieces", "selection_workspace"]
 
 PIECE = 1 << 17  # entries: 512 KiB of float32; the few buffers of a pass stay in a core's cache
 PIECE_ON_DEVICE = 1 << 24  # on accelerators launches, not caches, set the size
@@ -151,6 +151,11 @@ class StreamedCut:
             return True
         self.cut = Cut(_from_bits(self._bits, self._dtype), k, self._above, equal, self._total)
         return False
+
+
+def selection_workspace(entries: int) -> int:
+    """Elements of float32 that `kth_magnitudes` holds at its peak: four histograms of 64-bit counts, three pieces."""
+    return 4 * 2 * (1 << DIGIT) + 3 * min(entries, PIECE)
 
 
 def _shifts(dtype: torch.dtype) -> range:

@@ -1,6 +1,7 @@
 """ACTMat: interference minimisation with data-free covariance estimates.
 
-"Model Merging via Data-Free Covariance Estimation". The layer-wise interference of a merged delta `D` on expert `t`
+M. G. Abdel Hameed, D. Tam, P. J. Tikeng Notsawo, C. Raffel, G. Rabusseau, "Model Merging via Data-Free Covariance
+Estimation", 2026, arXiv:2604.01329. The layer-wise interference of a merged delta `D` on expert `t`
 is `tr((D - D_t) C_t (D - D_t)^T)`, `C_t` the second moment of the layer's inputs. Fine-tuning writes that moment into
 the delta, so `D_t^T D_t` takes the place of `C_t`, and no data is needed.
 """
@@ -118,7 +119,7 @@ ACTMAT = MergeMethod(
     acts_on="matrix",
     summary="Least interference between experts, with each delta's own Gram matrix in place of its input statistics.",
     equation="D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+",
-    reference="Model Merging via Data-Free Covariance Estimation",
+    reference="Abdel Hameed et al., Model Merging via Data-Free Covariance Estimation, 2026, arXiv:2604.01329",
     laws=frozenset(
         {
             "permutation",

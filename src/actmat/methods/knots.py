@@ -29,13 +29,13 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.election import elect, weighted_sum
+from actmat.linalg.election import elect, piece_workspace, weighted_sum
 from actmat.linalg.joint import JointBasis, joint_basis
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks import Trim
 from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
-from actmat.linalg.threshold import StreamedCut, kth_magnitudes
+from actmat.linalg.threshold import StreamedCut, kth_magnitudes, selection_workspace
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Survey
 from actmat.methods.dare import drops
 from actmat.methods.ties import kept_entries
@@ -235,9 +235,17 @@ def _finish(state: _SurveyState) -> tuple[float, ...]:
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, rows, columns = shape
     kept = min(rows, n_experts * columns)
-    # Coordinates of all experts; while merging, a few more of their size (masks, or triplets in float64).
-    inner = n_experts * kept * columns + 7 * kept * (kept + columns) + svd_workspace(kept, columns)
-    return math.prod(batch) * max(inner + 2 * rows * (kept + columns), svd_workspace(rows, n_experts * columns))
+    # Coordinates of all experts; while merging, a few more of their size (one expert's kept rows and the result, or
+    # triplets in float64).
+    coordinates = n_experts * kept * columns
+    inner = coordinates + 7 * kept * (kept + columns) + svd_workspace(kept, columns)
+    matrix = max(inner + 2 * rows * (kept + columns), svd_workspace(rows, n_experts * columns))
+    scratch = 0
+    if _elementwise(options["rule"]):
+        scratch = piece_workspace(kept * columns, n_experts)
+        if options["rule"] == "ties" and options["trim"] == "tensor":
+            scratch = max(scratch, selection_workspace(kept * columns))
+    return math.prod(batch) * matrix + scratch
 
 
 KNOTS = MergeMethod(

@@ -42,6 +42,7 @@ def assign_pools(
             groups.setdefault(f"{tensors[i].name.rsplit('.', 2)[0]} ({text})", []).append(i)
     out = list(tensors)
     for pool, indices in groups.items():
+        indices.sort(key=lambda i: tensors[i].name)  # the order of rows must not depend on how the base is stored
         members = [tensors[i] for i in indices]
         problem = _problem(members)
         if problem is not None:

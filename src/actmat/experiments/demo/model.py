@@ -32,7 +32,7 @@ class EncoderConfig:
     patch_size: int = 2
     hidden_size: int = 64
     intermediate_size: int = 128
-    num_hidden_layers: int = 3
+    num_hidden_layers: int = 2
     num_attention_heads: int = 4
 
     @property

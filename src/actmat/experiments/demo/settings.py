@@ -31,10 +31,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """Everything but the seed. The defaults were chosen on validation photographs, never on test photographs.
+    """Everything but the seed. The defaults were chosen on the validation photographs of seeds 0, 1 and 2.
 
     The base is trained for a short time only, so that there is something left for the experts to gain; the
-    experts are trained gently (a low learning rate), because far from the base no rule merges six of them.
+    experts are trained gently (a low learning rate), because several times this rate gives better experts, but
+    merges that are no better than the base, by any rule.
 
     Args:
         encoder: sizes of the model.
@@ -51,7 +52,7 @@ class DemoSettings:
     n_validation: int = 297
     n_test: int = 600
     n_views: int = 3
-    pretraining: Schedule = field(default_factory=lambda: Schedule(4, 64, 1e-3, weight_decay=0.05))
+    pretraining: Schedule = field(default_factory=lambda: Schedule(3, 64, 2e-3, weight_decay=0.05))
     finetuning: Schedule = field(default_factory=lambda: Schedule(8, 128, 1.5e-4))
     ridge: float = 0.1
     logit_scale: float = 10.0

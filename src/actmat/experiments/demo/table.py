@@ -20,8 +20,8 @@ def accuracy_table(result: DemoResult) -> Table:
     n_test = result.n_photographs["test"]
     table = _table(
         f"Test accuracy in %, {n_test} photographs, seed {result.seed}",
-        "average: mean of the tasks, ± half of its 95 % interval. of expert: mean of accuracy / the expert's.\n"
-        "experts: every task by its own expert. Intervals of all numbers are in results.json.",
+        "average: ± half of its 95 % interval; of expert: mean of accuracy / expert's\n"
+        "experts: each task by its own expert. results.json has all intervals.",
     )
     for name in (*names, "average", "of expert"):
         table.add_column(name, justify="right", no_wrap=True)

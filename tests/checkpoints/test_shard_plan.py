@@ -1,0 +1,144 @@
+"""Where output tensors go: a pure function of names, shapes and dtypes, readable by the safetensors library."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from actmat.checkpoints.base import DTYPES, TensorSpec
+from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.safetensors import open_safetensors
+from actmat.checkpoints.shards import INDEX_NAME, parse_size, plan_shards
+from actmat.checkpoints.writer import ShardWriter
+from actmat.errors import RecipeError
+
+
+def spec(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name, shape, dtype, "")
+
+
+SPECS = st.lists(
+    st.builds(
+        spec,
+        st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=8).filter(
+            lambda n: n != "__metadata__"
+        ),
+        st.lists(st.integers(0, 5), max_size=3).map(tuple),
+        st.sampled_from(sorted(DTYPES)),
+    ),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda s: s.name,
+)
+
+
+@given(SPECS, st.integers(1, 300))
+def test_every_tensor_once_aligned_without_holes_within_the_limit(specs: list[TensorSpec], limit: int) -> None:
+    shards = plan_shards(specs, limit)
+    placed = [n for s in shards for n in s.placements]
+    assert sorted(placed) == sorted(s.name for s in specs)
+    by_name = {s.name: s for s in specs}
+    for shard in shards:
+        reached = len(shard.header)
+        assert reached % 8 == 0
+        for name, place in shard.placements.items():
+            assert (place.file, place.offset, place.nbytes) == (shard.file, reached, by_name[name].nbytes)
+            assert place.offset % by_name[name].itemsize == 0
+            reached += place.nbytes
+        assert reached == shard.size
+        size = sum(p.nbytes for p in shard.placements.values())
+        large = [p for p in shard.placements.values() if p.nbytes]
+        assert size <= limit or len(large) == 1
+    assert plan_shards(specs, limit) == shards
+
+
+@settings(deadline=None, max_examples=40)
+@given(SPECS, st.sampled_from([40, 10**9]))
+def test_the_reference_library_reads_what_is_written(specs: list[TensorSpec], limit: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    tensors = {}
+    for s in specs:
+        raw = torch.randint(0, 2 if s.dtype == "bool" else 256, (s.nbytes,), dtype=torch.uint8, generator=rng)
+        tensors[s.name] = (
+            raw.view(DTYPES[s.dtype][0]).view(s.shape) if s.nbytes else torch.empty(s.shape, dtype=DTYPES[s.dtype][0])
+        )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shards = plan_shards(specs, limit)
+        writer = ShardWriter(folder, shards, durable=False)
+        for key, tensor in tensors.items():
+            sink = writer.sink(key)
+            sink.write(raw_bytes(tensor))
+            assert writer.holds(key, sink.digest)
+        writer.finish(specs)
+        seen = set()
+        for shard in shards:
+            with safe_open(folder / shard.file, "pt") as file:
+                assert file.metadata() == {"format": "pt"}
+                for key in file.keys():  # noqa: SIM118 - no mapping
+                    found = file.get_tensor(key)
+                    assert found.dtype == tensors[key].dtype
+                    assert tuple(found.shape) == tuple(tensors[key].shape)
+                    assert bytes(raw_bytes(found.contiguous())) == bytes(raw_bytes(tensors[key]))
+                    seen.add(key)
+        assert seen == set(tensors)
+        with open_safetensors(folder) as ours:
+            assert {n: (s.shape, s.dtype) for n, s in ours.specs.items()} == {s.name: (s.shape, s.dtype) for s in specs}
+
+
+def test_names_of_files_and_the_index(tmp_path: Path) -> None:
+    specs = [spec(f"t{i}", (10,)) for i in range(5)]
+    assert [s.file for s in plan_shards(specs, 10**9)] == ["model.safetensors"]
+    shards = plan_shards(specs, 80)
+    assert [s.file for s in shards] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [list(s.placements) for s in shards] == [["t0", "t1"], ["t2", "t3"], ["t4"]]
+    writer = ShardWriter(tmp_path, shards, durable=True)
+    writer.finish(specs)
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    assert index["metadata"] == {"total_size": 200, "total_parameters": 50}
+    assert index["weight_map"] == {n: s.file for s in shards for n in s.placements}
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    specs = [spec("t", (10,))]
+    ShardWriter(tmp_path, plan_shards(specs, 10**9)).finish(specs)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_wider_dtypes_come_first_and_keep_their_order() -> None:
+    specs = [
+        spec("a", (3,), "uint8"),
+        spec("b", (1,), "float64"),
+        spec("c", (3,), "bfloat16"),
+        spec("d", (1,), "int64"),
+    ]
+    assert list(plan_shards(specs, 10**9)[0].placements) == ["b", "d", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("4GiB", 4 * 2**30),
+        ("500 mb", 5 * 10**8),
+        ("1.5kB", 1500),
+        ("17", 17),
+        (17, 17),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5 GB free", "1e9", "5XB", "0.1"])
+def test_not_a_size(text: str) -> None:
+    with pytest.raises(RecipeError, match="A size looks like"):
+        parse_size(text)
