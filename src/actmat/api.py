@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actmat.api_adapters import adapter_expert, check_adapter_values, plan_adapters, run_adapters, writes_adapter
+from actmat.checkpoints.adapter_expert import AdapterExpert
+from actmat.checkpoints.adapter_open import is_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.sidecars import copy_sidecars
@@ -19,6 +22,7 @@ from actmat.engine.local import Job, execute
 from actmat.engine.resources import check_device, share_resources
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, format_size
 from actmat.plan import MergePlan, build_plan
+from actmat.plan.adapter_model import AdapterPlan
 from actmat.plan.choose import Chooser
 from actmat.recipe import Recipe, make_recipe
 from actmat.report import build_manifest, model_card, write_manifest
@@ -31,7 +35,7 @@ Location = str | Path
 class Progress:
     """What a caller may watch. The default does nothing; the command line draws bars."""
 
-    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+    def started(self, plans: Sequence[MergePlan | AdapterPlan], resumed: int, workers: int) -> None:
         """Plans are made; `resumed` tensors of an interrupted run are taken over."""
 
     def tensor(self, name: str, nbytes: int) -> None:
@@ -54,14 +58,14 @@ class MergeReport:
     """
 
     out: Path
-    plan: MergePlan
+    plan: MergePlan | AdapterPlan
     manifest: Mapping[str, Any]
     seconds: float
     resumed: int = 0
 
 
 def merge(
-    base: Location,
+    base: Location | None,
     experts: Sequence[Location | Mapping[str, Any]],
     *,
     out: Location,
@@ -83,7 +87,8 @@ def merge(
     """Merge checkpoints into one: `W* = W_0 + scale * D*`, tensor by tensor.
 
     Args:
-        base: directory, file or hub id `org/name[@revision]` of the checkpoint that all experts come from.
+        base: directory, file or hub id `org/name[@revision]` of the checkpoint that all experts come from; None
+            merges adapters into an adapter.
         experts: likewise; a mapping may give `path`, `name` and `weight`.
         out: directory to write; must not exist, or be empty, unless `overwrite`.
         method: merge rule, see `actmat methods`.
@@ -120,7 +125,7 @@ def merge(
 
 
 def plan(
-    base: Location,
+    base: Location | None,
     experts: Sequence[Location | Mapping[str, Any]],
     *,
     method: str = "actmat",
@@ -132,7 +137,7 @@ def plan(
     compute_dtype: str = "float32",
     device: str = "cpu",
     **fields: Any,
-) -> MergePlan:
+) -> MergePlan | AdapterPlan:
     """What `merge` would do, tensor by tensor, from headers alone. Arguments as for `merge`.
 
     Raises:
@@ -142,12 +147,14 @@ def plan(
     return plan_recipe(recipe, device=device)
 
 
-def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
+def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan | AdapterPlan:
     """The plan of a recipe, from headers alone.
 
     Raises:
         MergeError: the inputs do not fit; carries all problems.
     """
+    if writes_adapter(recipe):
+        return plan_adapters(recipe)
     found: list[MergeError] = []
     with _opened([recipe], found) as (base, experts):
         return _plans([recipe], base, experts, device, found)[0]
@@ -175,6 +182,20 @@ def run_recipes(
     watch = progress or Progress()
     _check_shared(recipes)
     outs = [_out_path(r) for r in recipes]
+    if writes_adapter(recipes[0]):
+        _check_outputs(recipes, outs, overwrite=overwrite)
+        finished = run_adapters(
+            recipes,
+            outs,
+            lambda plans: share_resources(plans, device, max_memory, threads),
+            overwrite=overwrite,
+            durable=durable,
+            sha256=sha256,
+            started=watch.started,
+            progress=watch.tensor,
+        )
+        seconds = time.perf_counter() - began
+        return [MergeReport(out, p, manifest, seconds, resumed) for out, p, manifest, resumed in finished]
     found: list[MergeError] = []
     with _noted(found):
         check_device(device)
@@ -199,11 +220,12 @@ def run_recipes(
                     jobs.append(Job(p, writer, done, stage.record))
                 resumed = [len(j.done) for j in jobs]
                 watch.started(plans, sum(resumed), resources.workers)
+                check_adapter_values(recipes[0].labels, experts)
                 execute(jobs, base, experts, resources, progress=watch.tensor)
                 watch.finishing()
                 wanted = {"base": base} | dict(zip(recipes[0].labels, experts, strict=True))
                 folders = {n: wanted[n].fetch_sidecars() for n in {"base", *(r.files_from for r in recipes)}}
-                manifests = [_finish(j, s, folders, began, sha256) for j, s in zip(jobs, stages, strict=True)]
+                manifests = [_finish(j, s, experts, folders, began, sha256) for j, s in zip(jobs, stages, strict=True)]
             except MergeError:  # the same command would fail again, another would not use what is done
                 for stage in stages:
                     stage.discard()
@@ -215,7 +237,7 @@ def run_recipes(
 
 
 def _recipe(
-    base: Location,
+    base: Location | None,
     experts: Sequence[Location | Mapping[str, Any]],
     method: str,
     options: Mapping[str, Any] | None,
@@ -234,7 +256,7 @@ def _recipe(
         listed = [e | {"weight": w} for e, w in zip(listed, weights, strict=True)]
     return make_recipe(
         {
-            "base": str(base),
+            "base": "" if base is None else str(base),
             "experts": listed,
             "method": method,
             "options": dict(options or {}),
@@ -256,7 +278,10 @@ def _opened(recipes: Sequence[Recipe], found: list[MergeError]) -> Iterator[tupl
         problems: list[str] = []
         for place in (recipes[0].base, *(e.path for e in recipes[0].experts)):
             try:
-                opened.append(stack.enter_context(open_checkpoint(place)))
+                if opened and is_adapter(place):
+                    opened.append(stack.enter_context(adapter_expert(place, opened[0])))
+                else:
+                    opened.append(stack.enter_context(open_checkpoint(place)))
             except CheckpointError as error:
                 problems += error.problems if len(error.problems) > 1 else [str(error)]
         if problems:
@@ -327,7 +352,8 @@ def _out_path(recipe: Recipe) -> Path:
 
 
 def _check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool) -> None:
-    inputs = {"base": Path(recipes[0].base)} | {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
+    inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
+    inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
     existing = {k: p for k, p in inputs.items() if p.exists()}
     problems = [p for out in outs for p in check_output_place(out, overwrite=overwrite, inputs=existing)]
     twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
@@ -348,7 +374,12 @@ def _check_room(stage: Staging, p: MergePlan) -> None:
 
 
 def _finish(
-    job: Job, stage: Staging, directories: Mapping[str, Path | None], began: float, sha256: bool
+    job: Job,
+    stage: Staging,
+    experts: Sequence[Checkpoint],
+    directories: Mapping[str, Path | None],
+    began: float,
+    sha256: bool,
 ) -> dict[str, Any]:
     recipe = job.plan.recipe
     job.writer.finish(job.plan.specs)
@@ -357,5 +388,8 @@ def _finish(
         copied = copy_sidecars(directories["base"], files_from, stage.path, recipe.dtype)
         (stage.path / "README.md").write_text(model_card(job.plan), encoding="utf-8")
         manifest = build_manifest(job.plan, job.done, out=stage.out, seconds=time.perf_counter() - began, files=copied)
+        for row, expert in zip(manifest["experts"], experts, strict=True):
+            if isinstance(expert, AdapterExpert):  # its tensors are not those of the output: all are checked
+                row["hashes"] = dict(expert.adapter.hashes)
         write_manifest(stage.path, manifest, sha256=sha256)
     return manifest

@@ -87,7 +87,7 @@ def test_a_key_given_twice(tmp_path: Path) -> None:
         ("base: [\n", "not valid YAML"),
         ("base: !!python/object/apply:os.system [ls]\n", "not valid YAML"),
         ("? [a, b]\n: 1\n", "not valid YAML"),
-        ("experts: [a]\n", "base: this field is required"),
+        ("base: a\n", "experts: this field is required"),
         ("base: b\nexperts: []\n", "experts"),
         ("base: b\nexperts: [x/e, y/e]\n", "distinct names; e occurs more than once"),
         ("base: b\nexperts: [e]\nfiles_from: f\n", "files_from names 'f'"),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from actmat.errors import CheckpointError
 
-__all__ = ["ADAPTER_WEIGHTS", "NOT_WEIGHTS", "TORCH_SUFFIXES", "foreign_format", "weight_format"]
+__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "NOT_WEIGHTS", "TORCH_SUFFIXES", "foreign_format", "weight_format"]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 ADAPTER_CONFIG = "adapter_config.json"

@@ -53,12 +53,12 @@ class Shard:
     placements: dict[str, Placement]
 
 
-def plan_shards(specs: Sequence[TensorSpec], max_bytes: int) -> tuple[Shard, ...]:
+def plan_shards(specs: Sequence[TensorSpec], max_bytes: int, *, stem: str = "model") -> tuple[Shard, ...]:
     """Fill shards greedily in the given order, none above `max_bytes` unless a single tensor is.
 
     Within a shard, wider dtypes come first, so that every tensor starts at a multiple of its item size (readers
     that map the file need that). One shard is called `model.safetensors`, several
-    `model-00001-of-0000N.safetensors`, as `from_pretrained` expects.
+    `model-00001-of-0000N.safetensors`, as `from_pretrained` expects; `stem` is another word for `model`.
     """
     groups: list[list[TensorSpec]] = [[]]
     used = 0
@@ -69,7 +69,7 @@ def plan_shards(specs: Sequence[TensorSpec], max_bytes: int) -> tuple[Shard, ...
         groups[-1].append(spec)
         used += spec.nbytes
     n = len(groups)
-    names = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    names = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     return tuple(_shard(name, group) for name, group in zip(names, groups, strict=True))
 
 

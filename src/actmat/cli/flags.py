@@ -66,6 +66,15 @@ Ties = Annotated[
 ]
 MaxShardSize = Annotated[str | None, typer.Option("--max-shard-size", help="Largest output file [default: 5GB].")]
 Device = Annotated[str, typer.Option("--device", help="Where matrix rules compute: cpu, cuda, cuda:N or mps.")]
+To = Annotated[
+    str | None,
+    typer.Option("--to", help="Write an adapter or a model [default: adapter if all experts are and no --base]."),
+]
+Rank = Annotated[int | None, typer.Option("--rank", help="Rank of the merged adapter, cut optimally [default: exact].")]
+Ranks = Annotated[
+    str | None, typer.Option("--ranks", help="uniform, or pattern: each module its own rank [default: uniform].")
+]
+AnyBase = Annotated[bool, typer.Option("--any-base", help="Merge adapters although they name different bases.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -99,13 +108,21 @@ def build_recipes(
     if methods and len(methods) == 1:
         overrides["method"] = methods[0]
     if recipe is None:
-        missing = [f for f, given in (("--base", base), ("--expert", experts)) if not given]
+        lone = bool(experts) and not base and overrides.get("to") != "model" and _all_adapters(overrides["experts"])
+        missing = [f for f, given in (("--base", base or lone), ("--expert", experts)) if not given]
         if missing:
             raise typer.BadParameter(f"give {' and '.join(missing)}, or a recipe file (actmat merge RECIPE.yaml)")
         first = make_recipe(overrides)
     else:
         first = load_recipe(recipe, overrides)
     return _variants(first, list(methods or [first.method]), options or ())
+
+
+def _all_adapters(experts: Sequence[Mapping[str, Any]]) -> bool:
+    """Adapters merge into an adapter without a base."""
+    from actmat.checkpoints.adapter_open import is_adapter
+
+    return all(is_adapter(e["path"]) for e in experts)
 
 
 def _experts(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:

@@ -22,9 +22,21 @@ def inspect(
     every: Annotated[bool, typer.Option("--all", help="One line per tensor.")] = False,
 ) -> None:
     """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read."""
+    from actmat.checkpoints.adapter_open import is_adapter
     from actmat.checkpoints.resolve import open_checkpoint
     from actmat.layout import resolve_layout
 
+    if is_adapter(checkpoint):
+        from actmat.cli.adapters import describe_adapter, print_adapter
+
+        adapter = describe_adapter(checkpoint)
+        if json:
+            import json as json_module
+
+            typer.echo(json_module.dumps(adapter, indent=1))
+        else:
+            print_adapter(adapter, every=every)
+        return
     with open_checkpoint(checkpoint) as opened:
         layouts = resolve_layout(opened.specs, opened.config)
         data = _describe(opened, layouts)

@@ -33,6 +33,10 @@ def merge(
     ties: flags.Ties = True,
     files_from: flags.FilesFrom = None,
     max_shard_size: flags.MaxShardSize = None,
+    to: flags.To = None,
+    rank: flags.Rank = None,
+    ranks: flags.Ranks = None,
+    any_base: flags.AnyBase = False,
     device: flags.Device = "cpu",
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Limit of memory, such as 4GB [default: what is free].")
@@ -51,6 +55,7 @@ def merge(
 
     actmat merge -b BASE -e EXPERT1 -e EXPERT2 --out MERGED
     actmat merge -b BASE -e E1 -e E2 -m ties -o density=0.3 --out MERGED
+    actmat merge -e ADAPTER1 -e ADAPTER2 --out MERGED           (LoRA adapters into an adapter, without a base)
     actmat merge recipe.yaml --out MERGED
 
     The output is a directory that from_pretrained loads. It is built aside and appears whole; an interrupted merge
@@ -75,6 +80,10 @@ def merge(
             "ties": None if ties else False,
             "files_from": files_from,
             "max_shard_size": max_shard_size,
+            "to": to,
+            "rank": rank,
+            "ranks": ranks,
+            "any_base": any_base or None,
         },
     )
     if any(r.out is None for r in recipes):
@@ -97,9 +106,14 @@ def _summary(report: MergeReport) -> None:
 
     from actmat.cli.screen import console
     from actmat.errors import format_size
-    from actmat.plan.model import count_actions
+    from actmat.plan.model import MergePlan, count_actions
 
     plan = report.plan
+    if not isinstance(plan, MergePlan):
+        from actmat.cli.adapters import print_summary
+
+        print_summary(plan, report.manifest, report.out, report.seconds)
+        return
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.tensors).items() if n)
     tensors = report.manifest["tensors"]

@@ -30,6 +30,10 @@ def plan(
     ties: flags.Ties = True,
     files_from: flags.FilesFrom = None,
     max_shard_size: flags.MaxShardSize = None,
+    to: flags.To = None,
+    rank: flags.Rank = None,
+    ranks: flags.Ranks = None,
+    any_base: flags.AnyBase = False,
     device: flags.Device = "cpu",
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", help="One line per tensor instead of groups.")] = False,
@@ -57,6 +61,10 @@ def plan(
             "ties": None if ties else False,
             "files_from": files_from,
             "max_shard_size": max_shard_size,
+            "to": to,
+            "rank": rank,
+            "ranks": ranks,
+            "any_base": any_base or None,
         },
     )
     from actmat.api import plan_recipe
@@ -68,8 +76,15 @@ def plan(
         data = [p.to_json() for p in plans]
         typer.echo(json_module.dumps(data[0] if len(data) == 1 else data, indent=1))
         return
+    from actmat.plan import MergePlan
+
     for p in plans:
-        _print(p, every=every)
+        if isinstance(p, MergePlan):
+            _print(p, every=every)
+        else:
+            from actmat.cli.adapters import print_plan
+
+            print_plan(p, every=every)
 
 
 def _print(p: MergePlan, *, every: bool) -> None:

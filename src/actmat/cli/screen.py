@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
+    from actmat.plan.adapter_model import AdapterPlan
 
 __all__ = ["MergeProgress", "console", "note_console"]
 
@@ -44,7 +45,7 @@ class MergeProgress:
     ) -> None:
         self._bar.stop()
 
-    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+    def started(self, plans: Sequence[MergePlan | AdapterPlan], resumed: int, workers: int) -> None:
         """Show the bar; say so when an interrupted run goes on."""
         total = sum(1 for t in plans[0].tensors if t.action != "tie")
         if resumed:

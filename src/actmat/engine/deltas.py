@@ -12,10 +12,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
+from actmat.engine.factored import part_factors
 from actmat.engine.memory import Scratch
+from actmat.linalg.lowrank import LowRank
 from actmat.plan.model import TensorPlan
 from actmat.plan.parts import CHUNK, Part
 
@@ -114,6 +117,10 @@ class TensorReader:
 
     def load(self, t: int, part: Part, base_raw: Tensor) -> tuple[Tensor, bool]:
         """Delta of expert `t` on this part, shaped like it, and whether it is anything but zero."""
+        expert, source = self._experts[t], self.item.sources[t]
+        if isinstance(expert, AdapterExpert) and source not in expert.full:
+            formed = expert.delta(source, part.start, part.stop, self.compute_dtype)
+            return formed.view(part.shape).to(self.device), expert.touches(source)
         if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
             delta = self.scratch.take(("delta", t), part.numel, self.compute_dtype)
         else:
@@ -174,7 +181,15 @@ class TensorReader:
 
     def hashes(self) -> tuple[str, tuple[str, ...]]:
         """Content hashes of the base's tensor and of each expert's; all parts must have been read."""
-        return self._base_hash.hexdigest(), tuple(h.hexdigest() for h in self._hashes)
+        found = tuple(
+            e.hash_of(s) if isinstance(e, AdapterExpert) and s not in e.full else h.hexdigest()
+            for e, s, h in zip(self._experts, self.item.sources, self._hashes, strict=False)
+        )
+        return self._base_hash.hexdigest(), found
+
+    def factors(self, part: Part) -> list[list[LowRank]]:
+        """Per logical matrix of the part, every expert's delta in factored form; all experts are adapters."""
+        return part_factors([e for e in self._experts if isinstance(e, AdapterExpert)], self.item.sources, part)
 
     @property
     def n_experts(self) -> int:

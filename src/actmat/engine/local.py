@@ -27,7 +27,7 @@ from actmat.engine.ties import check_ties
 from actmat.errors import CheckpointError
 from actmat.plan.model import MergePlan, TensorPlan
 
-__all__ = ["Job", "execute"]
+__all__ = ["Job", "execute", "one_thread_each"]
 
 
 @dataclass
@@ -107,7 +107,7 @@ def execute(
         for group in unit:
             progress(group[0][1].name, max(p.read_bytes + p.write_bytes for _, p in group))
 
-    with _one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
+    with one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
         unfinished = [j.plan for j in jobs if any(job is j for unit in units for group in unit for job, _ in group)]
         found = run_surveys(unfinished, lambda item: reader_for(item, Findings(tolerated=True)), pool)
         surveys = {id(p): f for p, f in zip(unfinished, found, strict=True)}
@@ -200,7 +200,7 @@ def _finish(group: Group, records: Sequence[TensorRecord]) -> None:
 
 
 @contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
+def one_thread_each() -> Iterator[None]:
     """One BLAS thread per worker for the duration of the block; torch has no narrower switch than the process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

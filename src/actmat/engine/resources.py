@@ -12,6 +12,7 @@ import torch
 from actmat.checkpoints.shards import parse_size
 from actmat.engine.memory import available_memory
 from actmat.errors import RecipeError, format_size
+from actmat.plan.adapter_model import AdapterPlan
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import MergePlan
 
@@ -56,7 +57,7 @@ def check_device(device: str) -> None:
 
 
 def share_resources(
-    plans: Sequence[MergePlan], device: str, max_memory: str | int | None, threads: int | None
+    plans: Sequence[MergePlan | AdapterPlan], device: str, max_memory: str | int | None, threads: int | None
 ) -> Resources:
     """Workers and memory for these plans.
 

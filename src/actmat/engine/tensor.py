@@ -30,7 +30,7 @@ from actmat.plan.model import MethodCall, TensorPlan
 from actmat.plan.parts import CHUNK, Part, cut, granularity
 from actmat.recipe import Postprocess
 
-__all__ = ["TensorRecord", "Variant", "apply_rule", "check_range", "merge_tensor", "write_piece"]
+__all__ = ["TensorRecord", "Variant", "apply_rule", "check_range", "generator_for", "merge_tensor", "write_piece"]
 
 
 @dataclass
@@ -113,7 +113,10 @@ def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Fi
             for _ in deltas:
                 pass
             continue
-        lazy = len(variants) - len(copies) == 1 and all(_walks_once(v, part) for (v,) in members.values())
+        alone = len(variants) - len(copies) == 1
+        lazy = alone and all(v.item.factored or _walks_once(v, part) for (v,) in members.values())
+        if alone and lazy and any(v.item.factored for (v,) in members.values()):
+            deltas.changed = True  # adapters alone: no dense delta is formed, and the plan lists changed tensors only
         held: Sequence[Tensor] = deltas if lazy else list(deltas)
         for parts, group in members.items():
             for own in parts if len(members) > 1 else (part,):
@@ -191,6 +194,8 @@ def _apply_to_part(
         if variant.method.acts_on == "tensor":
             _note(variant, part.label, merged.stats)
         return _cap_pieces(variant, merged.value, deltas, part)
+    if variant.item.factored:
+        return _merge_factored(variant, part, reader)
     split = [part.layout.to_matrices(d) for d in deltas] if not _is_single(part) else None
     values = []
     for k in range(len(part.layout.matrix_shapes(part.shape))):
@@ -199,6 +204,24 @@ def _apply_to_part(
         merged = _apply(variant, matrices, label, k, part, base_raw, reader, states)
         _note(variant, label, merged.stats)
         values.append(_cap(variant, merged.value, matrices, part.layout, label))
+    return part.layout.from_matrices(values, part.shape)
+
+
+def _merge_factored(variant: Variant, part: Part, reader: TensorReader) -> Tensor:
+    """The same from the factors of adapters, by the rule's low-rank form; multiplied out once."""
+    method, call = variant.method, variant.call
+    assert method.merge_lowrank is not None, "the plan saw to it"
+    values = []
+    for k, deltas in enumerate(reader.factors(part)):
+        label = _label(part, k)
+        needs: dict[str, Any] = {"weights": call.weights} if method.is_weighted else {}
+        if method.is_random:
+            needs["generator"] = generator_for(variant.seed, variant.item.name, label or str(part.start))
+        if "survey" in method.needs:
+            needs["survey"] = variant.survey
+        merged = method.merge_lowrank(deltas, **needs, **call.options)
+        _note(variant, label, merged.stats)
+        values.append(merged.value.dense().to(reader.compute_dtype))
     return part.layout.from_matrices(values, part.shape)
 
 
@@ -248,7 +271,7 @@ def _apply(
         whole = base_raw.to(reader.compute_dtype).view(part.shape).to(reader.device)
         needs["base"] = part.layout.to_matrices(whole)[index] if method.acts_on == "matrix" else whole
     if method.is_random:
-        needs["generator"] = _generator(variant.seed, variant.item.name, label or str(part.start))
+        needs["generator"] = generator_for(variant.seed, variant.item.name, label or str(part.start))
     if "survey" in method.needs:
         needs["survey"] = variant.survey
     if method.stages is None:
@@ -300,7 +323,7 @@ def _note(variant: Variant, label: str, stats: Mapping[str, Any]) -> None:
         variant.stats.update(stats)
 
 
-def _generator(seed: int, name: str, label: str) -> torch.Generator:
+def generator_for(seed: int, name: str, label: str) -> torch.Generator:
     """A generator of its own for every tensor and part: order, threads and shards change nothing."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{label}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)

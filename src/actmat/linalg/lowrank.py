@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CommonBases", "LowRank", "common_bases"]
+__all__ = ["CommonBases", "LowRank", "Reduced", "common_bases", "frobenius_norm", "reduce_rank", "weighted_sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +68,58 @@ def common_bases(deltas: Sequence[LowRank]) -> CommonBases:
     q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
     cores = tuple((p_OP.mT @ d.b_OR) @ (d.a_RI @ q_IQ) for d in deltas)
     return CommonBases(p_OP, q_IQ, cores)
+
+
+def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank:
+    """`sum_t w_t D_t` as `[w_1 b_1, ...] @ [a_1; ...]`, of rank `sum_t R_t` at most."""
+    b_OR = torch.cat([d.b_OR * w for d, w in zip(deltas, weights, strict=True)], dim=-1)
+    return LowRank(b_OR, torch.cat([d.a_RI for d in deltas], dim=-2))
+
+
+def frobenius_norm(delta: LowRank) -> float:
+    """`||b a||_F` from the triangular factors of `b` and `a^T`, in float64, over all batch elements."""
+    return float(torch.linalg.norm(_core(delta)[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The best approximation of given rank, `b = U sqrt(s)`, `a = sqrt(s) V^T`, and what it leaves out.
+
+    `norm` is `||D||_F` and `error` is `||D - b a||_F`, both over all batch elements; `rank` is the numerical rank of
+    `D`, the largest of the batch.
+    """
+
+    value: LowRank
+    norm: float
+    error: float
+    rank: int
+
+
+def reduce_rank(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Reduced:
+    """Truncate to `rank` (Eckart-Young), or pad with zeros where the delta has fewer directions. float64 inside.
+
+    The singular values are shared between the factors (balanced), so that neither is much larger than the other.
+    `rtol` only decides what is counted as `rank`. Cost `O((O + I) R^2 + R^3)`.
+    """
+    core, left_OR, right_IR = _core(delta)
+    u, s_K, vh = torch.linalg.svd(core, full_matrices=False)
+    kept = s_K[..., :rank]
+    root = kept.sqrt().unsqueeze(-2)
+    b_OR = (left_OR @ u[..., :rank]) * root
+    a_RI = ((right_IR @ vh.mT[..., :rank]) * root).mT
+    missing = rank - kept.shape[-1]
+    if missing > 0:
+        b_OR = torch.nn.functional.pad(b_OR, (0, missing))
+        a_RI = torch.nn.functional.pad(a_RI, (0, 0, 0, missing))
+    top = s_K.amax(-1, keepdim=True) if s_K.shape[-1] else s_K
+    found = int(((s_K > rtol * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
+    dtype = delta.b_OR.dtype
+    value = LowRank(b_OR.to(dtype), a_RI.to(dtype).contiguous())
+    return Reduced(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), found)
+
+
+def _core(delta: LowRank) -> tuple[Tensor, Tensor, Tensor]:
+    """`R_b R_a^T` with `b = Q_b R_b`, `a^T = Q_a R_a`, and both `Q`: `D = Q_b core Q_a^T`."""
+    exact = delta.to(torch.float64)
+    left, right = torch.linalg.qr(exact.b_OR), torch.linalg.qr(exact.a_RI.mT)
+    return left.R @ right.R.mT, left.Q, right.Q

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actmat.methods.contract import Merged, MergeMethod
+from actmat.linalg.lowrank import LowRank, weighted_sum
+from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
 
-__all__ = ["AVERAGE", "merge"]
+__all__ = ["AVERAGE", "merge", "merge_lowrank"]
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -> Merged:
@@ -36,9 +37,23 @@ def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -
     return Merged(out.div_(total))
 
 
+def merge_lowrank(deltas: Sequence[LowRank], *, weights: Sequence[float] | None = None) -> MergedLowRank:
+    """The same mean in factored form, of rank `sum_t R_t` at most.
+
+    Args:
+        weights: one per expert; their sum must not be zero.
+    """
+    share = [1.0] * len(deltas) if weights is None else list(weights)
+    total = sum(share)
+    if total == 0:
+        raise ValueError("average: the weights sum to zero")
+    return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
+
+
 AVERAGE = MergeMethod(
     name="average",
     merge=merge,
+    merge_lowrank=merge_lowrank,
     acts_on="elementwise",
     summary="Mean of the experts' deltas.",
     equation="D* = sum_t w_t D_t / sum_t w_t",

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods.contract import Merged, MergeMethod
+from actmat.linalg.lowrank import LowRank, weighted_sum
+from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
 
-__all__ = ["LINEAR", "merge"]
+__all__ = ["LINEAR", "merge", "merge_lowrank"]
 
 
 def merge(
@@ -35,13 +36,7 @@ def merge(
     Raises:
         RecipeError: the weights sum to zero, or `normalize` is off without a base.
     """
-    share = [1.0] * len(deltas) if weights is None else list(weights)
-    total = math.fsum(share)
-    if normalize and total == 0:
-        raise RecipeError(
-            f"linear: expected weights with a sum other than 0, got {share}; a normalised sum divides by it. "
-            "Change the weights, or use task_arithmetic for differences of experts."
-        )
+    share, total = _shares(len(deltas), weights, normalize)
     out: Tensor | None = None
     for delta, weight in zip(deltas, share, strict=True):
         if out is None:
@@ -59,9 +54,44 @@ def merge(
     return Merged(out.add_(base, alpha=total - 1))
 
 
+def merge_lowrank(
+    deltas: Sequence[LowRank],
+    *,
+    weights: Sequence[float] | None = None,
+    base: Tensor | None = None,
+    normalize: bool = True,
+) -> MergedLowRank:
+    """The same sum in factored form, of rank `sum_t R_t` at most; options as in `merge`.
+
+    Raises:
+        RecipeError: the weights sum to zero.
+        ValueError: `normalize` is off: the base, which is then scaled too, is not low rank.
+    """
+    del base
+    share, total = _shares(len(deltas), weights, normalize)
+    if not normalize:
+        raise ValueError(
+            "linear: normalize=False is not available for low-rank deltas: it scales the base weights too, which is "
+            "not a low-rank change. Take task_arithmetic with scaling=1 to sum deltas."
+        )
+    return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
+
+
+def _shares(n: int, weights: Sequence[float] | None, normalize: bool) -> tuple[list[float], float]:
+    share = [1.0] * n if weights is None else list(weights)
+    total = math.fsum(share)
+    if normalize and total == 0:
+        raise RecipeError(
+            f"linear: expected weights with a sum other than 0, got {share}; a normalised sum divides by it. "
+            "Change the weights, or use task_arithmetic for differences of experts."
+        )
+    return share, total
+
+
 LINEAR = MergeMethod(
     name="linear",
     merge=merge,
+    merge_lowrank=merge_lowrank,
     acts_on="elementwise",
     summary="Weighted mean of the experts; without normalisation, weighted sum of their weights.",
     equation="W* = sum_t w_t W_t / sum_t w_t",

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from actmat.linalg.lowrank import LowRank
+from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
 
 __all__ = ["TASK_ARITHMETIC", "merge", "merge_lowrank"]
@@ -45,9 +44,7 @@ def merge_lowrank(
         scaling: lambda.
     """
     share = [1.0] * len(deltas) if weights is None else weights
-    b_OR = torch.cat([d.b_OR * (scaling * w) for d, w in zip(deltas, share, strict=True)], dim=-1)
-    a_RI = torch.cat([d.a_RI for d in deltas], dim=-2)
-    return MergedLowRank(LowRank(b_OR, a_RI))
+    return MergedLowRank(weighted_sum(deltas, [scaling * w for w in share]))
 
 
 TASK_ARITHMETIC = MergeMethod(

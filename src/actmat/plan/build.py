@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.shards import parse_size, plan_shards
@@ -16,6 +17,11 @@ from actmat.errors import AlignmentError, MergeError
 from actmat.layout import resolve_layout
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride, TensorLayout
 from actmat.methods import MergeMethod, get_method
+<<<<<<< HEAD
+from actmat.plan.adapter_experts import adapter_notes, is_factored, read_bytes, untouched
+=======
+from actmat.methods.user import is_user_method, user_method_hash
+>>>>>>> main
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import tensor_peak_bytes
@@ -45,6 +51,7 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], 
     kept = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
     alignment = align(base, experts, labels, layouts, frozenset(kept))
     decided = {name: _decide(base.specs[name], layouts.tensors[name], chooser, kept) for name in alignment.canonical}
+    decided = {name: untouched(d, alignment.sources[name], experts) for name, d in decided.items()}
     problems += layout_problems + chooser.problems + list(alignment.problems)
     problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     try:
@@ -71,10 +78,17 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], 
         specs=specs,
         shards=plan_shards(specs, max_shard),
         family=layouts.family,
-        notes=tuple(alignment.notes) + tuple(_dtype_notes(base, experts, labels)),
+        notes=(*alignment.notes, *_dtype_notes(base, experts, labels), *adapter_notes(recipe, experts, tensors)),
         device=device,
-        versions={"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions=_versions(tensors),
     )
+
+
+def _versions(tensors: Sequence[TensorPlan]) -> dict[str, str]:
+    """Versions of what computes the answer; a user's own rule is told by the hash of its file."""
+    own = {t.call.method for t in tensors if t.call is not None and is_user_method(t.call.method)}
+    versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return versions | {name: user_method_hash(name) for name in sorted(own)}
 
 
 def _headline(problems: Sequence[str]) -> str:
@@ -128,7 +142,7 @@ def _tensor_plans(
             reason += f", scaled by {depth[name]:.3g} for its depth"
         sources = tuple(s for s in alignment.sources[name] if s is not None) if call is not None else ()
         out_dtype = _out_dtype(recipe, spec)
-        read = spec.nbytes + sum(e.specs[s].nbytes for e, s in zip(experts, sources, strict=False))
+        read = spec.nbytes + sum(read_bytes(e, s) for e, s in zip(experts, sources, strict=False))
         written = spec.numel * torch_dtype(out_dtype).itemsize
         peak = spec.nbytes
         if call is not None:
@@ -137,6 +151,9 @@ def _tensor_plans(
             if key not in peaks:
                 peaks[key] = _peak(recipe, method, spec, decision.layout, call.options, len(experts))
             peak = peaks[key]
+        factored = call is not None and is_factored(recipe, call, experts, sources)
+        if factored:
+            reason += ", in factored form"
         out.append(
             TensorPlan(
                 name=name,
@@ -154,6 +171,7 @@ def _tensor_plans(
                 read_bytes=read,
                 write_bytes=written * (1 + len(aliases)),
                 peak_bytes=peak,
+                factored=factored,
             )
         )
         out.extend(
@@ -188,8 +206,9 @@ def _out_dtype(recipe: Recipe, spec: TensorSpec) -> str:
 
 
 def _summary(label: str, checkpoint: Checkpoint, ignored: tuple[str, ...] = ()) -> InputSummary:
-    nbytes = sum(s.nbytes for s in checkpoint.specs.values())
-    return InputSummary(label, checkpoint.location, checkpoint.identity(), len(checkpoint.specs), nbytes, ignored)
+    specs = checkpoint.adapter.weights.specs if isinstance(checkpoint, AdapterExpert) else checkpoint.specs
+    nbytes = sum(s.nbytes for s in specs.values())
+    return InputSummary(label, checkpoint.location, checkpoint.identity(), len(specs), nbytes, ignored)
 
 
 def _dtype_notes(base: Checkpoint, experts: Sequence[Checkpoint], labels: Sequence[str]) -> list[str]:

@@ -53,6 +53,7 @@ class TensorPlan:
         aliases: tied tensors written with the same bytes.
         twins: other names under which each expert stores the same tensor; their bytes must agree.
         tied_to: for `tie`, the tensor whose bytes it gets.
+        factored: all experts are adapters, and the rule works on their factors.
         pool: tensors with the same non-empty pool are merged as one matrix, their rows one below the other.
         read_bytes, write_bytes: traffic.
         peak_bytes: memory of one worker on this tensor, see `plan.cost`.
@@ -71,6 +72,7 @@ class TensorPlan:
     aliases: tuple[str, ...] = ()
     twins: tuple[tuple[str, ...], ...] = ()
     tied_to: str | None = None
+    factored: bool = False
     pool: str = ""
     read_bytes: int = 0
     write_bytes: int = 0
@@ -103,6 +105,8 @@ class TensorPlan:
             out |= self.call.to_json()
             out["sources"] = list(self.sources)
             out["expert_dtypes"] = list(self.expert_dtypes)
+        if self.factored:
+            out["factored"] = True
         if self.tied_to is not None:
             out["tied_to"] = self.tied_to
         if self.pool:

@@ -110,7 +110,9 @@ class Postprocess(_Strict):
 class Recipe(_Strict):
     """One merge, completely."""
 
-    base: str = Field(description="the checkpoint that every expert was fine-tuned from")
+    base: str = Field(
+        default="", description="the checkpoint that every expert was fine-tuned from; adapters alone need none"
+    )
     experts: tuple[ExpertRef, ...] = Field(min_length=1, description="fine-tuned checkpoints: paths, or mappings")
     method: str = Field(default="actmat", description="merge rule, see `actmat methods`")
     options: Options = Field(default_factory=dict, description="options of the merge rule")
@@ -136,6 +138,17 @@ class Recipe(_Strict):
     allow_nonfinite: bool = Field(default=False, description="treat NaN and Inf in an expert as 'unchanged'")
     files_from: str = Field(default="base", description="'base' or an expert's name: tokenizer, generation config")
     max_shard_size: str = Field(default="5GB", description="largest weight file; powers of ten, such as 500MB")
+    to: Literal["adapter", "model"] | None = Field(
+        default=None, description="what to write; default: an adapter if every expert is one and no base is given"
+    )
+    rank: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="rank of the merged adapter, truncated optimally; default: what is exact"
+    )
+    ranks: Literal["uniform", "pattern"] = Field(
+        default="uniform",
+        description="ranks of the merged adapter: one for all modules (zeros fill up), or each its own (rank_pattern)",
+    )
+    any_base: bool = Field(default=False, description="merge adapters although they name different bases")
     out: str | None = Field(default=None, description="directory to write; relative to the recipe's folder")
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actmat.checkpoints.adapter_open import is_adapter, open_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import ContentHash, hash_names
 from actmat.checkpoints.resolve import open_checkpoint
@@ -56,7 +57,7 @@ def verify(
     manifest = read_manifest(directory)
     rows: list[dict[str, Any]] = manifest["tensors"]
     expected = {r["name"]: r["hash"] for r in rows}
-    with open_checkpoint(directory) as checkpoint:
+    with _opened(directory) as checkpoint:
         problems = _compare(checkpoint, expected, "the output", progress)
     if hash_names(expected.items()) != manifest["output"]["content"]:
         problems.append("the manifest was edited: its tensors do not add up to its own content hash")
@@ -64,7 +65,7 @@ def verify(
     if inputs:
         for label, place, wanted in _inputs(manifest, directory):
             try:
-                with open_checkpoint(place) as checkpoint:
+                with _opened(place) as checkpoint:
                     problems += _compare(checkpoint, wanted, f"input '{label}' ({place})", progress, partial=True)
                     checked.append(label)
             except MergeError as error:
@@ -74,15 +75,25 @@ def verify(
 
 def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict[str, str]]]:
     """(label, location, tensor name there -> hash) of every input."""
+    if manifest.get("kind") == "adapter":
+        return [(e["name"], _place(e, out), e["hashes"]) for e in manifest["experts"]]
     rows: list[dict[str, Any]] = manifest["tensors"]
     base = {r["name"]: r["input_hashes"]["base"] for r in rows}
     found = [("base", _place(manifest["base"], out), base)]
     for t, expert in enumerate(manifest["experts"]):
         label = expert["name"]
         read = (r for r in rows if "sources" in r and label in r["input_hashes"])
+        if "hashes" in expert:  # an adapter: all that it stores, not the tensors that it changes
+            found.append((label, _place(expert, out), dict(expert["hashes"])))
+            continue
         wanted = {r["sources"][t]: r["input_hashes"][label] for r in read}
         found.append((label, _place(expert, out), wanted))
     return found
+
+
+def _opened(place: str | Path) -> Checkpoint:
+    """The stored tensors of a checkpoint or of an adapter."""
+    return open_adapter(place).weights if is_adapter(place) else open_checkpoint(place)
 
 
 def _place(entry: Mapping[str, Any], out: Path) -> str:

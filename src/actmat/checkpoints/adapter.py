@@ -1,0 +1,205 @@
+"""LoRA adapters as PEFT stores them: pairs of small factors per module, and full tensors trained beside them.
+
+Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts, `V` vocabulary, `k` kernel of a convolution.
+
+| module | A stored | B stored | delta, `scaling * B A` |
+|---|---|---|---|
+| Linear, Conv1D | `lora_A.weight`, R x I | `lora_B.weight`, O x R | O x I (Conv1D stores the transpose) |
+| Embedding | `lora_embedding_A`, R x V | `lora_embedding_B`, I x R | V x I, the transpose of `B A` |
+| Conv1d/2d/3d | `lora_A.weight`, R x I x k | `lora_B.weight`, O x R x 1 | O x (I k) |
+| parameter E x O x I | `lora_A.weight`, (E R) x I | `lora_B.weight`, O x (R E) | O x I for each expert |
+
+Source: PEFT (https://github.com/huggingface/peft), `tuners/lora/layer.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.adapter_config import AdapterConfig
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.raw import raw_bytes
+from actmat.linalg.lowrank import LowRank
+
+__all__ = ["Adapter", "AdapterModule", "ModuleKind", "list_modules"]
+
+ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
+
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModule:
+    """One pair of factors.
+
+    Args:
+        name: module as it is called in the model (nested wrappers of bare parameters keep their `.base_layer`).
+        kind: how the factors are stored, see the table above.
+        a, b: names of the stored factors; `bias` that of `lora_B.bias`, or None.
+        rank, scaling: of the delta.
+        shape: `*batch O I` of the logical delta (`V I` of an embedding; `O, I k` of a convolution).
+        kernel: `I, *k` of a convolution, else empty.
+    """
+
+    name: str
+    kind: ModuleKind
+    a: str
+    b: str
+    rank: int
+    scaling: float
+    shape: tuple[int, ...]
+    kernel: tuple[int, ...] = ()
+    bias: str | None = None
+
+
+class Adapter:
+    """An open adapter: its modules, the full tensors beside them, and what cannot be used.
+
+    Args:
+        weights: the stored tensors.
+        config: parsed `adapter_config.json`.
+        problems: what the config forbids.
+    """
+
+    def __init__(self, weights: Checkpoint, config: AdapterConfig, problems: list[str]) -> None:
+        self.weights = weights
+        self.config = config
+        self.location = weights.location
+        self.modules, self.extras, self.copies, found = list_modules(weights.specs, config)
+        self.problems = (*problems, *found)
+
+    @property
+    def dtype(self) -> str:
+        """Widest floating dtype of the stored factors."""
+        dtypes = {self.weights.specs[m.a].dtype for m in self.modules.values()}
+        dtypes |= {self.weights.specs[n].dtype for n in self.extras.values()}
+        return next((d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes), "float32")
+
+    def factors(self, module: AdapterModule, dtype: torch.dtype) -> LowRank:
+        """The delta of a module, scaling folded into `b`, in the shape that the module tells."""
+        a, b = self.weights.read(module.a).to(dtype), self.weights.read(module.b).to(dtype)
+        if module.kind == "embedding":
+            return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
+        if module.kind == "parameter" and len(module.shape) == 3:
+            n = module.shape[0]
+            a_ERI = a.reshape(n, module.rank, a.shape[-1])
+            b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
+            return LowRank(b_EOR * module.scaling, a_ERI)
+        return LowRank(b.flatten(1) * module.scaling, a.flatten(1))
+
+    def bias_delta(self, module: AdapterModule, dtype: torch.dtype) -> Tensor | None:
+        """`scaling * lora_B.bias`, what the module adds to its layer's bias; None without one."""
+        return None if module.bias is None else self.weights.read(module.bias).to(dtype) * module.scaling
+
+    @cached_property
+    def hashes(self) -> Mapping[str, str]:
+        """Content hash of every stored tensor."""
+        out = {}
+        for name in self.weights.specs:
+            seen, tensor = ContentHash(), self.weights.read(name)
+            seen.update(raw_bytes(tensor))
+            out[name] = seen.hexdigest()
+        return out
+
+    def __enter__(self) -> Adapter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.weights.close()
+
+
+def list_modules(
+    specs: Mapping[str, TensorSpec], config: AdapterConfig
+) -> tuple[dict[str, AdapterModule], dict[str, str], dict[str, str], list[str]]:
+    """Pair the stored factors up.
+
+    Returns:
+        Modules by name; full trained tensors (name in the model -> stored name); stored copies of base weights, which
+        PEFT adds for embeddings it adapts; and every problem, one sentence each.
+    """
+    halves: dict[tuple[str, bool], dict[str, str]] = {}
+    extras: dict[str, str] = {}
+    copies: dict[str, str] = {}
+    problems: list[str] = []
+    for name, spec in specs.items():
+        bare = name.removeprefix(_PREFIX)
+        match = _FACTOR.fullmatch(bare)
+        if not spec.is_floating:
+            problems.append(f"tensor '{name}' is {spec.dtype}; a quantised adapter cannot be merged")
+        elif match is not None:
+            side = "bias" if match["leaf"] == "bias" else match["side"]
+            halves.setdefault((match["module"], match["kind"] is not None), {})[side] = name
+        elif "lora_magnitude_vector" in bare:
+            problems.append(f"tensor '{name}': a magnitude of DoRA, whose delta is not low rank")
+        elif re.search(r"\.(lora_|hada_|lokr_|vera_|ia3_|trainable_tokens_)", "." + bare):
+            problems.append(f"tensor '{name}' is no part of a plain LoRA adapter")
+        elif bare.endswith(".base_layer.weight"):
+            copies[bare.replace(".base_layer.", ".")] = name
+        else:
+            extras[bare.replace(".base_layer.", ".")] = name
+    modules: dict[str, AdapterModule] = {}
+    for (module, embedding), names in halves.items():
+        found = _pair(module, embedding, names, specs, config)
+        if isinstance(found, str):
+            problems.append(found)
+        else:
+            modules[module] = found
+    if not modules and not extras and not problems:
+        problems.append("the adapter holds no tensors")
+    return modules, extras, copies, problems
+
+
+def _pair(
+    module: str, embedding: bool, names: Mapping[str, str], specs: Mapping[str, TensorSpec], config: AdapterConfig
+) -> AdapterModule | str:
+    """The module, or what is wrong with it."""
+    missing = [side for side in "AB" if side not in names]
+    if missing:
+        has = ", ".join(names.values())
+        return f"module '{module}' has no lora_{missing[0]} (it has {has}): half of a pair is missing"
+    a, b = specs[names["A"]].shape, specs[names["B"]].shape
+    stripped = module.replace(".base_layer", "")
+    parameters = () if embedding else config.parameters_of(stripped)
+    keys = [f"{stripped}.{p}" for p in parameters] or [stripped]
+    found = {(config.rank_of(k), config.scaling_of(k)) for k in keys}
+    if len(found) > 1:
+        return f"module '{module}': rank_pattern or alpha_pattern tell its parameters apart, the adapter's names do not"
+    rank, scaling = found.pop()
+    if len(a) < 2 or len(b) != len(a):
+        return f"module '{module}': lora_A is {_x(a)} and lora_B is {_x(b)}; expected matrices or kernels"
+    rows, columns = a[0], b[1]
+    if rows != columns:
+        grouped = len(a) > 2 and columns and rows % columns == 0
+        cause = ": a grouped convolution, which is not merged" if grouped else ""
+        return f"module '{module}': lora_A has rank {rows}, lora_B has rank {columns}{cause}"
+    kernel = tuple(a[1:]) if len(a) > 2 else ()
+    stack = rows // rank if parameters and rows % rank == 0 else 1
+    if rows != rank * stack:
+        return (
+            f"module '{module}': its factors have rank {rows}, adapter_config.json says {rank}; scaling would be "
+            "wrong. Is the config of another adapter beside these weights?"
+        )
+    kind: ModuleKind = "linear"
+    shape: tuple[int, ...] = (b[0], a[1])
+    if embedding:
+        kind, shape = "embedding", (a[1], b[0])
+    elif parameters:
+        kind, shape = "parameter", (stack, *shape) if stack > 1 else shape
+    elif kernel:
+        kind, shape = "convolution", (b[0], TensorSpec("", kernel, "float32", "").numel)
+        if any(size != 1 for size in b[2:]):
+            return f"module '{module}': lora_B is {_x(b)}; expected a convolution of kernel 1"
+    return AdapterModule(module, kind, names["A"], names["B"], rank, scaling, shape, kernel, names.get("bias"))
+
+
+def _x(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"

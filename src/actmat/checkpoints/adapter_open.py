@@ -1,0 +1,119 @@
+"""From what a user wrote to an open adapter: a folder, its weight file, a hub id, or a bare list of factor pairs.
+
+A folder is an adapter when it holds `adapter_config.json` and no weights of a full model. Only JSON and tensors are
+read; neither PEFT nor transformers is needed.
+
+The first LoRA trainer for Stable Diffusion (cloneofsimo/lora) wrote a plain list `[up_0, down_0, up_1, down_1, ...]`
+in the order of the modules, without names or alpha. Such a `.pt` file is read as an adapter whose modules are called
+`pairs.0000`, `pairs.0001`, ...; its scaling is 1. Lists of one model line up with one another by position.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.adapter import Adapter
+from actmat.checkpoints.adapter_config import AdapterConfig, parse_adapter_config
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.folder import member, read_json_object
+from actmat.checkpoints.formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS, TORCH_SUFFIXES
+from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.resolve import HUB_ID
+from actmat.checkpoints.safetensors import SafetensorsCheckpoint
+from actmat.checkpoints.torch_files import TorchCheckpoint
+from actmat.errors import CheckpointError
+
+__all__ = ["PAIR_LIST", "is_adapter", "open_adapter"]
+
+PAIR_LIST = "pairs"
+"""First component of the module names that a list of pairs is given."""
+
+
+def is_adapter(location: str | Path) -> bool:
+    """Whether `location` names an adapter rather than a full checkpoint; reads no tensor of a full checkpoint."""
+    path = Path(location).expanduser()
+    if path.is_dir():
+        return _holds_adapter([p.name for p in path.iterdir()])
+    if path.is_file():
+        return path.name in ADAPTER_WEIGHTS or (path.suffix == ".pt" and _pair_list(path) is not None)
+    hub_id = HUB_ID.fullmatch(str(location))
+    if hub_id is None or (path.parent != Path() and path.parent.is_dir()):
+        return False
+    from actmat.checkpoints.hub_repository import open_repository
+
+    repository = open_repository(hub_id["repo"], hub_id["revision"])
+    return _holds_adapter([n for n in repository.files if "/" not in n])
+
+
+def open_adapter(location: str | Path) -> Adapter:
+    """Open an adapter; reads the config and the headers of its weights.
+
+    Raises:
+        CheckpointError: no adapter there, or its files cannot be read. What is wrong with its contents is in
+            `Adapter.problems`.
+    """
+    path = Path(location).expanduser()
+    if path.is_file() and path.name not in ADAPTER_WEIGHTS:
+        pairs = _pair_list(path)
+        if pairs is None:
+            raise CheckpointError(f"{location}: expected a list of (up, down) factor pairs, found something else")
+        return _of_pairs(pairs, str(location))
+    if path.exists():
+        folder = path if path.is_dir() else path.parent
+        config = member(folder, ADAPTER_CONFIG)
+        names = [n for n in ADAPTER_WEIGHTS if (folder / n).is_file()] if path.is_dir() else [path.name]
+        files = {n: member(folder, n) for n in names[:1]}
+    else:
+        config, files = _fetch(str(location))
+    if not files:
+        raise CheckpointError(f"{location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
+    parsed, problems = parse_adapter_config(read_json_object(config))
+    torch_file = next(iter(files)).endswith(".bin")
+    weights: Checkpoint = (TorchCheckpoint if torch_file else SafetensorsCheckpoint)(str(location), files)
+    return Adapter(weights, parsed, problems)
+
+
+def _holds_adapter(names: list[str]) -> bool:
+    full = (".safetensors", ".safetensors.index.json", *TORCH_SUFFIXES)
+    return ADAPTER_CONFIG in names and not any(n.endswith(full) for n in names if n not in NOT_WEIGHTS)
+
+
+def _fetch(location: str) -> tuple[Path, dict[str, Path]]:
+    from actmat.checkpoints.hub_repository import open_repository
+
+    hub_id = HUB_ID.fullmatch(location)
+    if hub_id is None:
+        raise CheckpointError(f"{location}: expected the folder or hub id of an adapter, found nothing there")
+    repository = open_repository(hub_id["repo"], hub_id["revision"])
+    names = [n for n in ADAPTER_WEIGHTS if n in repository.files][:1]
+    return repository.fetch(ADAPTER_CONFIG), {n: repository.fetch(n) for n in names}
+
+
+def _pair_list(path: Path) -> list[Tensor] | None:
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError):
+        return None  # no list of tensors; whoever opens it as a checkpoint says what is wrong with it
+    listed = isinstance(value, list) and len(value) > 0 and all(isinstance(x, Tensor) for x in value)
+    return value if listed else None
+
+
+def _of_pairs(pairs: list[Tensor], location: str) -> Adapter:
+    problems = []
+    if len(pairs) % 2:
+        problems.append(f"expected (up, down) pairs, found {len(pairs)} tensors: half of a pair is missing")
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for i in range(len(pairs) // 2):
+        module = f"{PAIR_LIST}.{i:04d}"
+        tensors[f"{module}.lora_B.weight"] = pairs[2 * i]
+        tensors[f"{module}.lora_A.weight"] = pairs[2 * i + 1]
+        ranks[module] = int(pairs[2 * i + 1].shape[0]) if pairs[2 * i + 1].ndim else 1
+    first = next(iter(ranks.values()), 1)
+    others = {m.replace(".", r"\."): r for m, r in ranks.items() if r != first}
+    config = AdapterConfig(r=first, alpha=float(first), rank_pattern=others, alpha_pattern=others)
+    return Adapter(MemoryCheckpoint(tensors, location=location), config, problems)

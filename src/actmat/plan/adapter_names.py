@@ -1,0 +1,152 @@
+"""Where the tensors that an adapter changes lie in a base checkpoint.
+
+An adapter names modules as the model has them in memory; a checkpoint names tensors as they lie on disk. Three ways
+lead from one to the other, tried in this order:
+
+1. the same name;
+2. the same name with, or without, the model's prefix (`transformer.`, `model.`) in all of them;
+3. transformers' own conversion for the architecture in `config.json`: renamed tensors (a ViT's `query` is `q_proj` in
+   memory), and experts of a mixture that are separate on disk and stacked in memory. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+
+__all__ = ["Located", "Slice", "locate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A tensor on disk and what it is of the tensor in memory: expert `index` of a stack, rows `start:stop`."""
+
+    name: str
+    index: int | None = None
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A tensor in memory: its shape there, and its pieces on disk."""
+
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+
+def locate(
+    base: Checkpoint, groups: Sequence[Sequence[str]], optional: Iterable[str] = ()
+) -> tuple[dict[str, Located], str]:
+    """Places of names in a base.
+
+    Args:
+        base: the checkpoint.
+        groups: names that stand for one thing; one of each group is wanted.
+        optional: names that may be missing.
+
+    Returns:
+        The places of those that can be found, and why others may not have been, in words.
+    """
+    names = [*(n for group in groups for n in group), *optional]
+    why = ""
+    found = {n: _whole(base.specs[n]) for n in names if n in base.specs}
+    if not _complete(groups, found):
+        found = _by_prefix(base.specs, names) | found
+    if not _complete(groups, found):
+        converted, why = _converted(base)
+        found = {n: converted[n] for n in names if n in converted} | found
+    return found, why
+
+
+def _complete(groups: Sequence[Sequence[str]], found: Mapping[str, Located]) -> bool:
+    return all(any(n in found for n in group) for group in groups)
+
+
+def _whole(spec: TensorSpec) -> Located:
+    return Located(spec.shape, (Slice(spec.name),))
+
+
+def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str]) -> dict[str, Located]:
+    """The prefix, added or taken away, by which most names are found."""
+    best: dict[str, Located] = {}
+    added = {s.removesuffix(n) for n in names[:8] for s in specs if s.endswith("." + n)}
+    taken = {n[: n.index(".") + 1] for n in names if "." in n}
+    for prefix in sorted(added | taken):
+        for renamed in ({n: prefix + n for n in names}, {n: n.removeprefix(prefix) for n in names}):
+            found = {n: _whole(specs[r]) for n, r in renamed.items() if r in specs}
+            if len(found) > len(best):
+                best = found
+    return best
+
+
+def _converted(base: Checkpoint) -> tuple[dict[str, Located], str]:
+    """Every tensor of the base by its name in memory, as transformers loads it."""
+    config = base.config or {}
+    architecture = next(iter(config.get("architectures") or ()), None)
+    if architecture is None:
+        return {}, "the base's config.json names no architecture, so that its tensors could not be renamed"
+    try:
+        import transformers
+        from transformers import conversion_mapping, core_model_loading
+    except ImportError:
+        return {}, (
+            f"the names of {architecture} in memory are known to transformers 5, which is not installed: "
+            "pip install 'transformers>=5'"
+        )
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        return {}, f"transformers {transformers.__version__} does not know the architecture {architecture}"
+    with torch.device("meta"):
+        model = model_class(transformers.AutoConfig.for_model(**config))
+    conversions = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, core_model_loading.WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, core_model_loading.WeightConverter)]
+    of_pattern = {p: c for c in converters for p in c.source_patterns}
+    state = model.state_dict()
+    groups: dict[str, list[tuple[str, str | None]]] = {}
+    for name in base.specs:
+        renamed, pattern = core_model_loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        groups.setdefault(renamed, []).append((name, pattern))
+    out: dict[str, Located] = {}
+    refused: dict[str, None] = {}
+    for renamed, members in groups.items():
+        pattern = members[0][1]
+        if pattern is None:
+            out[renamed] = _whole(base.specs[members[0][0]])
+            continue
+        converter = of_pattern[pattern]
+        if not _only_stacks(converter):
+            refused[renamed] = None
+            continue
+        out[renamed] = _stacked(base.specs, members, converter.source_patterns)
+    if refused:
+        return out, f"transformers rearranges {next(iter(refused))} beyond stacking; such tensors are not mapped"
+    return out, ""
+
+
+def _only_stacks(converter: Any) -> bool:
+    """Whether separate experts are stacked, and their rows put below each other, and nothing else."""
+    steps = [(type(o).__name__, getattr(o, "dim", None)) for o in converter.operations]
+    return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+
+def _stacked(specs: Mapping[str, TensorSpec], members: list[tuple[str, str | None]], patterns: list[str]) -> Located:
+    rows = {p: next(specs[n].shape[0] for n, q in members if q == p) for p in patterns}
+    start = {p: sum(rows[q] for q in patterns[:k]) for k, p in enumerate(patterns)}
+    slices = []
+    for name, pattern in members:
+        assert pattern is not None
+        match = re.search(re.escape(pattern.strip("^$")).replace(r"\*", r"(\d+)").replace(r"\\.", r"\."), name)
+        index = int(match[1]) if match else int(re.findall(r"experts\.(\d+)\.", name)[-1])
+        slices.append(Slice(name, index, start[pattern], start[pattern] + rows[pattern]))
+    experts = 1 + max(s.index or 0 for s in slices)
+    return Located((experts, sum(rows.values()), specs[members[0][0]].shape[1]), tuple(slices))

@@ -1,0 +1,158 @@
+"""The delta of every kind of adapter is the one that PEFT itself merges, in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from torch import Tensor
+
+from actmat.checkpoints.adapter import Adapter
+from actmat.checkpoints.adapter_open import is_adapter, open_adapter
+from actmat.errors import CheckpointError
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", LLAMA),
+    "rslora": ("llama", {**LLAMA, "use_rslora": True}),
+    "patterns": (
+        "llama",
+        {
+            **LLAMA,
+            "rank_pattern": {"v_proj": 5, r"layers\.1\..*down_proj": 3},
+            "alpha_pattern": {"0.self_attn.q_proj": 3},
+        },
+    ),
+    "patterns_rslora": ("llama", {**LLAMA, "use_rslora": True, "rank_pattern": {"v_proj": 5}}),
+    "conv1d_of_gpt2": ("gpt2", {"r": 2, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "embedding": ("gpt2", {"r": 3, "target_modules": ["wpe"]}),
+    "convolutions": ("vision", {"r": 2, "lora_alpha": 3, "target_modules": ["line", "plane", "point", "head"]}),
+    "parameters": ("mixtral", {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "one_parameter": ("mixtral", {"r": 3, "lora_alpha": 5, "target_parameters": ["mlp.experts.down_proj"]}),
+    "bias": ("gpt2", {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}),
+    "lora_bias": ("gpt2", {"r": 2, "target_modules": ["c_fc"], "fan_in_fan_out": True, "lora_bias": True}),
+    "modules_to_save": ("vit", {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["classifier"]}),
+}
+
+
+def in_memory(adapter: Adapter, family: str) -> dict[str, Tensor]:
+    """Base + delta of everything the adapter changes, by names and orientations of the model in memory."""
+    model = tiny(family)
+    out = dict(model.state_dict())
+    for module in adapter.modules.values():
+        delta = adapter.factors(module, torch.float64).dense()
+        if module.kind == "parameter":
+            owner = module.name.replace(".base_layer", "")
+            target = next(n for n in out if n.startswith(owner + ".") and out[n].shape == delta.shape)
+        else:
+            target = f"{module.name}.weight"
+            if type(model.get_submodule(module.name)).__name__ == "Conv1D":
+                delta = delta.mT
+        out[target] = out[target] + delta.reshape(out[target].shape)
+        bias = adapter.bias_delta(module, torch.float64)
+        if bias is not None:
+            out[f"{module.name}.bias"] = out[f"{module.name}.bias"] + bias
+    return out | {name: adapter.weights.read(stored) for name, stored in adapter.extras.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("safetensors", [True, False], ids=["safetensors", "bin"])
+def test_deltas_are_what_peft_merges(case: str, safetensors: bool, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    expected = save_adapter(tmp_path, family, 1, **options)
+    if not safetensors:
+        from safetensors.torch import load_file
+
+        torch.save(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.bin")
+        (tmp_path / "adapter_model.safetensors").unlink()
+    assert is_adapter(tmp_path)
+    with open_adapter(tmp_path) as adapter:
+        assert not adapter.problems
+        mine = in_memory(adapter, family)
+    base = tiny(family).state_dict()
+    assert any(not torch.equal(expected[n], base[n]) for n in base), "the adapter does nothing: the test would be void"
+    for name, value in expected.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-12, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("peft_type", "LOHA", "LoHa"),
+        ("peft_type", "VERA", "VeRA"),
+        ("peft_type", "SOMETHING", "only LoRA"),
+        ("use_dora", True, "DoRA"),
+        ("alora_invocation_tokens", [1, 2], "activated LoRA"),
+        ("use_qalora", True, "QA-LoRA"),
+        ("trainable_token_indices", [3], "trainable tokens"),
+        ("r", 0, "positive integer rank"),
+        ("lora_alpha", None, "lora_alpha"),
+        ("rank_pattern", {"(": 3}, "no pattern"),
+        ("r", 3, "adapter_config.json says 3"),
+    ],
+)
+def test_what_has_no_low_rank_delta_is_named(field: str, value: object, word: str, tmp_path: Path) -> None:
+    save_adapter(tmp_path, "llama", 1, **LLAMA)
+    edit_config(tmp_path, **{field: value})
+    with open_adapter(tmp_path) as adapter:
+        assert any(word in p for p in adapter.problems), adapter.problems
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_tensors(folder: Path, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_every_damaged_module_is_listed_at_once(tmp_path: Path) -> None:
+    save_adapter(tmp_path, "llama", 1, **LLAMA)
+    stem = "base_model.model.model.layers.0.self_attn"
+
+    def damage(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{stem}.q_proj.lora_B.weight"]
+        tensors[f"{stem}.v_proj.lora_A.weight"] = torch.zeros(3, 16)
+        tensors[f"{stem}.o_proj.lora_magnitude_vector"] = torch.zeros(4)
+
+    edit_tensors(tmp_path, damage)
+    with open_adapter(tmp_path) as adapter:
+        text = "\n".join(adapter.problems)
+    assert len(adapter.problems) == 3
+    assert "half of a pair" in text
+    assert "lora_A has rank 3, lora_B has rank 2" in text
+    assert "DoRA" in text
+
+
+def test_a_list_of_pairs_is_an_adapter(tmp_path: Path) -> None:
+    up, down = torch.randn(6, 2), torch.randn(2, 5)
+    path = tmp_path / "style.pt"
+    torch.save([up, down, torch.randn(4, 3), torch.randn(3, 4)], path)
+    assert is_adapter(path)
+    with open_adapter(path) as adapter:
+        assert not adapter.problems
+        first, second = adapter.modules.values()
+        assert (first.shape, first.rank, second.rank) == ((6, 5), 2, 3)
+        torch.testing.assert_close(adapter.factors(first, torch.float32).dense(), up @ down)
+
+
+def test_a_full_checkpoint_is_no_adapter(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    assert not is_adapter(tmp_path)
+    assert not is_adapter(tmp_path / "model.safetensors")
+    torch.save({"w": torch.zeros(2)}, tmp_path / "x.pt")
+    assert not is_adapter(tmp_path / "x.pt")
+
+
+def test_a_config_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    with pytest.raises(CheckpointError, match="neither"):
+        open_adapter(tmp_path)

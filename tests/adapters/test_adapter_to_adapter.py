@@ -1,0 +1,277 @@
+"""Adapters merged into an adapter: what PEFT loads is what the dense rule gives on the materialised deltas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from tests.adapters.test_adapter_reading import edit_config, edit_tensors
+from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from torch import Tensor
+
+from actmat import api
+from actmat.api_adapters import plan_adapters
+from actmat.errors import MergeError
+from actmat.layout import resolve_layout
+from actmat.plan.adapter_model import AdapterPlan
+from actmat.recipe import make_recipe
+from actmat.report import verify
+
+GPT2 = {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+RULES: list[tuple[str, dict[str, Any]]] = [
+    ("actmat", {}),
+    ("actmat", {"normalise": "norm", "power": 0.5}),
+    ("actmat_ridge", {}),
+    ("ace", {}),
+    ("wudi", {}),
+    ("swudi", {}),
+    ("tsv", {}),
+    ("iso_c", {}),
+    ("iso_cts", {}),
+    ("knots", {}),
+    ("task_arithmetic", {"scaling": 0.7}),
+    ("average", {}),
+    ("linear", {}),
+]
+
+
+def merge(folder: Path, experts: list[Any], out: str = "out", **fields: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"compute_dtype": "float64", "durable": False, "threads": 1} | fields
+    return dict(api.merge(None, experts, out=folder / out, **settings).manifest)
+
+
+def deltas_of(folder: Path, family: str) -> dict[str, Tensor]:
+    """What PEFT adds to every parameter when it loads the adapter, in float64."""
+    base = tiny(family)
+    before = {k: v.clone() for k, v in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, folder).merge_and_unload().state_dict()
+    return {k: merged[k] - before[k] for k in before}
+
+
+def dense(family: str, method: str, options: dict[str, Any], given: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The rule on the materialised deltas, logical matrix by logical matrix, surveys over all of them."""
+    from actmat.checkpoints.memory import MemoryCheckpoint
+
+    model = tiny(family)
+    layouts = resolve_layout(MemoryCheckpoint(model.state_dict()).specs, model.config.to_dict()).tensors
+    from actmat.methods import get_method
+
+    rule = get_method(method)
+    resolved = rule.resolve_options(options)
+    names = [n for n in given[0] if any(bool(g[n].any()) for g in given)]
+    split = {n: [layouts[n].to_matrices(g[n]) for g in given] for n in names}
+    needs: dict[str, Any] = {"generator": torch.Generator().manual_seed(0)} if rule.is_random else {}
+    if rule.survey is not None and rule.survey.applies(resolved):
+        state, again = rule.survey.start(len(given), resolved), True
+        while again:
+            for parts in split.values():
+                for k in range(len(parts[0])):
+                    rule.survey.observe(state, [p[k] for p in parts], resolved)
+            again = rule.survey.advance(state)
+        needs["survey"] = rule.survey.finish(state)
+    return {
+        n: layouts[n].from_matrices(
+            [rule.merge([p[k] for p in parts], **needs, **resolved).value for k in range(len(parts[0]))],
+            given[0][n].shape,
+        )
+        for n, parts in split.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two adapters of the tiny GPT-2 with different ranks and modules."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    save_adapter(folder / "one", "gpt2", 1, **GPT2)
+    save_adapter(folder / "two", "gpt2", 2, **{**GPT2, "r": 3, "target_modules": ["c_attn", "c_proj"]})
+    return folder
+
+
+@pytest.mark.parametrize(("method", "options"), RULES, ids=lambda x: x if isinstance(x, str) else ",".join(x))
+def test_equals_the_dense_rule_on_materialised_deltas(
+    method: str, options: dict[str, Any], pair: Path, tmp_path: Path
+) -> None:
+    merge(tmp_path, [pair / "one", pair / "two"], method=method, options=options)
+    expected = dense("gpt2", method, options, [deltas_of(pair / n, "gpt2") for n in ("one", "two")])
+    found = deltas_of(tmp_path / "out", "gpt2")
+    top = max(float(e.norm()) for e in expected.values())
+    for name, delta in found.items():
+        want = expected.get(name, torch.zeros_like(delta))
+        assert float((delta - want).norm()) <= 1e-10 * top, name
+
+
+def test_missing_modules_are_zero_deltas_and_are_listed(pair: Path) -> None:
+    plan = api.plan(None, [pair / "one", pair / "two"])
+    assert isinstance(plan, AdapterPlan)
+    notes = "\n".join(plan.notes)
+    assert "expert 'one' leaves 4 modules alone" in notes
+    assert "plain sum of the deltas" in notes
+    ranks = {m.name.rpartition(".")[2]: m.ranks for m in plan.modules}
+    assert ranks == {"c_attn": (2, 3), "c_fc": (2, 0), "c_proj": (0, 3)}
+
+
+@pytest.mark.parametrize("ranks", ["uniform", "pattern"])
+def test_ranks_are_uniform_or_listed(ranks: str, pair: Path, tmp_path: Path) -> None:
+    merge(tmp_path, [pair / "one", pair / "two"], ranks=ranks)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert bool(config["rank_pattern"]) == (ranks == "pattern")
+    expected = dense("gpt2", "actmat", {}, [deltas_of(pair / n, "gpt2") for n in ("one", "two")])
+    found = deltas_of(tmp_path / "out", "gpt2")
+    for name, want in expected.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-9, atol=1e-11)
+
+
+def test_a_smaller_rank_is_the_best_of_its_rank_and_its_error_is_told(pair: Path, tmp_path: Path) -> None:
+    manifest = merge(tmp_path, [pair / "one", pair / "two"], method="task_arithmetic", rank=2)
+    given = [deltas_of(pair / n, "gpt2") for n in ("one", "two")]
+    found = deltas_of(tmp_path / "out", "gpt2")
+    name = "transformer.h.0.attn.c_attn.weight"
+    full = 0.4 * (given[0][name] + given[1][name])
+    u, s, vh = torch.linalg.svd(full, full_matrices=False)
+    torch.testing.assert_close(found[name], u[:, :2] @ torch.diag(s[:2]) @ vh[:2], rtol=1e-9, atol=1e-11)
+    row = next(m for m in manifest["modules"] if m["name"] + ".weight" == name)
+    assert row["stats"]["relative_error"] == pytest.approx(float(s[2:].norm() / s.norm()))
+    assert 0 < manifest["output"]["relative_error"] < 1
+
+
+def test_weights_and_scale(pair: Path, tmp_path: Path) -> None:
+    experts = [{"path": str(pair / "one"), "weight": 2.0}, {"path": str(pair / "two"), "weight": -1.0}]
+    merge(tmp_path, experts, method="task_arithmetic", options={"scaling": 1.0}, scale=0.5)
+    one, two = (deltas_of(pair / n, "gpt2") for n in ("one", "two"))
+    found = deltas_of(tmp_path / "out", "gpt2")
+    for name, delta in found.items():
+        torch.testing.assert_close(delta, one[name] - 0.5 * two[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["ties", "dare"])
+def test_elementwise_rules_run_densely_and_say_so(method: str, pair: Path, tmp_path: Path) -> None:
+    plan = api.plan(None, [pair / "one", pair / "two"], method=method)
+    assert isinstance(plan, AdapterPlan)
+    assert all("on dense deltas" in m.reason for m in plan.modules)
+    manifest = merge(tmp_path, [pair / "one", pair / "two"], method=method, rank=16)
+    assert manifest["output"]["relative_error"] <= 1e-12  # rank 16 is all there is
+    assert any(bool(d.any()) for d in deltas_of(tmp_path / "out", "gpt2").values())
+
+
+def test_an_option_without_a_low_rank_form_runs_densely(pair: Path, tmp_path: Path) -> None:
+    plan = api.plan(None, [pair / "one", pair / "two"], options={"trim": 0.5})
+    assert all("'trim' is not available for low-rank deltas" in m.reason for m in plan.modules)  # type: ignore[union-attr]
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "embedding": ("gpt2", {"r": 2, "target_modules": ["wpe"]}),
+    "convolutions": ("vision", {"r": 2, "target_modules": ["line", "plane", "point", "head"]}),
+    "parameters": ("mixtral", {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "lora_bias": ("gpt2", {"r": 2, "target_modules": ["c_fc"], "fan_in_fan_out": True, "lora_bias": True}),
+    "rslora": ("llama", {**LLAMA, "use_rslora": True, "rank_pattern": {"v_proj": 4}, "alpha_pattern": {"v_proj": 1}}),
+    "modules_to_save": ("vit", {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["classifier"]}),
+    "bias": ("gpt2", {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_module_survives_the_round_trip(kind: str, tmp_path: Path) -> None:
+    family, options = KINDS[kind]
+    for seed in (1, 2):
+        save_adapter(tmp_path / f"e{seed}", family, seed, **options)
+    merge(tmp_path, [tmp_path / "e1", tmp_path / "e2"], method="average")
+    one, two, found = (deltas_of(tmp_path / n, family) for n in ("e1", "e2", "out"))
+    assert any(bool(d.any()) for d in found.values())
+    for name, delta in found.items():
+        torch.testing.assert_close(delta, (one[name] + two[name]) / 2, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_peft_gives_the_same_outputs_as_the_merged_weights(pair: Path, tmp_path: Path) -> None:
+    merge(tmp_path, [pair / "one", pair / "two"])
+    tokens = torch.tensor([[1, 5, 2, 7]])
+    loaded = PeftModel.from_pretrained(tiny("gpt2"), tmp_path / "out").eval()
+    by_hand = tiny("gpt2")
+    expected = dense("gpt2", "actmat", {}, [deltas_of(pair / n, "gpt2") for n in ("one", "two")])
+    by_hand.load_state_dict({k: v + expected.get(k, 0) for k, v in by_hand.state_dict().items()})
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, by_hand(tokens).logits, rtol=1e-9, atol=1e-10)
+
+
+def test_output_verifies_and_shows_later_damage(pair: Path, tmp_path: Path) -> None:
+    merge(tmp_path, [pair / "one", pair / "two"])
+    assert verify(tmp_path / "out").ok
+    edit_tensors(tmp_path / "out", lambda t: next(iter(t.values())).zero_())
+    assert not verify(tmp_path / "out").ok
+
+
+def test_threads_change_no_byte(pair: Path, tmp_path: Path) -> None:
+    for n in (1, 3):
+        merge(tmp_path, [pair / "one", pair / "two"], out=f"t{n}", threads=n)
+    files = [(tmp_path / f"t{n}" / "adapter_model.safetensors").read_bytes() for n in (1, 3)]
+    assert files[0] == files[1]
+
+
+def test_all_bad_inputs_in_one_message(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
+    save_adapter(tmp_path / "b", "llama", 2, **LLAMA)
+    edit_config(tmp_path / "a", base_model_name_or_path="org/one")
+    edit_config(tmp_path / "b", base_model_name_or_path="org/other")
+    edit_tensors(tmp_path / "b", lambda t: t.pop(next(n for n in t if "lora_A" in n)))
+    with pytest.raises(MergeError) as error:
+        merge(tmp_path, [tmp_path / "a", tmp_path / "b"], method="slerp")
+    text = str(error.value)
+    for word in ("different bases", "half of a pair", "looks at the base"):
+        assert word in text, text
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_bases_can_be_forced(tmp_path: Path) -> None:
+    for n in "ab":
+        save_adapter(tmp_path / n, "llama", ord(n), **LLAMA)
+        edit_config(tmp_path / n, base_model_name_or_path=f"org/{n}")
+    assert merge(tmp_path, [tmp_path / "a", tmp_path / "b"], any_base=True)["modules"]
+
+
+def test_nan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    for n in "ab":
+        save_adapter(tmp_path / n, "llama", ord(n), **LLAMA)
+    edit_tensors(tmp_path / "b", lambda t: [v.view(-1)[:2].fill_(float("nan")) for v in list(t.values())[:2]])
+    with pytest.raises(MergeError, match=r"2 problem\(s\)"):
+        merge(tmp_path, [tmp_path / "a", tmp_path / "b"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_an_interrupted_merge_goes_on(pair: Path, tmp_path: Path) -> None:
+    class Stop(RuntimeError):
+        pass
+
+    class Halfway(api.Progress):
+        def tensor(self, name: str, nbytes: int) -> None:
+            if "h.1" in name:
+                raise Stop
+
+    experts = [pair / "one", pair / "two"]
+    with pytest.raises(Stop):
+        merge(tmp_path, experts, progress=Halfway())
+    assert not (tmp_path / "out").exists()
+    report = api.merge(None, experts, out=tmp_path / "out", compute_dtype="float64", durable=False, threads=1)
+    assert report.resumed > 0
+    merge(tmp_path, experts, out="whole")
+    files = [(tmp_path / n / "adapter_model.safetensors").read_bytes() for n in ("out", "whole")]
+    assert files[0] == files[1]
+
+
+def test_lists_of_pairs_are_merged_by_position(tmp_path: Path) -> None:
+    for n in (1, 2):
+        torch.manual_seed(n)
+        torch.save([torch.randn(8, 2), torch.randn(2, 6)], tmp_path / f"{n}.pt")
+    recipe = make_recipe({"experts": [str(tmp_path / "1.pt"), str(tmp_path / "2.pt")], "method": "tsv"})
+    assert [m.shape for m in plan_adapters(recipe).modules] == [(8, 6)]
+    assert merge(tmp_path, [tmp_path / "1.pt", tmp_path / "2.pt"], method="tsv")["modules"][0]["rank"] == 4
+
+
+def test_an_adapter_of_full_checkpoints_is_refused(pair: Path, tmp_path: Path) -> None:
+    tiny("gpt2").save_pretrained(tmp_path / "full")
+    with pytest.raises(MergeError, match="--base must be given"):
+        merge(tmp_path, [pair / "one", tmp_path / "full"])
+    with pytest.raises(MergeError, match="needs adapters"):
+        merge(tmp_path, [pair / "one", tmp_path / "full"], to="adapter")

@@ -1,0 +1,124 @@
+"""Adapters merged into a full model, alone and together with full experts; PEFT's own merge is the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.adapters.test_adapter_reading import CASES
+from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from torch import Tensor
+
+from actmat import api
+from actmat.errors import MergeError
+from actmat.plan import MergePlan
+from actmat.report import verify
+
+FAMILIES = {k: v for k, v in CASES.items() if v[0] != "vision"}
+
+
+def merge(folder: Path, base: Path, experts: list[Any], out: str = "out", **fields: Any) -> Any:
+    settings: dict[str, Any] = {"compute_dtype": "float64", "durable": False, "threads": 1} | fields
+    return api.merge(base, experts, out=folder / out, **settings)
+
+
+def load(folder: Path, family: str) -> dict[str, Tensor]:
+    """State dict of the model that transformers loads."""
+    return dict(type(tiny(family)).from_pretrained(folder, dtype=torch.float64).state_dict())
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_one_adapter_gives_what_peft_merges(case: str, tmp_path: Path) -> None:
+    family, options = FAMILIES[case]
+    tiny(family).save_pretrained(tmp_path / "base")
+    expected = save_adapter(tmp_path / "adapter", family, 1, **options)
+    report = merge(tmp_path, tmp_path / "base", [tmp_path / "adapter"], method="average")
+    found = load(tmp_path / "out", family)
+    base = tiny(family).state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+        if torch.equal(value, base[name]):
+            assert torch.equal(found[name], base[name]), f"{name} was recomputed"
+    assert any(t.action == "copy" for t in report.plan.tensors)
+    assert verify(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("method", ["actmat", "tsv", "iso_c", "wudi", "knots", "ties", "task_arithmetic"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_factors_give_what_full_experts_give(method: str, family: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "llama": LLAMA,
+        "gpt2": {"r": 2, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+        "mixtral": {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    }[family]
+    model = tiny(family)
+    model.save_pretrained(tmp_path / "base")
+    for n in (1, 2):
+        merged = save_adapter(tmp_path / f"a{n}", family, n, **options)
+        model.load_state_dict(merged)
+        model.save_pretrained(tmp_path / f"m{n}")
+    adapters = merge(tmp_path, tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"], "from_a", method=method)
+    merge(tmp_path, tmp_path / "base", [tmp_path / "m1", tmp_path / "m2"], "from_m", method=method)
+    merge(tmp_path, tmp_path / "base", [tmp_path / "a1", tmp_path / "m2"], "mixed", method=method)
+    assert any(t.factored for t in adapters.plan.tensors) == (method in ("actmat", "tsv", "iso_c", "wudi"))
+    want = load_file(tmp_path / "from_m" / "model.safetensors")
+    for out in ("from_a", "mixed"):
+        found = load_file(tmp_path / out / "model.safetensors")
+        for name, value in want.items():
+            error = float((found[name] - value).norm() / value.norm().clamp_min(1e-3))
+            assert error <= 1e-8, (out, name, error)
+    assert verify(tmp_path / "mixed").ok
+
+
+def test_the_adapter_of_another_model_is_refused_with_all_modules(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "adapter", "gpt2", 1, r=2, target_modules=["c_fc"], fan_in_fan_out=True)
+    with pytest.raises(MergeError) as error:
+        merge(tmp_path, tmp_path / "base", [tmp_path / "adapter"])
+    assert str(error.value).count("finds no tensor in the base") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_delta_of_another_shape_is_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = tiny("llama").config.to_dict() | {"intermediate_size": 40}
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "adapter", "llama", 1, **LLAMA)
+    with pytest.raises(MergeError, match="does not fit"):
+        merge(tmp_path, tmp_path / "base", [tmp_path / "adapter"])
+
+
+def test_plan_lists_what_adapters_change(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "base")
+    for n in (1, 2):
+        save_adapter(tmp_path / f"a{n}", "llama", n, **LLAMA)
+    plan = api.plan(tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"])
+    assert isinstance(plan, MergePlan)
+    changed = [t for t in plan.tensors if t.action == "merge"]
+    assert len(changed) == 6
+    assert all("in factored form" in t.reason for t in changed)
+    assert any("changes 6 tensors" in n for n in plan.notes)
+
+
+def test_nan_in_an_adapter_leaves_nothing(tmp_path: Path) -> None:
+    from tests.adapters.test_adapter_reading import edit_tensors
+
+    tiny("llama").save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
+    edit_tensors(tmp_path / "a", lambda t: next(iter(t.values())).view(-1)[:1].fill_(float("inf")))
+    with pytest.raises(MergeError, match="NaN or Inf"):
+        merge(tmp_path, tmp_path / "base", [tmp_path / "a"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "base"]
+
+
+def test_a_rank_makes_no_sense_for_a_model(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
+    with pytest.raises(MergeError, match="rank"):
+        merge(tmp_path, tmp_path / "base", [tmp_path / "a"], rank=3)
+    manifest = merge(tmp_path, tmp_path / "base", [tmp_path / "a"], to="adapter").manifest
+    assert manifest["kind"] == "adapter"

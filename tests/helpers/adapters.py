@@ -1,0 +1,81 @@
+"""Tiny PEFT adapters with every option, and what PEFT itself makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+
+class Vision(nn.Module):
+    """Convolutions and a linear layer; no transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Conv1d(3, 6, 3)
+        self.plane = nn.Conv2d(4, 8, 3)
+        self.point = nn.Conv2d(4, 8, 1)
+        self.head = nn.Linear(6, 5)
+
+
+def tiny(family: str) -> Any:
+    """A float64 model with fixed weights."""
+    torch.manual_seed(0)
+    llama = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 30,
+    }
+    makers = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**llama)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=30, n_positions=16)),
+        "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**llama, num_local_experts=3, num_experts_per_tok=2)),
+        "vit": lambda: ViTForImageClassification(
+            ViTConfig(
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                image_size=8,
+                patch_size=4,
+            )
+        ),
+        "vision": Vision,
+    }
+    return makers[family]().double().eval()
+
+
+def save_adapter(folder: Path, family: str, seed: int, **options: Any) -> dict[str, Tensor]:
+    """Write an adapter with random factors; the state dict of PEFT's own merged model, float64.
+
+    Other trained tensors (`modules_to_save`, biases) get random values too.
+    """
+    model = get_peft_model(tiny(family), LoraConfig(**options))
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng, dtype=torch.float64))
+    model.save_pretrained(folder)
+    merged = model.merge_and_unload()
+    return {name: value.clone() for name, value in merged.state_dict().items()}
+
+
+LLAMA = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+"""A plain adapter of the tiny Llama."""
