@@ -11,7 +11,7 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.linalg import election, threshold
-from actmat.linalg.election import elect, sign_balance, weighted_sum
+from actmat.linalg.election import elect, masked_sum, sign_balance
 from actmat.linalg.masks import Drop, Keep, top_trims
 
 
@@ -86,18 +86,18 @@ def test_weighted_sum_equals_its_definition(n_experts: int) -> None:
     trims = [top_trims(d.reshape(-1), [13], exact=True)[0][0] for d in deltas]
     scales = [0.5, -2.0, 3.0][:n_experts]
     expected = sum(s * naive_top(d, 13, exact=True) for s, d in zip(scales, deltas, strict=True))
-    assert relative_error(weighted_sum(deltas, trims, scales), expected) < 1e-15
+    assert relative_error(masked_sum(deltas, trims, scales), expected) < 1e-15
 
 
 def test_pieces_of_random_masks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     deltas = random_deltas(2, 333)
-    in_pieces = weighted_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1])
+    in_pieces = masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1])
     monkeypatch.setattr(threshold, "PIECE", 1000)
-    assert torch.equal(weighted_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_pieces)
+    assert torch.equal(masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_pieces)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0, 3)])
 def test_any_shape(shape: tuple[int, ...]) -> None:
     deltas = [torch.ones(shape), torch.ones(shape)]
     assert torch.equal(elect(deltas, [Keep()] * 2, scales=[1, 1], counts=[1, 1]), torch.ones(shape))
-    assert torch.equal(weighted_sum(deltas, [Keep()] * 2, [1, 2]), torch.full(shape, 3.0))
+    assert torch.equal(masked_sum(deltas, [Keep()] * 2, [1, 2]), torch.full(shape, 3.0))

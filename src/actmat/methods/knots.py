@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.election import elect, piece_workspace, weighted_sum
+from actmat.linalg.election import elect, masked_sum, piece_workspace
 from actmat.linalg.joint import JointBasis, joint_basis
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
@@ -160,7 +160,7 @@ def _by_entry(
         if generator is None:
             raise ValueError('knots: rule="dare" draws random masks and needs a generator; give a seed')
         scale = 1 / kept if kept > 0 else 1.0
-        return weighted_sum(parts_RI, drops([kept] * len(parts_RI), generator), [scale] * len(parts_RI))
+        return masked_sum(parts_RI, drops([kept] * len(parts_RI), generator), [scale] * len(parts_RI))
     if survey is not None and trim == "global":
         cuts = list(survey)
     else:
