@@ -17,11 +17,8 @@ from actmat.errors import AlignmentError, MergeError
 from actmat.layout import resolve_layout
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride, TensorLayout
 from actmat.methods import MergeMethod, get_method
-<<<<<<< HEAD
-from actmat.plan.adapter_experts import adapter_notes, is_factored, read_bytes, untouched
-=======
 from actmat.methods.user import is_user_method, user_method_hash
->>>>>>> main
+from actmat.plan.adapter_experts import adapter_notes, is_factored, read_bytes, untouched
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import tensor_peak_bytes
