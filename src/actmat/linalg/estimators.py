@@ -2,7 +2,7 @@
 
 Every estimate is kept as a factor, `K_t = A_t^T A_t`, so that the squared matrix need not be formed.
 
-Shapes: `O` out_features, `I` in_features, `R` rows of the factor (`R = O`, or `min(O, I)` for a power).
+Shapes: `O` out_features, `I` in_features, `N` entries, `R` rows of the factor (`R = O`, or `min(O, I)` for a power).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, economy_svd
+from actmat.linalg.masks import top_trims
 
 __all__ = ["Estimator", "Normaliser", "trim_to_top"]
 
@@ -76,7 +77,9 @@ def trim_to_top(delta_OI: Tensor, fraction: float) -> Tensor:
     At least one entry is kept; entries whose magnitude equals the smallest one kept stay as well, so that the result
     does not depend on the order of equal entries.
     """
-    magnitude = delta_OI.abs().flatten()
-    kept = min(max(round(fraction * magnitude.numel()), 1), magnitude.numel())
-    threshold = torch.kthvalue(magnitude, magnitude.numel() - kept + 1).values
-    return torch.where(magnitude.view(delta_OI.shape) >= threshold, delta_OI, 0.0)
+    flat_N = delta_OI.reshape(-1)
+    kept = min(max(round(fraction * flat_N.numel()), 1), flat_N.numel())
+    ((trim, _),) = top_trims(flat_N, [kept], exact=False)
+    out_N = torch.empty_like(flat_N)
+    trim.apply(flat_N, 0, out_N)
+    return out_N.view(delta_OI.shape)

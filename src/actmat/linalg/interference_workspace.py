@@ -15,6 +15,7 @@ from actmat.linalg.estimators import Estimator
 from actmat.linalg.interference import Rule
 from actmat.linalg.moments import PrimalMoments
 from actmat.linalg.spectral_solve import PANEL_ROWS
+from actmat.linalg.threshold import selection_workspace
 
 __all__ = ["workspace"]
 
@@ -64,7 +65,7 @@ def _estimate(rows: int, width: int, estimator: Estimator) -> int:
     """Peak of turning one delta into its factor, the factor included."""
     entries, peak = rows * width, 0
     if estimator.trim is not None:
-        peak = 4 * entries  # magnitudes, the selection's copy, and its 64-bit indices
+        peak = 2 * entries + selection_workspace(entries)  # a contiguous copy and the result
     if estimator.centre:
         peak = max(peak, entries * (1 if estimator.trim is None else 2))
     if estimator.power != 1.0:

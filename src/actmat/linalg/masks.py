@@ -92,7 +92,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Keeps the entries at which a trim keeps another tensor, `score_N`."""
+    """Keeps the entries at which a trim keeps another tensor, `score_N`, and that is not zero there."""
 
     score_N: Tensor
     trim: Trim

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from actmat.errors import RecipeError
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
@@ -23,11 +24,11 @@ def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -
 
     Args:
         weights: one per expert; their sum must not be zero.
+
+    Raises:
+        RecipeError: the weights sum to zero.
     """
-    share = [1.0] * len(deltas) if weights is None else list(weights)
-    total = sum(share)
-    if total == 0:
-        raise ValueError("average: the weights sum to zero")
+    share, total = _shares(len(deltas), weights)
     return Merged(one_pass_sum(deltas, share).div_(total))
 
 
@@ -36,12 +37,24 @@ def merge_lowrank(deltas: Sequence[LowRank], *, weights: Sequence[float] | None 
 
     Args:
         weights: one per expert; their sum must not be zero.
+
+    Raises:
+        RecipeError: the weights sum to zero.
     """
-    share = [1.0] * len(deltas) if weights is None else list(weights)
-    total = sum(share)
-    if total == 0:
-        raise ValueError("average: the weights sum to zero")
+    share, total = _shares(len(deltas), weights)
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
+
+
+def _shares(n_experts: int, weights: Sequence[float] | None) -> tuple[list[float], float]:
+    """The weights and their sum."""
+    share = [1.0] * n_experts if weights is None else list(weights)
+    total = math.fsum(share)
+    if total == 0:
+        raise RecipeError(
+            f"average: expected weights with a sum other than 0, got {share}; the mean divides by it. "
+            "Change the weights, or use task_arithmetic for differences of experts."
+        )
+    return share, total
 
 
 AVERAGE = MergeMethod(
