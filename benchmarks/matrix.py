@@ -37,22 +37,25 @@ COLUMNS = (
 # The published formulae, as they stand. Shapes: D_t is O x I.
 
 
+def moments(deltas: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """`sum_t C_t` and `sum_t D_t C_t`, each `C_t = D_t^T D_t` formed once."""
+    covariances = [d.mT @ d for d in deltas]
+    target = torch.stack([d @ c for d, c in zip(deltas, covariances, strict=True)]).sum(0)
+    return torch.stack(covariances).sum(0), target
+
+
 def naive_actmat(deltas: Sequence[Tensor]) -> Tensor:
     """`(sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+`."""
-    second_moment = sum(d.mT @ d for d in deltas)
-    target = sum(d @ (d.mT @ d) for d in deltas)
-    assert isinstance(second_moment, Tensor)
+    second_moment, target = moments(deltas)
     return target @ torch.linalg.pinv(second_moment, rtol=second_moment.shape[-1] * EPS32)
 
 
 def naive_ridge(deltas: Sequence[Tensor], ridge: float = 0.1) -> Tensor:
     """`(sum_t D_t D_t^T D_t) (S + ridge tr(S)/I Id)^-1`, `S = sum_t D_t^T D_t`, by the same pseudo-inverse."""
-    second_moment = sum(d.mT @ d for d in deltas)
-    target = sum(d @ (d.mT @ d) for d in deltas)
-    assert isinstance(second_moment, Tensor)
+    second_moment, target = moments(deltas)
     size = second_moment.shape[-1]
     shift = ridge * second_moment.trace() / size
-    return target @ torch.linalg.pinv(second_moment + shift * torch.eye(size, dtype=second_moment.dtype))
+    return target @ torch.linalg.pinv(second_moment + shift * torch.eye(size).to(second_moment))
 
 
 def naive_tsv(deltas: Sequence[Tensor]) -> Tensor:
@@ -107,12 +110,13 @@ def bound_seconds(count: int, rows: int, columns: int, threads: int) -> float:
     """Products and one eigendecomposition of ACTMat at the machine's rates.
 
     `S`: `2 O I^2` operations per expert (no use of its symmetry). `D D^T D`: another `2 O I^2` from `D^T D`, or
-    `4 O^2 I` from `D D^T` where `O < I / 2`. Last product and the projection: `2 O I^2` and `2 I^3`.
+    `4 O^2 I` from `D D^T` where `O < I / 2`. Last product and the projection: `2 O I^2` and `2 I^3`. The
+    eigendecomposition is of `S` in float64, as the solver takes it.
     """
     per_expert = 2 * rows * columns**2 + min(2 * rows * columns**2, 4 * rows**2 * columns)
     operations = count * per_expert + 2 * rows * columns**2 + 2 * columns**3
     rate = matmul_rate(2048, torch.float32, threads)
-    return operations / rate + eigh_time(columns, torch.float32, threads)
+    return operations / rate + eigh_time(columns, torch.float64, threads)
 
 
 def error(out: Tensor, expected: Tensor) -> float:
@@ -126,16 +130,22 @@ def benchmark(method: str, shape: tuple[int, int], spectrum: str, given: argpars
     """One row: medians of alternating runs, agreement, bound."""
     import actmat
 
-    deltas = make_deltas(given.experts, *shape, spectrum)
+    deltas = [d.to(given.device) for d in make_deltas(given.experts, *shape, spectrum)]
     naive = NAIVE[method]
     answers: dict[str, Tensor] = {}
     times: dict[str, list[float]] = {"actmat": [], "naive": []}
 
+    def finished() -> None:
+        if given.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
     def ours() -> None:
         answers["actmat"] = actmat.merge_matrices(method, deltas)
+        finished()
 
     def theirs() -> None:
         answers["naive"] = naive(deltas)
+        finished()
 
     actmat.merge_matrices(method, [d[:8, :8] for d in deltas])  # imports and first-call work are not what is measured
     naive([d[:8, :8] for d in deltas])
@@ -154,7 +164,7 @@ def benchmark(method: str, shape: tuple[int, int], spectrum: str, given: argpars
         "all_actmat_s": times["actmat"],
         "all_naive_s": times["naive"],
     }
-    if method.startswith("actmat"):
+    if method.startswith("actmat") and given.device == "cpu":
         row["bound_s"] = bound_seconds(given.experts, *shape, given.threads)
         row["times_bound"] = middle["actmat"] / row["bound_s"]
     if given.float64:
@@ -180,6 +190,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu", help="where both compute: cpu or cuda[:N]")
     parser.add_argument("--float64", action="store_true", help="also compare both with the formula in float64 (slow)")
     parser.add_argument("--name", default="matrix", help="name of the result file")
     given = parser.parse_args()
@@ -191,7 +202,11 @@ def main() -> None:
             for spectrum in given.spectra
         ]
     print(markdown(rows, COLUMNS))
-    print(write_result(given.name, rows, experts=given.experts, threads=given.threads, columns=COLUMNS))
+    print(
+        write_result(
+            given.name, rows, experts=given.experts, threads=given.threads, device=given.device, columns=COLUMNS
+        )
+    )
     apart = [f"{r['method']} {r['shape']} {r['spectrum']}: {r['difference']:.1e}" for r in rows if not r["agrees"]]
     if apart:
         print(f"differ from the published formula by more than {AGREEMENT:g}:\n  " + "\n  ".join(apart))

@@ -6,9 +6,10 @@ Marks stand on the line before a fence:
     <!-- file: recipe.yaml -->     the block (of any language) is written to this file
 
 All blocks of a page run in one directory, in order; its python blocks share one interpreter and its variables.
-A `console` block gives commands after `$ `; what stands between them is their output (both streams) at 80 columns,
-longer lines folded at spaces, compared with what the command really prints, but for times and hashes. A line `...`
-stands for any lines. A command without shown output is not compared. `python -m docs.record` writes the outputs anew.
+A `console` block gives commands after `$ `, each for a shell of its own; what stands between them is their output (both
+streams) at 80 columns, longer lines folded at spaces, compared with what the command really prints, but for times and
+hashes. A line `...` stands for any lines. A command without shown output is not compared. `python -m docs.record`
+writes the outputs anew.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +32,6 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
 MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): *(?P<text>.*?) *-->$")
 RUN = ("python", "bash", "console")
 WIDTH = 80
-MARKER = "\x1e"
 VARIES = re.compile(r"\b(?:\d+(?:\.\d+)? s\b|[0-9a-f]{32,64}\b|\d{4}-\d\d-\d\dT[\d:+]+)")
 
 
@@ -217,16 +220,42 @@ def execute(name: str, todo: list[dict[str, object]], outputs: dict[int, list[st
 
 
 def _console(name: str, code: str, line: int, outputs: dict[int, list[str]]) -> None:
-    todo = commands(code)
-    script = "".join(f"printf '%s\\n' '{MARKER}{c.line}'\n{c.text}\n" for c in todo)
-    done = _bash(script)
-    for piece in done.stdout.split(MARKER)[1:]:
-        number, _, text = piece.partition("\n")
-        rows = [piece for row in text.splitlines() for piece in _fold(row) or [""]]
-        outputs[line + int(number)] = _stripped([row.rstrip() for row in rows])
-    if done.returncode:
-        shell = "\n".join(c.text for c in todo)
-        sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{shell}\n{done.stdout}")
+    for command in commands(code):
+        plain = command.text.replace("\\\n", " ")
+        simple = plain.startswith("actmat ") and not set(plain) & set("|&;<>$`()*?\n")
+        done = _actmat(shlex.split(plain)) if simple else _bash(command.text)
+        rows = [piece for row in done.stdout.splitlines() for piece in _fold(row) or [""]]
+        outputs[line + command.line] = _stripped([row.rstrip() for row in rows])
+        if done.returncode:
+            sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{command.text}\n{done.stdout}")
+
+
+def _actmat(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """The command line in a fork of this process, which has torch loaded: what a new one needs most of its time for."""
+    with tempfile.TemporaryFile("w+") as stream:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            os.dup2(stream.fileno(), 1)
+            os.dup2(stream.fileno(), 2)
+            status = 1
+            try:
+                sys.argv = argv
+                from actmat.cli.main import main
+
+                main()
+                status = 0
+            except SystemExit as stop:
+                status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            finally:
+                if sys.exc_info()[0] is not None:  # not an exit: a failure, which the page's log shows
+                    traceback.print_exc()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        stream.seek(0)
+        return subprocess.CompletedProcess(argv, status, stream.read())
 
 
 def _fold(row: str) -> list[str]:

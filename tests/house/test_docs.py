@@ -168,7 +168,16 @@ def test_shown_output_is_compared(shown: tuple[str, ...], real: list[str], same:
 def test_a_page_that_shows_other_output_is_found(tmp_path: Path) -> None:
     directory = tmp_path / "page"
     directory.mkdir()
-    page = "```console\n$ x=1; echo one\none\n$ echo $x >&2\n2\n$ echo unseen\n```\n"
+    page = "```console\n$ echo one\none\n$ echo 1 >&2\n2\n$ echo unseen\n```\n"
     done = run_page("page.md", page, directory)
     assert done.outputs == {2: ["one"], 4: ["1"], 6: ["unseen"]}
-    assert done.differences(page) == ["line 4: $ echo $x >&2\n1"]
+    assert done.differences(page) == ["line 4: $ echo 1 >&2\n1"]
+
+
+def test_actmat_itself_is_run_with_its_exit_status(tmp_path: Path) -> None:
+    for number, (command, status) in enumerate([("actmat --version", 0), ("actmat methods tsv2", 1), ("actmat x", 2)]):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        done = run_page("page.md", f"```console\n$ {command}\n```\n", directory)
+        assert (done.returncode == 0) is (status == 0), done.log
+        assert status == 0 or f"page.md:2: exit status {status} of\n{command}" in done.log

@@ -31,6 +31,7 @@ from actmat.methods.tact import TACT
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
 from actmat.methods.tsv import TSV
+from actmat.methods.user import is_user_method, load_user_method
 from actmat.methods.wudi import WUDI
 
 __all__ = ["METHODS", "Bounds", "MergeMethod", "Merged", "MergedLowRank", "Option", "Stages", "Survey", "get_method"]
@@ -69,11 +70,13 @@ METHODS: tuple[MergeMethod, ...] = (
 
 
 def get_method(name: str) -> MergeMethod:
-    """The rule called `name`.
+    """The rule called `name`; `PATH.py:NAME` is a rule in a user's own file.
 
     Raises:
         RecipeError: no such rule; offers the near name and lists all.
     """
+    if is_user_method(name):
+        return load_user_method(name)
     for method in METHODS:
         if method.name == name:
             return method

@@ -74,7 +74,7 @@ def merge(
         trim: rank the entries within each tensor, or over the whole model (as the original does, at the price of
             two or three more passes over the inputs). Over the whole model all entries equal to a threshold stay.
         reduce: mean or sum of the agreeing entries (the divisor `sum w_t` is left out).
-        variant: whose counting rule and tie-breaks, see the table at the top of this file.
+        variant: whose counting rule and tie-breaks, see the table of variants.
 
     Raises:
         RecipeError: a density list of the wrong length, or `trim="global"` without the survey.

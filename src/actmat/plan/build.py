@@ -17,6 +17,7 @@ from actmat.errors import AlignmentError, MergeError
 from actmat.layout import resolve_layout
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride, TensorLayout
 from actmat.methods import MergeMethod, get_method
+from actmat.methods.user import is_user_method, user_method_hash
 from actmat.plan.adapter_experts import adapter_notes, is_factored, read_bytes, untouched
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
@@ -76,8 +77,15 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], 
         family=layouts.family,
         notes=(*alignment.notes, *_dtype_notes(base, experts, labels), *adapter_notes(recipe, experts, tensors)),
         device=device,
-        versions={"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions=_versions(tensors),
     )
+
+
+def _versions(tensors: Sequence[TensorPlan]) -> dict[str, str]:
+    """Versions of what computes the answer; a user's own rule is told by the hash of its file."""
+    own = {t.call.method for t in tensors if t.call is not None and is_user_method(t.call.method)}
+    versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return versions | {name: user_method_hash(name) for name in sorted(own)}
 
 
 def _headline(problems: Sequence[str]) -> str:

@@ -1,0 +1,66 @@
+"""Rules from a user's own file: `--method ./my_rule.py:RULE`.
+
+The file is Python and is run; that is the point of naming it. Its content is part of a plan's fingerprint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from actmat.errors import RecipeError, did_you_mean
+from actmat.methods.contract import MergeMethod
+
+__all__ = ["is_user_method", "load_user_method", "user_method_hash"]
+
+
+def is_user_method(name: str) -> bool:
+    """Whether a method's name means a file, `PATH.py:NAME`."""
+    path, colon, _ = name.rpartition(":")
+    return bool(colon) and path.endswith(".py")
+
+
+def user_method_hash(name: str) -> str:
+    """SHA-256 of the file that holds the rule."""
+    return hashlib.sha256(_file(name).read_bytes()).hexdigest()
+
+
+def load_user_method(name: str) -> MergeMethod:
+    """The `MergeMethod` called NAME in the file of `PATH.py:NAME`; its name becomes that text, as recipes write it.
+
+    Raises:
+        RecipeError: no such file, the file fails when it is run, or there is no `MergeMethod` of that name in it.
+    """
+    return _load(name, user_method_hash(name))
+
+
+@functools.cache
+def _load(name: str, digest: str) -> MergeMethod:
+    import dataclasses
+
+    path, attribute = _file(name), name.rpartition(":")[2]
+    spec = importlib.util.spec_from_file_location(f"actmat_user_{digest[:16]}", path)
+    assert spec is not None, "a .py file always has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file may raise; it must be said where it came from
+        raise RecipeError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if not isinstance(found, MergeMethod):
+        rules = [n for n, value in vars(module).items() if isinstance(value, MergeMethod)]
+        raise RecipeError(
+            f"{path} has no MergeMethod called '{attribute}'.{did_you_mean(attribute, rules)} "
+            f"It holds: {', '.join(rules) or 'none'}"
+        )
+    return dataclasses.replace(found, name=name)
+
+
+def _file(name: str) -> Path:
+    path = Path(name.rpartition(":")[0])
+    if not path.is_file():
+        raise RecipeError(f"method '{name}' names the file {path}, and there is none; write PATH.py:NAME.")
+    return path
