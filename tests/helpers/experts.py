@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actmat.methods import MergeMethod
 
-__all__ = ["Experts", "LazyDeltas", "merged", "orthogonal", "relative", "usable_experts"]
+__all__ = ["Experts", "LazyDeltas", "OnePass", "merged", "usable_experts"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,24 @@ class LazyDeltas(Sequence[Tensor]):
             yield self[index]
 
 
+class OnePass(Sequence[Tensor]):
+    """Deltas that are made when asked for; asking twice for one, or out of order, fails."""
+
+    def __init__(self, deltas: Sequence[Tensor]) -> None:
+        self._deltas = deltas
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if index >= len(self._deltas):
+            raise IndexError(index)
+        assert index == self._next, f"delta {index} was asked for when {self._next} was due"
+        self._next += 1
+        return self._deltas[index].clone()
+
+
 def usable_experts(method: MergeMethod, wanted: int) -> int:
     """`wanted`, or fewer where the rule is defined for fewer."""
     return wanted if method.max_experts is None else min(wanted, method.max_experts)
@@ -153,15 +171,3 @@ def merged(method: MergeMethod, experts: Experts, *, seed: int = 0, **options: A
         survey=survey,
         seed=seed,
     ).value
-
-
-def relative(out: Tensor, expected: Tensor) -> float:
-    """Frobenius error relative to the expected tensor (absolute where that is zero)."""
-    scale = float(expected.double().norm())
-    return float((out.double() - expected.double()).norm()) / (scale or 1.0)
-
-
-def orthogonal(size: int, seed: int) -> Tensor:
-    """A random orthogonal matrix, float64."""
-    rng = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(size, size, generator=rng, dtype=torch.float64)).Q

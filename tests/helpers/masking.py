@@ -6,23 +6,16 @@ import math
 from collections.abc import Sequence
 
 import torch
+from tests.helpers.spectra import seeded
 from torch import Tensor
 
 from actmat.methods import MergeMethod
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def awkward_deltas(n_experts: int, shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float64) -> list:
+def awkward_deltas(n_experts: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Multiples of 1/8 in a small range: many equal magnitudes, zeros, exact cancellations, both signs."""
     draws = torch.randint(-12, 13, (n_experts, *shape), generator=seeded(seed))
     return list((draws / 8).to(dtype))
-
-
-def smooth_deltas(n_experts: int, shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float64) -> list:
-    return list(torch.randn((n_experts, *shape), generator=seeded(seed), dtype=torch.float64).to(dtype))
 
 
 def naive_top(delta: Tensor, k: int, *, exact: bool) -> Tensor:
@@ -66,9 +59,3 @@ def call(method: MergeMethod, deltas: Sequence[Tensor], *, seed: int = 0, **give
     if method.is_random:
         needs.setdefault("generator", seeded(seed))
     return method.merge(deltas, **needs, **method.resolve_options(given)).value
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Relative Frobenius error; the absolute one where zero is expected."""
-    size = float(expected.double().norm())
-    return float((found.double() - expected.double()).norm()) / (size or 1.0)

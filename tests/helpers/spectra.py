@@ -1,4 +1,4 @@
-"""Matrices with a chosen spectrum, and the distances that the tests of the singular-vector rules use."""
+"""Random matrices and low-rank deltas, orthonormal bases, and matrices with a chosen spectrum. float64 unless told."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from torch import Tensor
 from actmat.linalg.lowrank import LowRank
 
 
-def generator(seed: int) -> torch.Generator:
+def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def orthonormal(rows: int, columns: int, seed: int) -> Tensor:
     """`rows x columns` with orthonormal columns, float64."""
-    return torch.linalg.qr(torch.randn(rows, columns, generator=generator(seed), dtype=torch.float64)).Q
+    return torch.linalg.qr(torch.randn(rows, columns, generator=seeded(seed), dtype=torch.float64)).Q
+
+
+def orthogonal(size: int, seed: int = 0) -> Tensor:
+    """A random orthogonal matrix, float64."""
+    return orthonormal(size, size, seed)
 
 
 def with_spectrum(rows: int, columns: int, spectrum: Sequence[float] | Tensor, seed: int = 0) -> Tensor:
@@ -30,15 +35,23 @@ def graded(rows: int, columns: int, condition: float, seed: int = 0) -> Tensor:
     return with_spectrum(rows, columns, torch.logspace(0, -torch.tensor(condition).log10(), min(rows, columns)), seed)
 
 
+def shared_rows(n_experts: int, size: int, smallest: float, seed: int = 0) -> list[Tensor]:
+    """Square deltas with common right singular vectors, so that the spectrum of S is known: T s^2, s from 1 down."""
+    s = torch.logspace(0, torch.log10(torch.tensor(smallest)).item(), size, dtype=torch.float64)
+    right = orthogonal(size, seed + 99)
+    return [(orthogonal(size, seed + t) * s) @ right.T for t in range(n_experts)]
+
+
 def random_deltas(n_experts: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    draws = torch.randn(n_experts, *shape, generator=generator(seed), dtype=torch.float64)
-    return list(draws.to(dtype).unbind(0))
+    """Gaussian deltas, each in memory of its own: a product's last bits may depend on where its operands begin."""
+    draws = torch.randn(n_experts, *shape, generator=seeded(seed), dtype=torch.float64)
+    return [draw.to(dtype, copy=True) for draw in draws]
 
 
 def random_lowrank(
     n_experts: int, rows: int, columns: int, rank: int, seed: int = 0, batch: tuple[int, ...] = ()
 ) -> list[LowRank]:
-    g = generator(seed)
+    g = seeded(seed)
     return [
         LowRank(
             torch.randn(*batch, rows, rank, generator=g, dtype=torch.float64),
@@ -46,9 +59,3 @@ def random_lowrank(
         )
         for _ in range(n_experts)
     ]
-
-
-def gap(found: Tensor, expected: Tensor) -> float:
-    """Relative Frobenius distance; absolute where `expected` is zero."""
-    scale = float(expected.double().norm())
-    return float((found.double() - expected.double()).norm()) / (scale or 1.0)

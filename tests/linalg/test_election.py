@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.masking import awkward_deltas, naive_elect, naive_top, relative_error, smooth_deltas
+from tests.helpers.masking import awkward_deltas, naive_elect, naive_top
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 
 from actmat.linalg import election, threshold
-from actmat.linalg.election import elect, sign_balance, weighted_sum
+from actmat.linalg.election import elect, masked_sum, sign_balance
 from actmat.linalg.masks import Drop, Keep, top_trims
 
 
@@ -25,7 +27,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_election_equals_its_definition(n_experts: int, reduce: Any, zero_sign: Any, weighted: bool) -> None:
     for seed in range(4):
-        deltas = awkward_deltas(n_experts, (7, 9), seed)
+        deltas = awkward_deltas(n_experts, 7, 9, seed)
         weights = [0.5, 0.25, 1.0, 2.0, 0.5][:n_experts] if weighted else [1.0] * n_experts
         trims = [top_trims(d.reshape(-1), [20], exact=True)[0][0] for d in deltas]
         votes = [w * naive_top(d, 20, exact=True) for w, d in zip(weights, deltas, strict=True)]
@@ -47,7 +49,7 @@ def test_a_draw_elects_nothing() -> None:
 
 @pytest.mark.parametrize("majority", [-1, 0, 1])
 def test_a_given_majority_overrules_the_tensors_own(majority: int) -> None:
-    deltas = awkward_deltas(3, (50,))
+    deltas = awkward_deltas(3, 50)
     found = elect(deltas, [Keep()] * 3, scales=[1] * 3, counts=[1] * 3, majority=majority)
     expected = naive_elect(deltas, [1] * 3, reduce="mean", zero_sign="majority", majority=majority)
     assert relative_error(found, expected) < 1e-15
@@ -73,29 +75,29 @@ def test_a_negative_weight_votes_against() -> None:
 
 
 def test_sign_balance_counts_elected_signs() -> None:
-    deltas = awkward_deltas(3, (37,))
+    deltas = awkward_deltas(3, 37)
     expected = int(torch.stack(deltas).sum(0).sign().sum())
     assert sign_balance(deltas, [Keep()] * 3) == expected
 
 
 @pytest.mark.parametrize("n_experts", [1, 3])
 def test_weighted_sum_equals_its_definition(n_experts: int) -> None:
-    deltas = smooth_deltas(n_experts, (5, 9))
+    deltas = random_deltas(n_experts, 5, 9)
     trims = [top_trims(d.reshape(-1), [13], exact=True)[0][0] for d in deltas]
     scales = [0.5, -2.0, 3.0][:n_experts]
     expected = sum(s * naive_top(d, 13, exact=True) for s, d in zip(scales, deltas, strict=True))
-    assert relative_error(weighted_sum(deltas, trims, scales), expected) < 1e-15
+    assert relative_error(masked_sum(deltas, trims, scales), expected) < 1e-15
 
 
 def test_pieces_of_random_masks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    deltas = smooth_deltas(2, (333,))
-    in_pieces = weighted_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1])
+    deltas = random_deltas(2, 333)
+    in_pieces = masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1])
     monkeypatch.setattr(threshold, "PIECE", 1000)
-    assert torch.equal(weighted_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_pieces)
+    assert torch.equal(masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_pieces)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0, 3)])
 def test_any_shape(shape: tuple[int, ...]) -> None:
     deltas = [torch.ones(shape), torch.ones(shape)]
     assert torch.equal(elect(deltas, [Keep()] * 2, scales=[1, 1], counts=[1, 1]), torch.ones(shape))
-    assert torch.equal(weighted_sum(deltas, [Keep()] * 2, [1, 2]), torch.full(shape, 3.0))
+    assert torch.equal(masked_sum(deltas, [Keep()] * 2, [1, 2]), torch.full(shape, 3.0))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.interference import gaussian, relative
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 
 from actmat.linalg.estimators import Estimator, trim_to_top
 
@@ -12,7 +13,7 @@ from actmat.linalg.estimators import Estimator, trim_to_top
 @settings(max_examples=50, deadline=None)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), fraction=st.floats(0.01, 1.0), seed=st.integers(0, 99))
 def test_trim_keeps_the_largest_entries_and_no_others(rows, columns, fraction, seed):
-    delta = gaussian(1, rows, columns, seed=seed)[0]
+    delta = random_deltas(1, rows, columns, seed=seed)[0]
     trimmed = trim_to_top(delta, fraction)
     kept = trimmed != 0
     assert int(kept.sum()) == max(1, round(fraction * rows * columns))
@@ -31,7 +32,7 @@ def test_trim_of_a_zero_delta_is_zero():
 
 
 def test_plain_factor_is_the_delta_itself():
-    delta = gaussian(1, 4, 5)[0]
+    delta = random_deltas(1, 4, 5)[0]
     factor, retries = Estimator().factor(delta)
     assert factor is delta
     assert retries == ()
@@ -40,20 +41,20 @@ def test_plain_factor_is_the_delta_itself():
 
 
 def test_centred_factor_gives_the_scatter_matrix():
-    delta = gaussian(1, 7, 4)[0]
+    delta = random_deltas(1, 7, 4)[0]
     factor, _ = Estimator(centre=True).factor(delta)
-    assert relative(factor.T @ factor, torch.cov(delta.T, correction=0) * 7) < 1e-13
+    assert relative_error(factor.T @ factor, torch.cov(delta.T, correction=0) * 7) < 1e-13
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
 @pytest.mark.parametrize("power", [0.5, 1.5])
 def test_power_of_the_gram(shape, power):
-    delta = gaussian(1, *shape)[0]
+    delta = random_deltas(1, *shape)[0]
     factor, _ = Estimator(power=power).factor(delta)
     assert factor.shape == (4, shape[1]) == (Estimator(power=power).rows(*shape), shape[1])
     values, vectors = torch.linalg.eigh(delta.T @ delta)
     expected = (vectors * values.clamp_min(0).pow(power)) @ vectors.T
-    assert relative(factor.T @ factor, expected) < 1e-7
+    assert relative_error(factor.T @ factor, expected) < 1e-7
 
 
 def test_root_in_float32_does_not_go_through_the_square():
@@ -65,11 +66,11 @@ def test_root_in_float32_does_not_go_through_the_square():
 
 
 def test_steps_apply_in_order_trim_centre_power():
-    delta = gaussian(1, 6, 5)[0]
+    delta = random_deltas(1, 6, 5)[0]
     factor, _ = Estimator(trim=0.5, centre=True, power=0.5).factor(delta)
     trimmed = trim_to_top(delta, 0.5)
     centred = trimmed - trimmed.mean(0)
-    assert relative((factor.T @ factor) @ (factor.T @ factor), centred.T @ centred) < 1e-12
+    assert relative_error((factor.T @ factor) @ (factor.T @ factor), centred.T @ centred) < 1e-12
 
 
 def test_normaliser_guards_a_zero_delta():

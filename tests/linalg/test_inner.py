@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.experts import OnePass
 
-from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+from actmat.linalg.inner import PIECE, inner_products, one_pass_sum, weighted_sum
 
 SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 5]
 
@@ -36,12 +37,19 @@ def test_weighted_sum_is_the_sum(size: int) -> None:
     rows = tensors(4, size, torch.float64)
     coefficients = [0.5, -2.0, 0.0, 3.0]
     expected = sum((c * x for c, x in zip(coefficients, rows, strict=True)), torch.zeros(size, dtype=torch.float64))
-    torch.testing.assert_close(weighted_sum(coefficients, rows), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(weighted_sum(rows, coefficients), expected, rtol=0, atol=1e-14)
 
 
 def test_weighted_sum_skips_what_has_no_weight_and_keeps_the_shape() -> None:
     bad = torch.full((3, 5), float("nan"))
     good = torch.arange(15.0).reshape(5, 3).mT
-    out = weighted_sum([0.0, 2.0], [bad, good])
+    out = weighted_sum([bad, good], [0.0, 2.0])
     assert out.is_contiguous()
     assert torch.equal(out, 2 * good)
+
+
+def test_one_pass_sum_is_the_same_sum_and_reads_in_order() -> None:
+    rows, weights = tensors(3, 50, torch.float64), [0.5, -2.0, 3.0]
+    assert torch.equal(one_pass_sum(OnePass(rows), weights), weighted_sum(rows, weights))
+    with pytest.raises(ValueError, match="argument 2"):
+        one_pass_sum(rows, [1.0])

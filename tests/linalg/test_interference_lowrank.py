@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.interference import EPS32, gaussian, relative
+from tests.helpers.interference import EPS32
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 
 from actmat.linalg.estimators import Estimator
 from actmat.linalg.filters import Filter
@@ -15,7 +17,9 @@ from actmat.linalg.lowrank import LowRank
 
 def adapters(ranks: list[int], *shape: int, dtype: torch.dtype = torch.float64) -> list[LowRank]:
     *batch, rows, columns = shape
-    pairs = (gaussian(1, *batch, rows, r, seed=r) + gaussian(1, *batch, r, columns, seed=50 + r) for r in ranks)
+    pairs = (
+        random_deltas(1, *batch, rows, r, seed=r) + random_deltas(1, *batch, r, columns, seed=50 + r) for r in ranks
+    )
     return [LowRank(b.to(dtype), a.to(dtype)) for b, a in pairs]
 
 
@@ -48,7 +52,7 @@ def test_low_rank_equals_dense(name, shape):
     expected = dense(deltas, rule, weights=weights)
     assert value.shape == expected.value.shape
     assert value.rank <= 10
-    assert relative(value.dense(), expected.value) < 1e-11
+    assert relative_error(value.dense(), expected.value) < 1e-11
     for key in ("rank", "rtol", "norm", "mean_expert_norm", "ridge", "time"):
         assert (key in stats) == (key in expected.stats)
         assert stats.get(key, 0) == pytest.approx(expected.stats.get(key, 0), rel=1e-9), key
@@ -64,7 +68,7 @@ def test_float32_factors_come_back_in_float32_at_float32_accuracy():
     value, _ = solve_lowrank(deltas, Rule())
     assert value.b_OR.dtype == value.a_RI.dtype == torch.float32
     exact, _ = solve_lowrank([d.to(torch.float64) for d in deltas], Rule())
-    assert relative(value.dense(), exact.dense()) < 1e-6
+    assert relative_error(value.dense(), exact.dense()) < 1e-6
 
 
 def test_independent_row_spaces_leave_no_interference():
@@ -73,9 +77,9 @@ def test_independent_row_spaces_leave_no_interference():
     value, stats = solve_lowrank(deltas, Rule())
     assert stats["rank"] == 9
     for delta in deltas:
-        assert relative(value.dense() @ delta.dense().T, delta.dense() @ delta.dense().T) < 1e-12
+        assert relative_error(value.dense() @ delta.dense().T, delta.dense() @ delta.dense().T) < 1e-12
     weighted, _ = solve_lowrank(deltas, Rule(Estimator(normalise="norm")), weights=[1.0, 5.0, 0.2])
-    assert relative(weighted.dense(), value.dense()) < 1e-12
+    assert relative_error(weighted.dense(), value.dense()) < 1e-12
 
 
 def test_trim_is_refused_by_name():
@@ -86,10 +90,10 @@ def test_trim_is_refused_by_name():
 @pytest.mark.parametrize("shape", [(20, 12), (3, 12)])
 def test_given_grams_with_low_rank_deltas(shape):
     deltas = adapters([2, 3], *shape)
-    halves = gaussian(2, 5, 12, seed=7)
+    halves = random_deltas(2, 5, 12, seed=7)
     grams = [h.T @ h for h in halves]  # rank 5 + 5 of 12: S is singular
     value, stats = solve_lowrank_with_grams(deltas, grams, Rule())
     expected = dense(deltas, Rule(), grams=grams)
-    assert relative(value.dense(), expected.value) < 1e-10
+    assert relative_error(value.dense(), expected.value) < 1e-10
     assert value.rank <= 5
     assert stats["rank"] == expected.stats["rank"] == 10

@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 import torch
-from tests.helpers.interference import OnePass, gaussian, shared_rows
+from tests.helpers.experts import OnePass
+from tests.helpers.spectra import random_deltas, shared_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_estimate_covers_what_is_allocated_and_is_not_far_above(name):
     rule, (n_experts, *shape) = CASES[name]
-    deltas = [d.float() for d in gaussian(n_experts, *shape)]
+    deltas = [d.float() for d in random_deltas(n_experts, *shape)]
     with Peak() as seen:
         state = prepare(deltas, rule)
         finish(state, rule, consume=True)
@@ -69,7 +70,7 @@ def test_peak_does_not_grow_with_the_number_of_experts():
     assert workspace((64, 64), 3, Rule()) == workspace((64, 64), 30, Rule())
     peaks = []
     for count in (2, 8):
-        deltas, rule = OnePass([d.float() for d in gaussian(count, 64, 64)]), Rule(solver="eigh")
+        deltas, rule = OnePass([d.float() for d in random_deltas(count, 64, 64)]), Rule(solver="eigh")
         with Peak() as seen:
             finish(prepare(deltas, rule), rule, consume=True)
         peaks.append(seen.peak)

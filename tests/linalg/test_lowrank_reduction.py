@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.experts import relative
+from tests.tolerances import relative_error
 
 from actmat.linalg.lowrank import LowRank, frobenius_norm, reduce_rank, weighted_sum
 
@@ -25,7 +25,7 @@ def test_truncation_is_that_of_the_dense_svd(shape: tuple[int, ...]) -> None:
     for rank in (1, 2, 4):
         reduced = reduce_rank(delta, rank)
         best = u[..., :rank] @ torch.diag_embed(s[..., :rank]) @ vh[..., :rank, :]
-        assert relative(reduced.value.dense(), best) <= 1e-12
+        assert relative_error(reduced.value.dense(), best) <= 1e-12
         assert reduced.value.rank == rank
         assert reduced.norm == pytest.approx(float(delta.dense().norm()))
         assert reduced.error == pytest.approx(float((delta.dense() - best).norm()), abs=1e-12)
@@ -34,7 +34,7 @@ def test_truncation_is_that_of_the_dense_svd(shape: tuple[int, ...]) -> None:
 def test_enough_rank_is_exact_and_balanced() -> None:
     delta = factors(9, 14, rank=3)
     reduced = reduce_rank(delta, 6)  # padded with zeros
-    assert relative(reduced.value.dense(), delta.dense()) <= 1e-13
+    assert relative_error(reduced.value.dense(), delta.dense()) <= 1e-13
     assert (reduced.error, reduced.rank, reduced.value.rank) == (0, 3, 6)
     assert float(reduced.value.b_OR.norm()) == pytest.approx(float(reduced.value.a_RI.norm()))
 
@@ -49,5 +49,5 @@ def test_a_zero_delta_has_rank_zero() -> None:
 def test_norm_and_sum() -> None:
     one, two = factors(6, 7, rank=2, seed=1), factors(6, 7, rank=3, seed=2)
     total = weighted_sum([one, two], [0.5, -2])
-    assert relative(total.dense(), 0.5 * one.dense() - 2 * two.dense()) <= 1e-14
+    assert relative_error(total.dense(), 0.5 * one.dense() - 2 * two.dense()) <= 1e-14
     assert frobenius_norm(total) == pytest.approx(float(total.dense().norm()))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.masking import awkward_deltas, naive_top, seeded
+from tests.helpers.masking import awkward_deltas, naive_top
+from tests.helpers.spectra import seeded
 from torch import Tensor
 
 from actmat.linalg import masks, threshold
@@ -45,7 +46,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_trim_equals_sorting_at_every_rank(exact: bool, dtype: torch.dtype) -> None:
     """The deltas have a dozen entries per magnitude, so that nearly every rank cuts through equal ones."""
-    (flat,) = awkward_deltas(1, (41,), dtype=dtype)
+    (flat,) = awkward_deltas(1, 41, dtype=dtype)
     for k in range(-1, 43):
         ((trim, _),) = top_trims(flat, [k], exact=exact)
         assert torch.equal(apply(trim, flat), naive_top(flat, max(k, 0), exact=exact)), k
@@ -73,7 +74,7 @@ def test_trim_lets_nan_through() -> None:
 
 @pytest.mark.usefixtures("small_pieces")
 def test_band_keeps_the_ranks_between() -> None:
-    (flat,) = awkward_deltas(1, (41,))
+    (flat,) = awkward_deltas(1, 41)
     for bottom, top in [(0, 0), (5, 0), (20, 3), (40, 40), (41, 20), (41, 0)]:
         (low, _), (high, _) = top_trims(flat, [bottom, top], exact=True)
         expected = naive_top(flat, bottom, exact=True) - naive_top(flat, top, exact=True)

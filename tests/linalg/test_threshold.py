@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.masking import seeded
+from tests.helpers.spectra import seeded
 from torch import Tensor
 
 from actmat.linalg import threshold

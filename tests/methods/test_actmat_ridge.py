@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.interference import EPS32, gaussian, relative, self_grams, shared_rows
+from tests.helpers.interference import EPS32, self_grams
+from tests.helpers.spectra import random_deltas, shared_rows
+from tests.tolerances import relative_error
 
 from actmat.methods.actmat import merge as merge_actmat
 from actmat.methods.actmat_ridge import merge
@@ -18,8 +20,8 @@ def transcription(deltas, ridge):
 @pytest.mark.parametrize("shape", [(4, 12, 12), (3, 30, 8), (3, 4, 20), (2, 12, 20)])
 @pytest.mark.parametrize("ridge", [0.01, 0.1, 1.0])
 def test_equation(shape, ridge):
-    deltas = gaussian(*shape)
-    assert relative(merge(deltas, ridge=ridge).value, transcription(deltas, ridge)) < 1e-12
+    deltas = random_deltas(*shape)
+    assert relative_error(merge(deltas, ridge=ridge).value, transcription(deltas, ridge)) < 1e-12
 
 
 @pytest.mark.parametrize("ridge", [0.1, 1e-3, 1e-5])
@@ -28,7 +30,7 @@ def test_float32_on_a_steep_spectrum(ridge):
     deltas = shared_rows(4, 24, 1e-5)
     found = merge([d.float() for d in deltas], ridge=ridge)
     largest = float(torch.linalg.eigvalsh(sum(self_grams(deltas)))[-1])
-    assert relative(found.value, transcription(deltas, ridge)) < 2 * EPS32 * largest / found.stats["ridge"]
+    assert relative_error(found.value, transcription(deltas, ridge)) < 2 * EPS32 * largest / found.stats["ridge"]
 
 
 def test_no_eigendecomposition(monkeypatch):
@@ -36,25 +38,25 @@ def test_no_eigendecomposition(monkeypatch):
         raise AssertionError("the ridge needs no eigendecomposition")
 
     monkeypatch.setattr(torch.linalg, "eigh", forbidden)
-    stats = merge(gaussian(3, 10, 10)).stats
+    stats = merge(random_deltas(3, 10, 10)).stats
     assert stats["solver"] == "primal/cholesky"
     assert stats["ridge"] > 0
 
 
 def test_it_is_the_tikhonov_filter_of_actmat():
-    deltas = gaussian(3, 10, 8)
+    deltas = random_deltas(3, 10, 8)
     for solver in ("auto", "eigh"):
         same = merge_actmat(deltas, filter="tikhonov", ridge=0.2, solver=solver).value
-        assert relative(merge(deltas, ridge=0.2, solver="auto").value, same) < 1e-12
+        assert relative_error(merge(deltas, ridge=0.2, solver="auto").value, same) < 1e-12
 
 
 def test_it_shrinks_and_a_small_ridge_does_nothing():
-    deltas = gaussian(3, 10, 10)
+    deltas = random_deltas(3, 10, 10)
     plain = merge_actmat(deltas).value
     assert merge(deltas, ridge=1.0).value.norm() < merge(deltas, ridge=0.1).value.norm() < plain.norm()
-    assert relative(merge(deltas, ridge=1e-10).value, plain) < 1e-7
+    assert relative_error(merge(deltas, ridge=1e-10).value, plain) < 1e-7
 
 
 def test_mean_fill_at_a_large_ridge_is_the_average():
-    deltas = gaussian(3, 10, 8)
-    assert relative(merge(deltas, ridge=1e9, null="mean").value, sum(deltas) / 3) < 1e-6
+    deltas = random_deltas(3, 10, 8)
+    assert relative_error(merge(deltas, ridge=1e9, null="mean").value, sum(deltas) / 3) < 1e-6

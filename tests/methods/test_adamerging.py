@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, relative
+from tests.helpers.experts import Experts
+from tests.tolerances import relative_error
 
 from actmat.methods.adamerging import AdamState, adam_step, coefficient_gradient, entropy, merge
 
@@ -16,10 +17,10 @@ def experts() -> Experts:
 
 def test_coefficients_from_each_source(experts: Experts) -> None:
     d = experts.deltas
-    assert relative(merge(d).value, 0.3 * (d[0] + d[1] + d[2])) < 1e-15
-    assert relative(merge(d, coefficients=[1.0, 0.0, -2.0]).value, d[0] - 2 * d[2]) < 1e-15
+    assert relative_error(merge(d).value, 0.3 * (d[0] + d[1] + d[2])) < 1e-15
+    assert relative_error(merge(d, coefficients=[1.0, 0.0, -2.0]).value, d[0] - 2 * d[2]) < 1e-15
     learned = {"coefficient": [torch.tensor(c) for c in (0.5, 0.25, 2.0)]}
-    assert relative(merge(d, statistics=learned).value, 0.5 * d[0] + 0.25 * d[1] + 2 * d[2]) < 1e-15
+    assert relative_error(merge(d, statistics=learned).value, 0.5 * d[0] + 0.25 * d[1] + 2 * d[2]) < 1e-15
 
 
 def test_one_source_and_one_per_expert(experts: Experts) -> None:
@@ -46,7 +47,7 @@ def test_gradient_is_that_of_autograd(experts: Experts) -> None:
     entropy(inputs @ weight.T).backward()
     assert weight.grad is not None
     assert c.grad is not None
-    assert relative(coefficient_gradient(weight.grad, experts.deltas), c.grad) < 1e-12
+    assert relative_error(coefficient_gradient(weight.grad, experts.deltas), c.grad) < 1e-12
 
 
 def test_steps_are_those_of_adam() -> None:

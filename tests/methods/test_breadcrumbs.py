@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.masking import awkward_deltas, call, naive_elect, relative_error, smooth_deltas
+from tests.helpers.masking import awkward_deltas, call, naive_elect
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
@@ -22,13 +24,13 @@ def naive_band(delta: Tensor, density: float, gamma: float) -> Tensor:
     return torch.tensor(values, dtype=delta.dtype).view(delta.shape)
 
 
-@pytest.mark.parametrize("make", [awkward_deltas, smooth_deltas])
+@pytest.mark.parametrize("make", [awkward_deltas, random_deltas])
 @pytest.mark.parametrize(
     ("density", "gamma"), [(0.9, 0.01), (0.7, 0.1), (0.5, 0.5), (0.8, 0.4), (1.0, 0.3), (0.0, 0.2), (0.3, 0.0)]
 )
 @pytest.mark.parametrize("sign_election", [False, True])
 def test_naive_transcription(make: Any, density: float, gamma: float, sign_election: bool) -> None:
-    deltas, weights = make(3, (12, 7)), [0.5, 1.0, 0.25]
+    deltas, weights = make(3, 12, 7), [0.5, 1.0, 0.25]
     votes = [w * naive_band(d, density, gamma) for w, d in zip(weights, deltas, strict=True)]
     expected = naive_elect(votes, weights, reduce="sum", zero_sign="positive") if sign_election else sum(votes)
     options = {"density": density, "gamma": gamma, "sign_election": sign_election}
@@ -46,14 +48,14 @@ def test_counts_are_exact_whatever_the_ties(n: int) -> None:
 
 
 def test_mean_of_the_agreeing_entries() -> None:
-    deltas = smooth_deltas(3, (50,))
+    deltas = random_deltas(3, 50)
     votes = [naive_band(d, 0.9, 0.01) for d in deltas]
     expected = naive_elect(votes, [1.0] * 3, reduce="mean", zero_sign="positive")
     assert relative_error(call(BREADCRUMBS, deltas, sign_election=True, reduce="mean", scaling=1.0), expected) < 1e-14
 
 
 def test_one_fraction_per_expert() -> None:
-    deltas = smooth_deltas(2, (50,))
+    deltas = random_deltas(2, 50)
     expected = naive_band(deltas[0], 0.5, 0.1) + naive_band(deltas[1], 0.8, 0.2)
     assert (
         relative_error(call(BREADCRUMBS, deltas, density=[0.5, 0.8], gamma=[0.1, 0.2], scaling=1.0), expected) < 1e-14

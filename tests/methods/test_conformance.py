@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, LazyDeltas, merged, relative, usable_experts
+from tests.helpers.experts import Experts, LazyDeltas, merged, usable_experts
 from tests.helpers.memory import peak_bytes
 from tests.helpers.survey import call, run_survey
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
@@ -63,6 +64,25 @@ def test_the_declaration_is_complete(method: MergeMethod) -> None:
         assert "statistics" in method.needs
     if method.preset_of is not None:
         assert method.preset_of in {m.name for m in METHODS}
+
+
+@those(needs_base=True)
+def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod) -> None:
+    """Without it a call that uses it fails, and one that does not gives the same bytes."""
+    assert (method.parameters["base"].default is None) == (method.base_when is not None)
+    experts = Experts.random(2, (8, 11))
+    given = {"statistics": experts.statistics, "survey": None}
+    flags = [{n: not o.default} for n, o in method.options.items() if o.type is bool]
+    for variant in [{}, *flags, *literal_variants(method)]:
+        options = method.resolve_options(variant)
+        if method.uses_base(options):
+            moved = call(method, experts.deltas, options, base=experts.base + 1, **given).value
+            assert not torch.equal(moved, call(method, experts.deltas, options, base=experts.base, **given).value)
+            with pytest.raises((RecipeError, ValueError, AttributeError, TypeError)):
+                call(method, experts.deltas, options, base=None, **given)
+        else:
+            with_base = call(method, experts.deltas, options, base=experts.base, **given).value
+            assert torch.equal(call(method, experts.deltas, options, base=None, **given).value, with_base)
 
 
 @each_method
@@ -132,7 +152,7 @@ def test_a_zero_delta_among_others_gives_no_nan(method: MergeMethod) -> None:
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_float32_on_rounded_inputs_is_near_float64(method: MergeMethod, storage: torch.dtype) -> None:
     stored = Experts.random(4, (16, 12), seed=4).to(storage)
-    assert relative(merged(method, stored.to(torch.float32)), merged(method, stored.to(torch.float64))) <= 1e-4
+    assert relative_error(merged(method, stored.to(torch.float32)), merged(method, stored.to(torch.float64))) <= 1e-4
 
 
 @each_method
@@ -140,7 +160,7 @@ def test_strides_do_not_matter(method: MergeMethod) -> None:
     experts = Experts.random(3, (8, 11))
     strided = experts.map(lambda x: x.mT.contiguous().mT)
     assert not strided.deltas[0].is_contiguous()
-    assert relative(merged(method, strided), merged(method, experts)) <= 1e-12
+    assert relative_error(merged(method, strided), merged(method, experts)) <= 1e-12
 
 
 @those(acts_on="matrix", is_random=False)
@@ -151,7 +171,7 @@ def test_batch_axes_are_a_loop(method: MergeMethod, rank: int | None) -> None:
     for i in range(2):
         for j in range(3):
             part = merged(method, experts.map(lambda x, i=i, j=j: x[i, j].clone()))
-            assert relative(whole[i, j], part) <= 1e-11
+            assert relative_error(whole[i, j], part) <= 1e-11
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m.acts_on != "matrix"], ids=lambda m: m.name)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, merged, orthogonal, relative, usable_experts
+from tests.helpers.experts import Experts, merged, usable_experts
+from tests.helpers.spectra import orthogonal
+from tests.tolerances import relative_error
 
 from actmat.methods import METHODS, MergeMethod
 from actmat.methods.contract import Law
@@ -26,40 +28,40 @@ def permutation(method: MergeMethod, experts: Experts) -> float:
     count = usable_experts(method, len(experts.deltas))
     some = experts.with_deltas(experts.deltas[:count])
     order = list(reversed(range(count)))
-    return relative(merged(method, some.permuted(order)), merged(method, some))
+    return relative_error(merged(method, some.permuted(order)), merged(method, some))
 
 
 def single(method: MergeMethod, experts: Experts) -> float:
     one = experts.with_deltas(experts.deltas[:1])
-    return relative(merged(method, one), one.deltas[0])
+    return relative_error(merged(method, one), one.deltas[0])
 
 
 def identical(method: MergeMethod, experts: Experts) -> float:
     same = experts.with_deltas([experts.deltas[0].clone() for _ in experts.deltas])
-    return relative(merged(method, same), experts.deltas[0])
+    return relative_error(merged(method, same), experts.deltas[0])
 
 
 def homogeneous(method: MergeMethod, experts: Experts) -> float:
     scaled = experts.with_deltas([3.7 * d for d in experts.deltas])
-    return relative(merged(method, scaled), 3.7 * merged(method, experts))
+    return relative_error(merged(method, scaled), 3.7 * merged(method, experts))
 
 
 def odd(method: MergeMethod, experts: Experts) -> float:
-    return relative(merged(method, experts.with_deltas([-d for d in experts.deltas])), -merged(method, experts))
+    return relative_error(merged(method, experts.with_deltas([-d for d in experts.deltas])), -merged(method, experts))
 
 
 def left_orthogonal(method: MergeMethod, experts: Experts) -> float:
     n_out, n_in = experts.base.shape
     q = orthogonal(n_out, 5)
     rotated = experts.rotated(q, torch.eye(n_in, dtype=torch.float64))
-    return relative(merged(method, rotated), q @ merged(method, experts))
+    return relative_error(merged(method, rotated), q @ merged(method, experts))
 
 
 def right_orthogonal(method: MergeMethod, experts: Experts) -> float:
     n_out, n_in = experts.base.shape
     p = orthogonal(n_in, 6)
     rotated = experts.rotated(torch.eye(n_out, dtype=torch.float64), p)
-    return relative(merged(method, rotated), merged(method, experts) @ p)
+    return relative_error(merged(method, rotated), merged(method, experts) @ p)
 
 
 def orthogonal_rows_sum(method: MergeMethod, experts: Experts) -> float:
@@ -68,14 +70,14 @@ def orthogonal_rows_sum(method: MergeMethod, experts: Experts) -> float:
     share = n_in // len(experts.deltas)
     spaces = [basis[t * share : (t + 1) * share] for t in range(len(experts.deltas))]
     apart = experts.with_deltas([d @ v.mT @ v for d, v in zip(experts.deltas, spaces, strict=True)])
-    return relative(merged(method, apart), torch.stack(apart.deltas).sum(0))
+    return relative_error(merged(method, apart), torch.stack(apart.deltas).sum(0))
 
 
 def zero_expert(method: MergeMethod, experts: Experts) -> float:
     count = usable_experts(method, len(experts.deltas)) - 1
     some = experts.with_deltas(experts.deltas[:count])
     padded = experts.with_deltas([*some.deltas, torch.zeros_like(experts.base)])
-    return relative(merged(method, padded), merged(method, some))
+    return relative_error(merged(method, padded), merged(method, some))
 
 
 def zeros(method: MergeMethod, experts: Experts) -> float:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, relative
+from tests.helpers.experts import Experts
+from tests.tolerances import relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,7 +77,7 @@ def test_factored_equals_dense(method: MergeMethod, shape: tuple[int, ...], rank
     deltas = factors(shape, ranks)
     out = merge_lowrank(method, deltas).value
     assert out.shape == shape
-    assert relative(out.dense(), merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
+    assert relative_error(out.dense(), merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
 
 
 @each_factored
@@ -84,7 +85,7 @@ def test_a_zero_adapter_is_no_trouble(method: MergeMethod) -> None:
     deltas = factors((20, 24), [2, 2, 2])
     deltas[1] = LowRank(torch.zeros_like(deltas[1].b_OR), deltas[1].a_RI)
     out = merge_lowrank(method, deltas).value.dense()
-    assert relative(out, merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
+    assert relative_error(out, merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
 
 
 class Largest(TorchDispatchMode):

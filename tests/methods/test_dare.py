@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.masking import call, naive_elect, relative_error, seeded, smooth_deltas
+from tests.helpers.masking import call, naive_elect
+from tests.helpers.spectra import random_deltas, seeded
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
@@ -23,7 +25,7 @@ def masked(deltas: list[Tensor], t: int, **given: Any) -> Tensor:
 def test_expectation_is_the_delta() -> None:
     """Over S draws the mean of an entry lies around x with variance x^2 p / (q S)."""
     draws, density = 2000, 0.1
-    (delta,) = smooth_deltas(1, (12, 12))
+    (delta,) = random_deltas(1, 12, 12)
     total = torch.zeros_like(delta)
     for seed in range(draws):
         total += call(DARE, [delta], seed=seed, density=density, rule="linear")
@@ -34,7 +36,7 @@ def test_expectation_is_the_delta() -> None:
 
 
 def test_kept_entries_are_divided_by_the_density() -> None:
-    (delta,) = smooth_deltas(1, (50_000,))
+    (delta,) = random_deltas(1, 50_000)
     out = call(DARE, [delta], density=0.1, rule="linear")
     kept = out != 0
     assert abs(int(kept.sum()) - 5000) < 5 * math.sqrt(50_000 * 0.1 * 0.9)
@@ -42,7 +44,7 @@ def test_kept_entries_are_divided_by_the_density() -> None:
 
 
 def test_masks_do_not_depend_on_magnitude() -> None:
-    (delta,) = smooth_deltas(1, (50_000,))
+    (delta,) = random_deltas(1, 50_000)
     kept = call(DARE, [delta], density=0.5, rule="linear") != 0
     large = delta.abs() > delta.abs().median()
     assert abs(int((kept & large).sum()) - 12_500) < 5 * math.sqrt(25_000 / 4)
@@ -58,7 +60,7 @@ def test_masks_of_experts_and_seeds_are_independent() -> None:
 
 
 def test_same_seed_same_result_whatever_the_threads() -> None:
-    deltas = smooth_deltas(2, (300, 700), dtype=torch.float32)
+    deltas = random_deltas(2, 300, 700, dtype=torch.float32)
     one = call(DARE, deltas, rule="ties")
     threads = torch.get_num_threads()
     try:
@@ -70,7 +72,7 @@ def test_same_seed_same_result_whatever_the_threads() -> None:
 
 
 def test_l1_rescale_keeps_the_norm_and_one_factor() -> None:
-    deltas = smooth_deltas(2, (3000,))
+    deltas = random_deltas(2, 3000)
     out = masked(deltas, 1, density=0.3, rescale="l1")
     ratio = out[out != 0] / deltas[1][out != 0]
     assert float(out.abs().sum()) == pytest.approx(float(deltas[1].abs().sum()), rel=1e-12)
@@ -79,21 +81,21 @@ def test_l1_rescale_keeps_the_norm_and_one_factor() -> None:
 
 
 def test_without_rescale_entries_stay() -> None:
-    (delta,) = smooth_deltas(1, (100,))
+    (delta,) = random_deltas(1, 100)
     out = call(DARE, [delta], density=0.5, rescale="none", rule="linear")
     assert torch.equal(out[out != 0], delta[out != 0])
 
 
 @pytest.mark.parametrize("rescale", ["inverse", "l1", "none"])
 def test_nothing_dropped_is_the_identity(rescale: str) -> None:
-    (delta,) = smooth_deltas(1, (100,))
+    (delta,) = random_deltas(1, 100)
     assert torch.equal(call(DARE, [delta], density=1.0, rescale=rescale, rule="linear"), delta)
     assert float(call(DARE, [delta], density=0.0, rescale=rescale, rule="linear").abs().sum()) == 0
 
 
 @pytest.mark.parametrize("rescale", ["inverse", "l1"])
 def test_every_rule_acts_on_the_same_masked_deltas(rescale: str) -> None:
-    deltas, weights = smooth_deltas(3, (20, 9)), [0.5, 1.0, 2.0]
+    deltas, weights = random_deltas(3, 20, 9), [0.5, 1.0, 2.0]
     parts = [masked(deltas, t, density=0.5, rescale=rescale) for t in range(3)]
     votes = [w * p for w, p in zip(weights, parts, strict=True)]
     expected = {
@@ -108,24 +110,24 @@ def test_every_rule_acts_on_the_same_masked_deltas(rescale: str) -> None:
 
 
 def test_the_default_is_scaled_like_task_arithmetic() -> None:
-    deltas = smooth_deltas(2, (40,))
+    deltas = random_deltas(2, 40)
     assert relative_error(call(DARE, deltas, density=1.0), 0.4 * (deltas[0] + deltas[1])) < 1e-15
 
 
 def test_density_per_expert() -> None:
-    deltas = smooth_deltas(2, (400,))
+    deltas = random_deltas(2, 400)
     assert torch.equal(masked(deltas, 0, density=[1.0, 0.0]), deltas[0])
     assert float(masked(deltas, 1, density=[1.0, 0.0]).abs().sum()) == 0
 
 
 def test_an_average_needs_weights_with_a_sum() -> None:
     with pytest.raises(RecipeError, match="sum other than 0"):
-        call(DARE, smooth_deltas(2, (4,)), rule="average", weights=[1.0, -1.0])
+        call(DARE, random_deltas(2, 4), rule="average", weights=[1.0, -1.0])
 
 
 def test_the_generator_alone_is_drawn_from() -> None:
     before = torch.get_rng_state()
     generator = seeded(9)
-    call(DARE, smooth_deltas(2, (40,)), generator=generator)
+    call(DARE, random_deltas(2, 40), generator=generator)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(generator.get_state(), seeded(9).get_state())

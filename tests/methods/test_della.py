@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
-from tests.helpers.masking import call, naive_elect, relative_error, smooth_deltas
+from tests.helpers.masking import call, naive_elect
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 
 from actmat.errors import RecipeError
 from actmat.methods.della import DELLA
@@ -16,7 +18,7 @@ PLAIN = {"sign_election": False}
 
 def test_keep_probabilities_grow_with_rank_within_each_row() -> None:
     draws, density, epsilon = 2000, 0.5, 0.15
-    (delta,) = smooth_deltas(1, (4, 30))
+    (delta,) = random_deltas(1, 4, 30)
     delta[1] *= 1000  # ranks are taken by row: the scale of a row does not matter
     ranks = delta.abs().argsort(dim=1).argsort(dim=1) / 29
     p = density - epsilon + 2 * epsilon * ranks
@@ -31,7 +33,7 @@ def test_keep_probabilities_grow_with_rank_within_each_row() -> None:
 
 def test_expectation_is_the_delta() -> None:
     draws = 2000
-    (delta,) = smooth_deltas(1, (6, 15))
+    (delta,) = random_deltas(1, 6, 15)
     p = 0.35 + 0.3 * delta.abs().argsort(dim=1).argsort(dim=1) / 14
     total = torch.zeros_like(delta)
     for seed in range(draws):
@@ -51,7 +53,7 @@ def test_kept_entries_are_divided_by_their_own_probability() -> None:
 
 
 def test_l1_rescale_keeps_the_norm_and_one_factor() -> None:
-    (delta,) = smooth_deltas(1, (40, 70))
+    (delta,) = random_deltas(1, 40, 70)
     out = call(DELLA, [delta], rescale="l1", **PLAIN)
     ratio = (out / delta)[out != 0]
     assert float(out.abs().sum()) == pytest.approx(float(delta.abs().sum()), rel=1e-12)
@@ -59,7 +61,7 @@ def test_l1_rescale_keeps_the_norm_and_one_factor() -> None:
 
 
 def test_zero_epsilon_is_dare() -> None:
-    (delta,) = smooth_deltas(1, (50_000,))
+    (delta,) = random_deltas(1, 50_000)
     out = call(DELLA, [delta], density=0.2, epsilon=0.0, **PLAIN)
     kept = out != 0
     assert abs(int(kept.sum()) - 10_000) < 5 * math.sqrt(50_000 * 0.2 * 0.8)
@@ -67,13 +69,13 @@ def test_zero_epsilon_is_dare() -> None:
 
 
 def test_full_density_is_the_identity_and_none_is_zero() -> None:
-    (delta,) = smooth_deltas(1, (8, 9))
+    (delta,) = random_deltas(1, 8, 9)
     assert torch.equal(call(DELLA, [delta], density=1.0), delta)
     assert float(call(DELLA, [delta], density=0.0).abs().sum()) == 0
 
 
 def test_election_acts_on_the_sampled_deltas() -> None:
-    deltas, weights = smooth_deltas(3, (20, 9)), [0.5, 1.0, 2.0]
+    deltas, weights = random_deltas(3, 20, 9), [0.5, 1.0, 2.0]
     votes = [
         call(DELLA, deltas, weights=[w if i == t else 0.0 for i in range(3)], **PLAIN) for t, w in enumerate(weights)
     ]
@@ -84,7 +86,7 @@ def test_election_acts_on_the_sampled_deltas() -> None:
 
 
 def test_one_pass_over_the_deltas() -> None:
-    deltas = smooth_deltas(3, (6, 5))
+    deltas = random_deltas(3, 6, 5)
     reads: list[int] = []
 
     class Lazy(list):  # type: ignore[type-arg]
@@ -100,4 +102,4 @@ def test_one_pass_over_the_deltas() -> None:
 @pytest.mark.parametrize(("density", "epsilon"), [(0.1, 0.15), (0.9, 0.15), (0.5, 0.5)])
 def test_probabilities_outside_the_unit_interval_are_refused(density: float, epsilon: float) -> None:
     with pytest.raises(RecipeError, match="must stay inside"):
-        call(DELLA, smooth_deltas(1, (4,)), density=density, epsilon=epsilon)
+        call(DELLA, random_deltas(1, 4), density=density, epsilon=epsilon)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, relative
+from tests.helpers.experts import Experts
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.methods.fisher import merge
@@ -27,13 +28,13 @@ def naive(base: Tensor, deltas: list[Tensor], fishers: list[Tensor]) -> Tensor:
 
 def test_ratio_of_weights(experts: Experts) -> None:
     out = merge(experts.deltas, statistics=experts.statistics, floor=0.0).value
-    assert relative(out, naive(experts.base, experts.deltas, experts.statistics["fisher"])) < 1e-12
+    assert relative_error(out, naive(experts.base, experts.deltas, experts.statistics["fisher"])) < 1e-12
 
 
 def test_relative_floor(experts: Experts) -> None:
     floored = [f + 0.1 * f.mean() for f in experts.statistics["fisher"]]
     out = merge(experts.deltas, statistics=experts.statistics, floor=0.1).value
-    assert relative(out, naive(experts.base, experts.deltas, floored)) < 1e-12
+    assert relative_error(out, naive(experts.base, experts.deltas, floored)) < 1e-12
 
 
 def test_task_weights_and_normalisation(experts: Experts) -> None:
@@ -46,7 +47,7 @@ def test_task_weights_and_normalisation(experts: Experts) -> None:
         floor_unit="absolute",
         normalise="tensor",
     ).value
-    assert relative(out, naive(experts.base, experts.deltas, scaled)) < 1e-12
+    assert relative_error(out, naive(experts.base, experts.deltas, scaled)) < 1e-12
 
 
 @pytest.mark.parametrize("unit", [1e-9, 1e6])
@@ -55,7 +56,7 @@ def test_units_of_the_loss_do_not_matter_with_the_relative_floor(experts: Expert
     for use in ("add", "drop"):
         a = merge(experts.deltas, statistics=experts.statistics, floor=0.3, floor_use=use).value  # type: ignore[arg-type]
         b = merge(experts.deltas, statistics=other, floor=0.3, floor_use=use).value  # type: ignore[arg-type]
-        assert relative(b, a) < 1e-12
+        assert relative_error(b, a) < 1e-12
 
 
 def test_an_entry_that_no_expert_saw_takes_the_mean() -> None:

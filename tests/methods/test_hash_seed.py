@@ -10,8 +10,8 @@ from pathlib import Path
 SCRIPT = """
 import hashlib
 import torch
-from actmat.methods import METHODS
 from tests.helpers.experts import Experts, merged
+from actmat.methods import METHODS
 torch.set_num_threads(1)
 experts = Experts.random(3, (12, 10), dtype=torch.float32)
 for method in METHODS:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.interference import OnePass, gaussian, orthogonal, relative
+from tests.helpers.experts import OnePass
+from tests.helpers.spectra import orthogonal, random_deltas
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
@@ -22,7 +24,7 @@ def needs(method: MergeMethod, count: int, width: int, order: list[int] | None =
     """Gram matrices for the methods that want them, in the order of the experts."""
     if not method.needs_statistics:
         return {}
-    grams = [g @ g.T for g in gaussian(count, width, width, seed=77)]
+    grams = [g @ g.T for g in random_deltas(count, width, width, seed=77)]
     return {"statistics": {"gram": [grams[i] for i in order or range(count)]}}
 
 
@@ -31,51 +33,51 @@ def run(method: MergeMethod, deltas: list[Tensor], order: list[int] | None = Non
 
 
 def permutation(method: MergeMethod, shape: tuple[int, int, int]) -> float:
-    deltas, order = gaussian(*shape), list(range(shape[0]))[::-1]
-    return relative(run(method, [deltas[i] for i in order], order), run(method, deltas))
+    deltas, order = random_deltas(*shape), list(range(shape[0]))[::-1]
+    return relative_error(run(method, [deltas[i] for i in order], order), run(method, deltas))
 
 
 def single(method: MergeMethod, shape: tuple[int, int, int]) -> float:
-    delta = gaussian(1, *shape[1:])
-    return relative(run(method, delta), delta[0])
+    delta = random_deltas(1, *shape[1:])
+    return relative_error(run(method, delta), delta[0])
 
 
 def identical(method: MergeMethod, shape: tuple[int, int, int]) -> float:
-    delta = gaussian(1, *shape[1:])[0]
-    return relative(run(method, [delta] * shape[0]), delta)
+    delta = random_deltas(1, *shape[1:])[0]
+    return relative_error(run(method, [delta] * shape[0]), delta)
 
 
 def homogeneous(method: MergeMethod, shape: tuple[int, int, int]) -> float:
-    deltas = gaussian(*shape)
-    return relative(run(method, [1e-3 * d for d in deltas]), 1e-3 * run(method, deltas))
+    deltas = random_deltas(*shape)
+    return relative_error(run(method, [1e-3 * d for d in deltas]), 1e-3 * run(method, deltas))
 
 
 def odd(method: MergeMethod, shape: tuple[int, int, int]) -> float:
-    deltas = gaussian(*shape)
-    return relative(run(method, [-d for d in deltas]), -run(method, deltas))
+    deltas = random_deltas(*shape)
+    return relative_error(run(method, [-d for d in deltas]), -run(method, deltas))
 
 
 def left_orthogonal(method: MergeMethod, shape: tuple[int, int, int]) -> float:
-    deltas, q = gaussian(*shape), orthogonal(shape[1], 3)
-    return relative(run(method, [q @ d for d in deltas]), q @ run(method, deltas))
+    deltas, q = random_deltas(*shape), orthogonal(shape[1], 3)
+    return relative_error(run(method, [q @ d for d in deltas]), q @ run(method, deltas))
 
 
 def right_orthogonal(method: MergeMethod, shape: tuple[int, int, int]) -> float:
-    deltas, q = gaussian(*shape), orthogonal(shape[2], 3)
-    return relative(run(method, [d @ q for d in deltas]), run(method, deltas) @ q)
+    deltas, q = random_deltas(*shape), orthogonal(shape[2], 3)
+    return relative_error(run(method, [d @ q for d in deltas]), run(method, deltas) @ q)
 
 
 def orthogonal_rows_sum(method: MergeMethod, shape: tuple[int, int, int]) -> float:
     n_experts, rows, width = shape
     basis, each = orthogonal(width, 4), width // n_experts
-    parts = gaussian(n_experts, rows, each)
+    parts = random_deltas(n_experts, rows, each)
     deltas = [p @ basis[t * each : (t + 1) * each] for t, p in enumerate(parts)]
-    return relative(run(method, deltas), sum(deltas))
+    return relative_error(run(method, deltas), sum(deltas))
 
 
 def zero_expert(method: MergeMethod, shape: tuple[int, int, int]) -> float:
-    deltas = gaussian(*shape)
-    return relative(run(method, [*deltas, torch.zeros_like(deltas[0])]), run(method, deltas))
+    deltas = random_deltas(*shape)
+    return relative_error(run(method, [*deltas, torch.zeros_like(deltas[0])]), run(method, deltas))
 
 
 def zeros(method: MergeMethod, shape: tuple[int, int, int]) -> float:
@@ -136,7 +138,7 @@ def test_laws_that_are_not_declared_do_not_hold(name, law):
 
 @pytest.mark.parametrize("method", FAMILY, ids=lambda m: m.name)
 def test_merge_is_finish_of_prepare(method):
-    deltas, given = gaussian(3, 8, 6), needs(method, 3, 6)
+    deltas, given = random_deltas(3, 8, 6), needs(method, 3, 6)
     assert method.stages is not None
     options = method.resolve_options({})
     state = method.stages.prepare(deltas, **given, **options, weights=[1.0, 2.0, 0.5])
@@ -175,12 +177,12 @@ def test_members_share_the_sums_too():
 
 @pytest.mark.parametrize("method", [m for m in FAMILY if m.merge_lowrank], ids=lambda m: m.name)
 def test_low_rank_equals_dense(method):
-    pairs = zip(gaussian(3, 14, 2), gaussian(3, 2, 18, seed=9), strict=True)
+    pairs = zip(random_deltas(3, 14, 2), random_deltas(3, 2, 18, seed=9), strict=True)
     deltas = [LowRank(b, a) for b, a in pairs]
     given = needs(method, 3, 18)
     found = method.merge_lowrank(deltas, **given)
     expected = method.merge([d.dense() for d in deltas], **given)
-    assert relative(found.value.dense(), expected.value) < TOLERANCE
+    assert relative_error(found.value.dense(), expected.value) < TOLERANCE
     assert found.value.rank <= 6
     assert found.stats.get("rank", 0) == expected.stats.get("rank", 0)
 
@@ -195,7 +197,7 @@ def test_low_rank_form_takes_the_same_options_with_the_same_defaults(method):
 
 @pytest.mark.parametrize("method", FAMILY, ids=lambda m: m.name)
 def test_one_pass_dtype_shape_and_documented_options(method):
-    deltas = [d.float().mT for d in gaussian(3, 7, 2, 5)]
+    deltas = [d.float().mT for d in random_deltas(3, 7, 2, 5)]
     given = {"statistics": {"gram": [torch.eye(2)] * 3}} if method.needs_statistics else {}
     deltas = [d.transpose(0, 1) for d in deltas]  # (5, 7, 2), not contiguous
     merged = method.merge(OnePass(deltas), **given)
@@ -217,6 +219,6 @@ def test_workspace_grows_with_what_it_holds(method):
 
 @pytest.mark.parametrize("method", FAMILY, ids=lambda m: m.name)
 def test_float32_is_close_to_float64(method):
-    deltas, given = gaussian(3, 20, 12), needs(method, 3, 12)
+    deltas, given = random_deltas(3, 20, 12), needs(method, 3, 12)
     exact = method.merge(deltas, **given).value
-    assert relative(method.merge([d.float() for d in deltas], **given).value, exact) < 1e-4
+    assert relative_error(method.merge([d.float() for d in deltas], **given).value, exact) < 1e-4

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, relative
+from tests.helpers.experts import Experts
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.methods.karcher import merge, sphere_mean
@@ -39,7 +40,7 @@ def test_iterating_on_coefficients_is_iterating_on_tensors(size: float, max_iter
     experts = made.with_deltas([10 * size * d for d in made.deltas])
     weights = [experts.base + d for d in experts.deltas]
     out = merge(experts.deltas, base=experts.base, max_iter=max_iter)
-    assert relative(out.value, naive(weights, [1 / 3] * 3, max_iter, 1e-5) - experts.base) < 1e-10
+    assert relative_error(out.value, naive(weights, [1 / 3] * 3, max_iter, 1e-5) - experts.base) < 1e-10
     assert out.stats["iterations"] <= max_iter
 
 
@@ -47,7 +48,7 @@ def test_weights_and_the_base_as_a_point() -> None:
     experts = Experts.random(2, (6, 7))
     points = [experts.base, *(experts.base + d for d in experts.deltas)]
     out = merge(experts.deltas, base=experts.base, weights=[1.0, 3.0], include_base=True).value
-    assert relative(out, naive(points, [2 / 6, 1 / 6, 3 / 6], 10, 1e-5) - experts.base) < 1e-9
+    assert relative_error(out, naive(points, [2 / 6, 1 / 6, 3 / 6], 10, 1e-5) - experts.base) < 1e-9
 
 
 def test_two_points_meet_half_way() -> None:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.interference import gaussian, relative
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 
 from actmat.errors import StatisticsError
 from actmat.linalg.lowrank import LowRank
@@ -11,30 +12,30 @@ from actmat.methods.lot import LOT, merge, merge_lowrank
 
 def test_it_minimises_the_drift_of_the_features():
     """`sum_t ||X_t (D - D_t)^T||^2` by a least-squares routine on the stacked inputs."""
-    samples, deltas = gaussian(3, 20, 6, seed=31), gaussian(3, 9, 6)
+    samples, deltas = random_deltas(3, 20, 6, seed=31), random_deltas(3, 9, 6)
     targets = torch.cat([x @ d.T for x, d in zip(samples, deltas, strict=True)])
     expected = torch.linalg.lstsq(torch.cat(samples), targets).solution.T
     found = merge(deltas, statistics={"gram": [x.T @ x for x in samples]}).value
-    assert relative(found, expected) < 1e-12
+    assert relative_error(found, expected) < 1e-12
 
 
 def test_weights_multiply_the_drift():
-    samples, deltas = gaussian(2, 20, 6, seed=31), gaussian(2, 9, 6)
+    samples, deltas = random_deltas(2, 20, 6, seed=31), random_deltas(2, 9, 6)
     targets = torch.cat([samples[0] @ deltas[0].T, 3 * samples[1] @ deltas[1].T])
     expected = torch.linalg.lstsq(torch.cat([samples[0], 3 * samples[1]]), targets).solution.T
     found = merge(deltas, statistics={"gram": [x.T @ x for x in samples]}, weights=[1.0, 9.0]).value
-    assert relative(found, expected) < 1e-12
+    assert relative_error(found, expected) < 1e-12
 
 
 def test_low_rank():
-    pairs = [LowRank(b, a) for b, a in zip(gaussian(2, 9, 2), gaussian(2, 2, 6, seed=1), strict=True)]
-    statistics = {"gram": [x.T @ x for x in gaussian(2, 20, 6, seed=31)]}
+    pairs = [LowRank(b, a) for b, a in zip(random_deltas(2, 9, 2), random_deltas(2, 2, 6, seed=1), strict=True)]
+    statistics = {"gram": [x.T @ x for x in random_deltas(2, 20, 6, seed=31)]}
     dense = merge([p.dense() for p in pairs], statistics=statistics).value
-    assert relative(merge_lowrank(pairs, statistics=statistics).value.dense(), dense) < 1e-12
+    assert relative_error(merge_lowrank(pairs, statistics=statistics).value.dense(), dense) < 1e-12
 
 
 def test_it_needs_grams_and_no_base():
     assert LOT.needs_statistics == ("gram",)
     assert not LOT.needs_base
     with pytest.raises(StatisticsError, match="'gram'"):
-        merge(gaussian(2, 3, 4))
+        merge(random_deltas(2, 3, 4))

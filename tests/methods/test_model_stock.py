@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, relative
+from tests.helpers.experts import Experts
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.methods.model_stock import merge
@@ -26,7 +27,7 @@ def test_one_angle_per_tensor(n_experts: int) -> None:
     experts = correlated(n_experts, (6, 7))
     flat = [(experts.base + d).flatten() for d in experts.deltas]
     expected = naive(experts.base.flatten(), flat).reshape(6, 7)
-    assert relative(merge(experts.deltas).value, expected) < 1e-12
+    assert relative_error(merge(experts.deltas).value, expected) < 1e-12
 
 
 @pytest.mark.parametrize("shape", [(6, 7), (2, 3, 5), (5000, 9), (3, 20000)])
@@ -36,7 +37,7 @@ def test_one_angle_per_filter(shape: tuple[int, ...]) -> None:
     base = experts.base.reshape(-1, shape[-1])
     rows = [d.reshape(-1, shape[-1]) for d in experts.deltas]
     for i in (0, 1, out.shape[0] - 1):
-        assert relative(out[i], naive(base[i], [base[i] + d[i] for d in rows])) < 1e-11
+        assert relative_error(out[i], naive(base[i], [base[i] + d[i] for d in rows])) < 1e-11
 
 
 def test_a_vector_is_one_filter() -> None:
@@ -56,7 +57,7 @@ def test_orthogonal_experts_keep_the_base_and_opposed_ones_do_not_blow_up() -> N
 
 def test_tiny_deltas_are_scaled_like_large_ones() -> None:
     deltas = correlated(3, (6, 7)).deltas
-    assert relative(merge([1e-9 * d for d in deltas]).value, 1e-9 * merge(deltas).value) < 1e-12
+    assert relative_error(merge([1e-9 * d for d in deltas]).value, 1e-9 * merge(deltas).value) < 1e-12
 
 
 def test_a_frozen_filter_stays() -> None:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.interference import gaussian, relative
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 
 from actmat.errors import StatisticsError
 from actmat.linalg.lowrank import LowRank
@@ -10,7 +11,7 @@ from actmat.methods.regmean import REGMEAN, merge, merge_lowrank
 
 
 def inputs(n_experts, samples, width):
-    return gaussian(n_experts, samples, width, seed=31)
+    return random_deltas(n_experts, samples, width, seed=31)
 
 
 def given(samples):
@@ -19,14 +20,14 @@ def given(samples):
 
 def test_it_is_least_squares_on_the_outputs():
     """Stack inputs and targets of all experts and let a least-squares routine solve it."""
-    samples, deltas = inputs(3, 20, 6), gaussian(3, 9, 6)
+    samples, deltas = inputs(3, 20, 6), random_deltas(3, 9, 6)
     targets = torch.cat([x @ d.T for x, d in zip(samples, deltas, strict=True)])
     expected = torch.linalg.lstsq(torch.cat(samples), targets).solution.T
-    assert relative(merge(deltas, statistics=given(samples)).value, expected) < 1e-12
+    assert relative_error(merge(deltas, statistics=given(samples)).value, expected) < 1e-12
 
 
 def test_fewer_samples_than_inputs_keep_the_base_elsewhere():
-    samples, deltas = inputs(2, 3, 10), gaussian(2, 9, 10)
+    samples, deltas = inputs(2, 3, 10), random_deltas(2, 9, 10)
     merged = merge(deltas, statistics=given(samples))
     assert merged.stats["rank"] == 6
     outside = torch.linalg.svd(torch.cat(samples)).Vh[6:]
@@ -42,58 +43,59 @@ def transcribed_weights(base, deltas, grams):
 def test_weight_form(samples):
     """As first published: equal to the delta form for a regular sum of Grams, without the base where it is singular."""
     grams = given(inputs(2, samples, 10))
-    base, deltas = gaussian(1, 9, 10, seed=2)[0], gaussian(2, 9, 10)
+    base, deltas = random_deltas(1, 9, 10, seed=2)[0], random_deltas(2, 9, 10)
     found = merge(deltas, statistics=grams, base=base, form="weight").value
-    assert relative(found, transcribed_weights(base, deltas, grams["gram"]) - base) < 1e-9
-    distance = relative(found, merge(deltas, statistics=grams, base=base).value)
+    assert relative_error(found, transcribed_weights(base, deltas, grams["gram"]) - base) < 1e-9
+    distance = relative_error(found, merge(deltas, statistics=grams, base=base).value)
     assert distance < 1e-9 if samples == 20 else distance > 0.1
 
 
 def test_weight_form_without_a_base_is_refused():
     with pytest.raises(ValueError, match="needs the base"):
-        merge(gaussian(1, 4, 5), statistics=given(inputs(1, 9, 5)), form="weight")
+        merge(random_deltas(1, 4, 5), statistics=given(inputs(1, 9, 5)), form="weight")
 
 
 def test_off_diagonal():
-    grams, deltas = given(inputs(3, 20, 6))["gram"], gaussian(3, 9, 6)
+    grams, deltas = given(inputs(3, 20, 6))["gram"], random_deltas(3, 9, 6)
     shrunk = [0.9 * g + 0.1 * torch.diag(g.diagonal()) for g in grams]
     found = merge(deltas, statistics={"gram": grams}, off_diagonal=0.9).value
-    assert relative(found, merge(deltas, statistics={"gram": shrunk}).value) < 1e-12
+    assert relative_error(found, merge(deltas, statistics={"gram": shrunk}).value) < 1e-12
     diagonal = merge(deltas, statistics={"gram": grams}, off_diagonal=0.0).value
     weights = [g.diagonal() for g in grams]
-    assert relative(diagonal, sum(d * w for d, w in zip(deltas, weights, strict=True)) / sum(weights)) < 1e-12
+    assert relative_error(diagonal, sum(d * w for d, w in zip(deltas, weights, strict=True)) / sum(weights)) < 1e-12
 
 
 def test_normalise_trace_makes_the_number_of_tokens_irrelevant():
-    grams, deltas = given(inputs(3, 20, 6))["gram"], gaussian(3, 9, 6)
+    grams, deltas = given(inputs(3, 20, 6))["gram"], random_deltas(3, 9, 6)
     more = [50 * grams[0], *grams[1:]]
     plain, other = (merge(deltas, statistics={"gram": g}, normalise="trace").value for g in (grams, more))
-    assert relative(other, plain) < 1e-12
+    assert relative_error(other, plain) < 1e-12
     assert (
-        relative(merge(deltas, statistics={"gram": more}).value, merge(deltas, statistics={"gram": grams}).value) > 0.1
+        relative_error(merge(deltas, statistics={"gram": more}).value, merge(deltas, statistics={"gram": grams}).value)
+        > 0.1
     )
 
 
 def test_equal_grams_give_the_average():
-    gram, deltas = given(inputs(1, 20, 6))["gram"][0], gaussian(3, 9, 6)
-    assert relative(merge(deltas, statistics={"gram": [gram] * 3}).value, sum(deltas) / 3) < 1e-12
+    gram, deltas = given(inputs(1, 20, 6))["gram"][0], random_deltas(3, 9, 6)
+    assert relative_error(merge(deltas, statistics={"gram": [gram] * 3}).value, sum(deltas) / 3) < 1e-12
 
 
 def test_statistics_in_another_dtype_are_converted():
-    grams, deltas = given(inputs(2, 20, 6))["gram"], gaussian(2, 9, 6)
+    grams, deltas = given(inputs(2, 20, 6))["gram"], random_deltas(2, 9, 6)
     found = merge(deltas, statistics={"gram": [g.float() for g in grams]}).value
     assert found.dtype == torch.float64
-    assert relative(found, merge(deltas, statistics={"gram": grams}).value) < 1e-5
+    assert relative_error(found, merge(deltas, statistics={"gram": grams}).value) < 1e-5
 
 
 @pytest.mark.parametrize("statistics", [None, {}, {"fisher": []}])
 def test_missing_statistics_are_named(statistics):
     with pytest.raises(StatisticsError, match="'gram'"):
-        merge(gaussian(2, 3, 4), statistics=statistics)
+        merge(random_deltas(2, 3, 4), statistics=statistics)
 
 
 def test_low_rank_needs_no_base_and_refuses_the_weight_form():
-    pairs = [LowRank(b, a) for b, a in zip(gaussian(2, 9, 2), gaussian(2, 2, 6, seed=1), strict=True)]
+    pairs = [LowRank(b, a) for b, a in zip(random_deltas(2, 9, 2), random_deltas(2, 2, 6, seed=1), strict=True)]
     statistics = given(inputs(2, 20, 6))
     assert merge_lowrank(pairs, statistics=statistics).value.rank <= 4
     with pytest.raises(ValueError, match="form='weight'"):
@@ -101,8 +103,8 @@ def test_low_rank_needs_no_base_and_refuses_the_weight_form():
 
 
 def test_variants_of_one_accumulation():
-    statistics, base = given(inputs(2, 3, 10)), gaussian(1, 9, 10, seed=2)[0]
-    deltas = gaussian(2, 9, 10)
+    statistics, base = given(inputs(2, 3, 10)), random_deltas(1, 9, 10, seed=2)[0]
+    deltas = random_deltas(2, 9, 10)
     state = REGMEAN.stages.prepare(deltas, statistics=statistics, **REGMEAN.resolve_options({}))
     for form in ("delta", "weight"):
         staged = REGMEAN.stages.finish(state, base=base, form=form).value

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.helpers.masking import awkward_deltas, call, relative_error, smooth_deltas
+from tests.helpers.masking import awkward_deltas, call
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.methods.sce import SCE
@@ -34,12 +36,12 @@ def naive_sce(deltas: Sequence[Tensor], fraction: float) -> Tensor:
 @pytest.mark.parametrize("fraction", [1.0, 0.7, 0.2])
 @pytest.mark.parametrize("n_experts", [1, 2, 4])
 def test_naive_transcription(fraction: float, n_experts: int) -> None:
-    deltas = smooth_deltas(n_experts, (9, 7))
+    deltas = random_deltas(n_experts, 9, 7)
     assert relative_error(call(SCE, deltas, select_topk=fraction), naive_sce(deltas, fraction)) < 1e-14
 
 
 def test_exact_cancellation_elects_plus() -> None:
-    deltas = awkward_deltas(2, (200,))
+    deltas = awkward_deltas(2, 200)
     assert relative_error(call(SCE, deltas), naive_sce(deltas, 1.0)) < 1e-14
 
 
@@ -52,7 +54,7 @@ def test_only_entries_on_which_experts_differ_count_for_the_fraction() -> None:
 
 def test_units_do_not_matter() -> None:
     """Deltas of a real fine-tuning have mean squares far below 1e-6; energies must still weigh the experts."""
-    deltas = smooth_deltas(3, (30,))
+    deltas = random_deltas(3, 30)
     deltas[0] *= 5
     small = call(SCE, [d * 1e-9 for d in deltas])
     assert relative_error(small * 1e9, call(SCE, deltas)) < 1e-13
@@ -60,7 +62,7 @@ def test_units_do_not_matter() -> None:
 
 
 def test_equal_experts_and_zeros() -> None:
-    (delta,) = smooth_deltas(1, (5, 4))
+    (delta,) = random_deltas(1, 5, 4)
     assert relative_error(call(SCE, [delta] * 3), delta) < 1e-15
     assert float(call(SCE, [delta] * 3, select_topk=0.5).abs().sum()) == 0, "no entry differs, none is selected"
     assert float(call(SCE, [torch.zeros(5)] * 2).abs().sum()) == 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
+from tests.helpers.experts import OnePass
 from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas
 
@@ -41,26 +40,7 @@ def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod, op
     assert declared <= 6 * peak
 
 
-class ReadOnce(Sequence):
-    """Deltas that may each be read once, in order."""
-
-    def __init__(self, deltas):
-        self.deltas, self.next = deltas, 0
-
-    def __len__(self):
-        return len(self.deltas)
-
-    def __getitem__(self, index):
-        if index == len(self):
-            raise IndexError(index)
-        assert index == self.next, f"read {index}, expected {self.next}"
-        self.next += 1
-        return self.deltas[index]
-
-
 @pytest.mark.parametrize(("method", "options"), [c for c in CASES if c[0].one_pass])
 def test_one_pass_rules_read_every_delta_once(method: MergeMethod, options):
     deltas = random_deltas(3, 9, 12)
-    reader = ReadOnce(deltas)
-    assert torch.equal(method.merge(reader, **options).value, method.merge(deltas, **options).value)
-    assert reader.next == 3
+    assert torch.equal(method.merge(OnePass(deltas), **options).value, method.merge(deltas, **options).value)

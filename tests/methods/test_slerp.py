@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, relative
+from tests.helpers.experts import Experts
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.methods.slerp import merge
@@ -34,7 +35,7 @@ def test_from_the_base_to_an_expert(experts: Experts, t: float) -> None:
 def test_from_one_expert_to_another(experts: Experts, t: float) -> None:
     ends = [experts.base + d for d in experts.deltas]
     out = merge(experts.deltas, base=experts.base, t=t).value
-    assert relative(out, naive(ends[0], ends[1], t) - experts.base) < 1e-12
+    assert relative_error(out, naive(ends[0], ends[1], t) - experts.base) < 1e-12
 
 
 def test_equal_norms_keep_the_norm() -> None:
@@ -47,7 +48,7 @@ def test_equal_norms_keep_the_norm() -> None:
 def test_parallel_and_opposite_ends_are_joined_by_a_line(experts: Experts, delta: float) -> None:
     merged = merge([delta * experts.base], base=experts.base, t=0.25)
     assert merged.stats["linear"] is True
-    assert relative(merged.value, 0.25 * delta * experts.base) < 1e-14
+    assert relative_error(merged.value, 0.25 * delta * experts.base) < 1e-14
 
 
 def test_a_zero_end_has_no_direction(experts: Experts) -> None:

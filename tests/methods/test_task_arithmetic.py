@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.masking import call, relative_error, seeded, smooth_deltas
+from tests.helpers.masking import call
+from tests.helpers.spectra import random_deltas, seeded
+from tests.tolerances import relative_error
 
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC, merge_lowrank
@@ -10,7 +12,7 @@ from actmat.methods.task_arithmetic import TASK_ARITHMETIC, merge_lowrank
 
 @pytest.mark.parametrize("weights", [None, [0.5, -1.0, 2.0]])
 def test_naive_sum(weights: list[float] | None) -> None:
-    deltas = smooth_deltas(3, (4, 5))
+    deltas = random_deltas(3, 4, 5)
     expected = torch.zeros(4, 5, dtype=torch.float64)
     for o in range(4):
         for i in range(5):
@@ -19,7 +21,7 @@ def test_naive_sum(weights: list[float] | None) -> None:
 
 
 def test_scaling_is_lambda() -> None:
-    deltas = smooth_deltas(2, (6,))
+    deltas = random_deltas(2, 6)
     assert torch.equal(call(TASK_ARITHMETIC, deltas, scaling=1.0), deltas[0] + deltas[1])
 
 
@@ -38,7 +40,7 @@ def test_lowrank_equals_dense() -> None:
 
 
 def test_inputs_are_left_as_they_are() -> None:
-    deltas = smooth_deltas(2, (6,))
+    deltas = random_deltas(2, 6)
     copies = [d.clone() for d in deltas]
     call(TASK_ARITHMETIC, deltas)
     assert all(torch.equal(d, c) for d, c in zip(deltas, copies, strict=True))

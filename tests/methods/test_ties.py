@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.masking import awkward_deltas, call, naive_elect, naive_top, relative_error, smooth_deltas
+from tests.helpers.masking import awkward_deltas, call, naive_elect, naive_top
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
@@ -42,17 +44,17 @@ def survey(model: dict[str, list[Tensor]], order: Sequence[str], threads: int = 
 
 @pytest.mark.parametrize("variant", list(ZERO_SIGN))
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("make", [awkward_deltas, smooth_deltas])
+@pytest.mark.parametrize("make", [awkward_deltas, random_deltas])
 @pytest.mark.parametrize("density", [0.1, 0.35, 0.999])
 def test_naive_transcription(variant: str, reduce: str, make: Any, density: float) -> None:
-    deltas = make(4, (9, 7))
+    deltas = make(4, 9, 7)
     expected = naive_ties(deltas, [1.0] * 4, [density] * 4, variant, reduce)
     assert relative_error(call(TIES, deltas, density=density, variant=variant, reduce=reduce), expected) < 1e-14
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_weights_and_densities_per_expert(reduce: str) -> None:
-    deltas, weights, densities = smooth_deltas(3, (11, 5)), [0.5, 0.3, 0.4], [0.2, 0.4, 0.3]
+    deltas, weights, densities = random_deltas(3, 11, 5), [0.5, 0.3, 0.4], [0.2, 0.4, 0.3]
     expected = naive_ties(deltas, weights, densities, "mergekit", reduce)
     found = call(TIES, deltas, weights=weights, density=densities, variant="mergekit", reduce=reduce)
     assert relative_error(found, expected) < 1e-14
@@ -76,19 +78,19 @@ def test_tiny_tensors(shape: tuple[int, ...], variant: str) -> None:
 
 
 def test_the_record_tells_the_fraction_kept() -> None:
-    (delta,) = smooth_deltas(1, (100,))
+    (delta,) = random_deltas(1, 100)
     merged = TIES.merge([delta], **TIES.resolve_options({"density": 0.25, "variant": "actmat"}))
     assert merged.stats["kept_fraction"] == 0.25
     assert int(torch.count_nonzero(merged.value)) == 25
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("make", [awkward_deltas, smooth_deltas])
+@pytest.mark.parametrize("make", [awkward_deltas, random_deltas])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
 def test_global_trim_equals_ties_of_the_concatenated_model(dtype: torch.dtype, make: Any, reduce: str) -> None:
     """Layers of different scale: per-tensor trimming would give another answer."""
     shapes = {"a": (6, 5), "b": (13,), "c": (2, 3, 4)}
-    model = {n: [x * 2**i for x in make(3, s, seed=i, dtype=dtype)] for i, (n, s) in enumerate(shapes.items())}
+    model = {n: [x * 2**i for x in make(3, *s, seed=i, dtype=dtype)] for i, (n, s) in enumerate(shapes.items())}
     whole = [torch.cat([model[n][t].reshape(-1) for n in shapes]) for t in range(3)]
     expected = naive_ties(whole, [1.0] * 3, [0.3] * 3, "original", reduce)
     found = survey(model, list(shapes), density=0.3, reduce=reduce)
@@ -99,14 +101,14 @@ def test_global_trim_equals_ties_of_the_concatenated_model(dtype: torch.dtype, m
 
 
 def test_the_survey_does_not_depend_on_order_or_threads() -> None:
-    model = {str(i): awkward_deltas(3, (5 + i, 4), seed=i) for i in range(12)}
+    model = {str(i): awkward_deltas(3, 5 + i, 4, seed=i) for i in range(12)}
     names = list(model)
     assert survey(model, names) == survey(model, names[::-1], threads=4)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0, [0.0, 1.0, 0.5]])
 def test_the_survey_takes_densities_at_the_ends(density: Any) -> None:
-    deltas = smooth_deltas(3, (40,))
+    deltas = random_deltas(3, 40)
     found = survey({"w": deltas}, ["w"], density=density)
     assert (
         relative_error(
@@ -123,7 +125,7 @@ def test_only_the_original_variant_asks_for_a_round_of_votes() -> None:
 
 def test_global_trim_without_a_survey_is_refused() -> None:
     with pytest.raises(RecipeError, match="no survey"):
-        call(TIES, smooth_deltas(2, (4,)), trim="global")
+        call(TIES, random_deltas(2, 4), trim="global")
     assert TIES.survey is not None
     assert not TIES.survey.applies(TIES.resolve_options({}))
 
@@ -131,9 +133,9 @@ def test_global_trim_without_a_survey_is_refused() -> None:
 @pytest.mark.parametrize(("density", "match"), [([0.1], "a list of 1, but 2 experts"), ([0.1, 1.5], r"got \[1.5\]")])
 def test_wrong_density_lists_are_refused(density: list[float], match: str) -> None:
     with pytest.raises(RecipeError, match=match):
-        call(TIES, smooth_deltas(2, (4,)), density=density)
+        call(TIES, random_deltas(2, 4), density=density)
 
 
 def test_transposed_input_gives_the_transposed_result() -> None:
-    deltas = smooth_deltas(3, (8, 6))
+    deltas = random_deltas(3, 8, 6)
     assert torch.equal(call(TIES, [d.mT for d in deltas]), call(TIES, deltas).mT)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.interference import gaussian, relative
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
 
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.wudi import WUDI, merge, merge_lowrank
@@ -22,7 +23,7 @@ def gradient(merged, deltas):
 
 
 def small(n_experts, *shape):
-    return [1e-3 * d for d in gaussian(n_experts, *shape)]
+    return [1e-3 * d for d in random_deltas(n_experts, *shape)]
 
 
 @pytest.mark.parametrize("shape", [(4, 12, 12), (3, 20, 8), (3, 4, 20)])
@@ -35,7 +36,7 @@ def test_closed_form_is_a_stationary_point(shape):
 def test_closed_form_moves_from_the_sum_only_where_the_objective_is_not_flat():
     deltas = small(3, 4, 20)
     outside = torch.linalg.svd(torch.cat(deltas)).Vh[12:]
-    assert relative((merge(deltas).value - sum(deltas)) @ outside.T + 1.0, torch.ones(4, 8)) < 1e-12
+    assert relative_error((merge(deltas).value - sum(deltas)) @ outside.T + 1.0, torch.ones(4, 8)) < 1e-12
 
 
 @pytest.mark.parametrize("steps", [0, 1, 25])
@@ -50,15 +51,15 @@ def test_adam_equals_torch_adam_on_the_published_loss(steps, weights):
         objective(point, deltas, weights).backward()
         optimiser.step()
     found = merge(deltas, optimiser="adam", steps=steps, weights=weights)
-    assert relative(found.value, point.detach()) < 1e-9
+    assert relative_error(found.value, point.detach()) < 1e-9
     assert found.stats["steps"] == steps
 
 
 def test_adam_approaches_the_closed_form():
     deltas = small(3, 8, 8)
     best = merge(deltas).value
-    far = relative(merge(deltas, optimiser="adam", steps=20).value, best)
-    near = relative(merge(deltas, optimiser="adam", steps=2000).value, best)
+    far = relative_error(merge(deltas, optimiser="adam", steps=20).value, best)
+    near = relative_error(merge(deltas, optimiser="adam", steps=2000).value, best)
     assert near < 0.02 < far
 
 
@@ -75,7 +76,7 @@ def test_adam_on_a_batch_and_a_zero_delta():
     found = merge(deltas, optimiser="adam", steps=10).value
     for item in range(2):
         alone = [d[item] for d in deltas if bool(d[item].any())]
-        assert relative(found[item], merge(alone, optimiser="adam", steps=10).value) < 1e-12
+        assert relative_error(found[item], merge(alone, optimiser="adam", steps=10).value) < 1e-12
 
 
 def test_adam_variants_share_one_accumulation():
@@ -94,4 +95,4 @@ def test_adam_workspace_counts_its_moments():
 
 def test_adam_has_no_low_rank_form():
     with pytest.raises(ValueError, match="adam"):
-        merge_lowrank([LowRank(*gaussian(1, 4, 2), *gaussian(1, 2, 5))], optimiser="adam")
+        merge_lowrank([LowRank(*random_deltas(1, 4, 2), *random_deltas(1, 2, 5))], optimiser="adam")

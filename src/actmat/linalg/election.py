@@ -1,6 +1,6 @@
 """The two ways of adding masked deltas up: a weighted sum, or sign election.
 
-The rules of the TIES, DARE, breadcrumbs and SCE family are `weighted_sum` or `elect` with different masks, so they
+The rules of the TIES, DARE, breadcrumbs and SCE family are `masked_sum` or `elect` with different masks, so they
 share one pass over memory: for each piece, mask every expert into a buffer that stays in the cache, then add up.
 
 Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one piece of it, `C` contested entries.
@@ -17,14 +17,14 @@ from torch import Tensor
 from actmat.linalg.masks import Mask
 from actmat.linalg.threshold import PIECE, pieces
 
-__all__ = ["ZeroSign", "elect", "piece_workspace", "sign_balance", "weighted_sum"]
+__all__ = ["ZeroSign", "elect", "masked_sum", "piece_workspace", "sign_balance"]
 
 ZeroSign = Literal["majority", "positive", "zero"]
 """Sign elected where the votes cancel exactly: that of the sum of all elected signs (a draw elects nothing),
 always plus, or none (the merged entry is 0)."""
 
 
-def weighted_sum(deltas: Sequence[Tensor], masks: Sequence[Mask], scales: Sequence[float]) -> Tensor:
+def masked_sum(deltas: Sequence[Tensor], masks: Sequence[Mask], scales: Sequence[float]) -> Tensor:
     """`sum_t scale_t * mask_t(D_t)`, of the shape of a delta, in one pass."""
     flats_TN = [delta.reshape(-1) for delta in deltas]
     out_N = torch.empty_like(flats_TN[0])
@@ -151,5 +151,5 @@ def _agreeing(
 
 
 def piece_workspace(entries: int, n_experts: int) -> int:
-    """Elements of the piece buffers of one call of `elect` or `weighted_sum`."""
+    """Elements of the piece buffers of one call of `elect` or `masked_sum`."""
     return min(entries, PIECE) * (n_experts + 5)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.eigen import thin_svd
+from actmat.linalg.lapack import Retries, economy_svd
 
 __all__ = ["Estimator", "Normaliser", "trim_to_top"]
 
@@ -45,14 +45,14 @@ class Estimator:
         """Rows `R` of the factor of an `O x I` delta."""
         return out_features if self.power == 1.0 else min(out_features, in_features)
 
-    def factor(self, delta_OI: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+    def factor(self, delta_OI: Tensor) -> tuple[Tensor, Retries]:
         """`A_t` with `K_t = A_t^T A_t`, and the retries of its decomposition; the delta itself where it is plain."""
         out = delta_OI if self.trim is None else trim_to_top(delta_OI, self.trim)
         if self.centre:
             out = out - out.mean(dim=-2, keepdim=True)
         return self.powered(out)
 
-    def powered(self, factor_OI: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+    def powered(self, factor_OI: Tensor) -> tuple[Tensor, Retries]:
         """`diag(s^power) V^T` for the factor `U diag(s) V^T`: its Gram is the power of the factor's Gram.
 
         By SVD, not through the Gram's eigenvalues: those carry an error `eps s_max^2`, whose root is `3e-4 s_max`
@@ -60,7 +60,7 @@ class Estimator:
         """
         if self.power == 1.0:
             return factor_OI, ()
-        svd = thin_svd(factor_OI)
+        svd = economy_svd(factor_OI)
         return svd.s_R.pow(self.power).unsqueeze(-1) * svd.vh_RN, svd.retries
 
     def weight(self, squared_norm: float) -> float:

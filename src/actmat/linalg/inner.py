@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["PIECE", "inner_products", "weighted_sum"]
+__all__ = ["PIECE", "inner_products", "inner_workspace", "one_pass_sum", "weighted_sum"]
 
 PIECE = 1 << 14
 """Entries per piece: a handful of float64 rows of this length fit a core's private cache."""
@@ -35,7 +35,7 @@ def inner_products(tensors: Sequence[Tensor]) -> Tensor:
     return gram_TT.cpu()
 
 
-def weighted_sum(coefficients: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
+def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
     """`sum_t c_t X_t` in a new tensor; tensors whose coefficient is exactly zero are not read."""
     out = torch.zeros_like(tensors[0], memory_format=torch.contiguous_format)
     into = out.view(-1)
@@ -45,3 +45,20 @@ def weighted_sum(coefficients: Sequence[float], tensors: Sequence[Tensor]) -> Te
         for c, x in terms:
             piece.add_(x[start : start + PIECE], alpha=c)
     return out
+
+
+def one_pass_sum(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """`sum_t w_t D_t` in a new tensor, each delta read once and one alive at a time: for sequences that read lazily."""
+    out: Tensor | None = None
+    for delta, weight in zip(deltas, weights, strict=True):
+        if out is None:
+            out = delta * weight
+        else:
+            out.add_(delta, alpha=weight)
+    assert out is not None, "a merge has at least one expert"
+    return out
+
+
+def inner_workspace(entries: int, n_tensors: int) -> int:
+    """Elements of float32 that `inner_products` and one `weighted_sum` hold at their peak, the sum included."""
+    return entries + 2 * n_tensors * min(PIECE, max(1, entries))

@@ -31,6 +31,7 @@ from torch import Tensor
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.estimators import Estimator
 from actmat.linalg.filters import Filter
+from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.moments import Form, PrimalMoments, Reduced, StackedMoments, form_for
 from actmat.linalg.spectral_solve import Stats, solve
 
@@ -110,7 +111,7 @@ class State:
     weight_sum: float
     width: int
     squared_norms: list[float]
-    retries: tuple[str, ...]
+    retries: Retries
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +206,16 @@ def finish(state: State, rule: Rule, *, fill: tuple[Tensor, float] | None = None
     else:
         out_BOI = state.like.new_empty(len(state.items), rows, columns)
     records: list[Stats] = []
+    retries = state.retries
     for item, reduced in enumerate(state.items):
         fill_OI = None if fill is None else (fill[0].reshape(-1, rows, columns)[item], fill[1])
-        records.append(solve(reduced, rule.spectral, state.width, out_BOI[item], fill_OI, rule.solver == "auto"))
+        record, new = solve(reduced, rule.spectral, state.width, out_BOI[item], fill_OI, rule.solver == "auto")
+        records.append(record)
+        retries += new
         if consume:  # frees the item's Gram matrix and spectrum before the next one makes its own
             state.items[item] = Reduced(reduced.left_ON[:0], None, None, reduced.form)
     value = out_BOI.view(state.shape)
-    return Solution(value, _summary(records, state, value))
+    return Solution(value, {**_summary(records, state, value), **retry_stats(retries)})
 
 
 def _start(
@@ -293,13 +297,6 @@ def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:
             out[name] = " | ".join(sorted({str(x) for x in found}))
         else:
             out[name] = found[0]
-    retries = list(state.retries)
-    for record in records:
-        retries += [r for r in str(record.get("retried_as", "")).split(", ") if r]
-    out.pop("retried_as", None)
-    out["retries"] = len(retries)
-    if retries:
-        out["retried_as"] = ", ".join(sorted(set(retries)))
     norm = float(torch.linalg.vector_norm(value, dtype=torch.float64))
     if not math.isfinite(norm):
         raise NumericalError(

@@ -11,8 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.robust import eigh_descending
-from actmat.linalg.svd import GRAM_RTOL, RANK_RTOL, accuracy_of, numerical_range, pieces, row_gram, thin_svd
+from actmat.linalg.lapack import Retries
+from actmat.linalg.svd import (
+    RANK_RTOL,
+    accuracy_of,
+    gram_is_enough,
+    gram_spectrum,
+    numerical_range,
+    pieces,
+    row_gram,
+    thin_svd,
+)
 
 __all__ = ["JointBasis", "joint_basis"]
 
@@ -27,7 +36,7 @@ class JointBasis:
     u_OR: Tensor
     s_R: Tensor
     on_R: Tensor
-    retry: str = ""
+    retries: Retries = ()
 
     def coordinates(self, delta_OI: Tensor) -> Tensor:
         """`U^T D_t = diag(s) V_t^T` (`R x I`), computed in float64, in the dtype of the delta.
@@ -59,19 +68,19 @@ def joint_basis(
         NumericalError: a matrix is not finite, or its decomposition did not converge.
     """
     rows, columns = deltas[0].shape[-2:]
-    if (accuracy or accuracy_of(deltas[0])) != torch.float64 and rtol >= GRAM_RTOL and rows <= len(deltas) * columns:
+    if gram_is_enough(accuracy or accuracy_of(deltas[0]), rtol) and rows <= len(deltas) * columns:
         gram_OO = row_gram(deltas[0])
         for delta_OI in deltas[1:]:
             gram_OO += row_gram(delta_OI)
-        values, u_OR, retry = eigh_descending(gram_OO)
-        s_R, rank = numerical_range(values.clamp_min(0).sqrt(), rtol, atol)
+        s_R, u_OR, retries = gram_spectrum(gram_OO)
+        s_R, rank = numerical_range(s_R, rtol, atol)
     else:
         svd = thin_svd(torch.cat(list(deltas), dim=-1), accuracy=accuracy, rtol=rtol, floor=atol)
-        u_OR, s_R, rank, retry = svd.u_OK, svd.s_K, svd.rank, svd.retry
+        u_OR, s_R, rank, retries = svd.u_OK, svd.s_K, svd.rank, svd.retries
     width = int(rank.max())
     s_R = s_R[..., :width]
     on_R = s_R > 0
-    return JointBasis(u_OR[..., :width] * on_R.unsqueeze(-2), s_R, on_R, retry)
+    return JointBasis(u_OR[..., :width] * on_R.unsqueeze(-2), s_R, on_R, retries)
 
 
 def _project(basis_OR: Tensor, delta_OI: Tensor) -> Tensor:

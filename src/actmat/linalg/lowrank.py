@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from actmat.linalg.lapack import Retries, economy_svd
+
 __all__ = ["CommonBases", "LowRank", "Reduced", "common_bases", "frobenius_norm", "reduce_rank", "weighted_sum"]
 
 
@@ -86,13 +88,14 @@ class Reduced:
     """The best approximation of given rank, `b = U sqrt(s)`, `a = sqrt(s) V^T`, and what it leaves out.
 
     `norm` is `||D||_F` and `error` is `||D - b a||_F`, both over all batch elements; `rank` is the numerical rank of
-    `D`, the largest of the batch.
+    `D`, the largest of the batch; `retries` as in `linalg.lapack`.
     """
 
     value: LowRank
     norm: float
     error: float
     rank: int
+    retries: Retries = ()
 
 
 def reduce_rank(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Reduced:
@@ -102,7 +105,7 @@ def reduce_rank(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Reduced
     `rtol` only decides what is counted as `rank`. Cost `O((O + I) R^2 + R^3)`.
     """
     core, left_OR, right_IR = _core(delta)
-    u, s_K, vh = torch.linalg.svd(core, full_matrices=False)
+    u, s_K, vh, retries = economy_svd(core)
     kept = s_K[..., :rank]
     root = kept.sqrt().unsqueeze(-2)
     b_OR = (left_OR @ u[..., :rank]) * root
@@ -115,7 +118,7 @@ def reduce_rank(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Reduced
     found = int(((s_K > rtol * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
     dtype = delta.b_OR.dtype
     value = LowRank(b_OR.to(dtype), a_RI.to(dtype).contiguous())
-    return Reduced(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), found)
+    return Reduced(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), found, retries)
 
 
 def _core(delta: LowRank) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,14 +24,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.eigen import Spectrum, eigh, thin_svd
+from actmat.linalg.lapack import Retries, economy_svd, eigh
 
-__all__ = ["Form", "PrimalMoments", "Reduced", "StackedMoments", "add_gram_of_rows", "form_for"]
+__all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "add_gram_of_rows", "form_for"]
 
 Form = Literal["primal", "dual", "stacked"]
 
 PANELLED_FROM = 512
 """Smallest side at which the symmetric product is worth cutting into panels (below, calls cost more than they save)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spectrum:
+    """Eigenvalues (ascending) and eigenvectors (columns; None means the identity) of a reduced Gram matrix."""
+
+    values_N: Tensor
+    vectors_NN: Tensor | None
+    retries: Retries = ()
 
 
 @dataclass(slots=True)
@@ -47,7 +56,6 @@ class Reduced:
     gram_NN: Tensor | None
     right_NI: Tensor | None
     form: Form
-    retries: tuple[str, ...] = ()
     _spectrum: Spectrum | None = field(default=None, repr=False)
 
     @property
@@ -74,9 +82,8 @@ class Reduced:
         """
         if self._spectrum is None:
             assert self.gram_NN is not None, "the stacked form is made with its spectrum"
-            found = eigh(self.gram_NN.double())
-            assert found.vectors_NN is not None, "eigh gives vectors"
-            self._spectrum = Spectrum(found.values_N, found.vectors_NN.to(self.gram_NN.dtype), found.retries)
+            values_N, vectors_NN, retries = eigh(self.gram_NN.double())
+            self._spectrum = Spectrum(values_N, vectors_NN.to(self.gram_NN.dtype), retries)
         return self._spectrum
 
 
@@ -192,9 +199,9 @@ class StackedMoments:
             add_gram_of_rows(gram, self.a_NI.mT, 1.0)
             _mirror(gram)
             return Reduced(self.m_ON, gram, self.a_NI, "dual")
-        svd = thin_svd(self.a_NI)
+        svd = economy_svd(self.a_NI)
         order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)
         s = svd.s_R[order]
         left = self.m_ON @ svd.u_MR[:, order]
         right = s.unsqueeze(-1) * svd.vh_RN[order]
-        return Reduced(left, None, right, "stacked", svd.retries, Spectrum(s.square(), None, svd.retries))
+        return Reduced(left, None, right, "stacked", Spectrum(s.square(), None, svd.retries))

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.robust import eigh_descending
+from actmat.linalg.lapack import Retries
 from actmat.linalg.svd import (
     RANK_RTOL,
     accuracy_of,
     gram_is_enough,
+    gram_spectrum,
     numerical_range,
     orthogonal_svd,
     pieces,
@@ -33,12 +34,12 @@ EXACT_GRAM_CONDITION = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Polar:
-    """`factor_MN = U V^T` (float64), the singular values of `A` (descending, zeros beyond `rank`), and `retry`."""
+    """`factor_MN = U V^T` (float64), the singular values of `A` (descending, zeros beyond `rank`), and `retries`."""
 
     factor_MN: Tensor
     s_S: Tensor
     rank: Tensor
-    retry: str = ""
+    retries: Retries = ()
 
 
 def polar_factor(
@@ -64,20 +65,20 @@ def polar_factor(
     rows, columns = matrix_MN.shape[-2:]
     if not complete:
         if gram_is_enough(accuracy or accuracy_of(matrix_MN), rtol):
-            return _gram_polar(matrix_MN, *eigh_descending(short_gram(matrix_MN)), rtol)
+            return _gram_polar(matrix_MN, *gram_spectrum(short_gram(matrix_MN)), rtol)
         if max(rows, columns) >= 2 * min(rows, columns) > 0:
-            values, vectors, retry = eigh_descending(short_gram(matrix_MN))
-            if bool((values[..., -1] * EXACT_GRAM_CONDITION**2 > values[..., 0]).all()):
-                return _gram_polar(matrix_MN, values, vectors, retry, rtol)
-    u_MS, s_S, v_NS, retry = orthogonal_svd(matrix_MN)
+            s_S, vectors_SS, retries = gram_spectrum(short_gram(matrix_MN))
+            if bool((s_S[..., -1] * EXACT_GRAM_CONDITION > s_S[..., 0]).all()):
+                return _gram_polar(matrix_MN, s_S, vectors_SS, retries, rtol)
+    u_MS, s_S, v_NS, retries = orthogonal_svd(matrix_MN)
     s_S, rank = numerical_range(s_S, rtol)
     if not complete:
         u_MS = u_MS * (s_S > 0).unsqueeze(-2)
-    return Polar(u_MS @ v_NS.mT, s_S, rank, retry)
+    return Polar(u_MS @ v_NS.mT, s_S, rank, retries)
 
 
-def _gram_polar(matrix_MN: Tensor, values_S: Tensor, vectors_SS: Tensor, retry: str, rtol: float) -> Polar:
-    s_S, rank = numerical_range(values_S.clamp_min(0).sqrt(), rtol)
+def _gram_polar(matrix_MN: Tensor, s_S: Tensor, vectors_SS: Tensor, retries: Retries, rtol: float) -> Polar:
+    s_S, rank = numerical_range(s_S, rtol)
     inverse_S = torch.where(s_S > 0, s_S, torch.inf).reciprocal()
     root_SS = (vectors_SS * inverse_S.unsqueeze(-2)) @ vectors_SS.mT
     factor_MN = torch.empty_like(matrix_MN, dtype=torch.float64)
@@ -87,4 +88,4 @@ def _gram_polar(matrix_MN: Tensor, values_S: Tensor, vectors_SS: Tensor, retry: 
     else:
         for piece in pieces(matrix_MN.shape[-2]):
             factor_MN[..., piece, :] = matrix_MN[..., piece, :].to(torch.float64) @ root_SS
-    return Polar(factor_MN, s_S, rank, retry)
+    return Polar(factor_MN, s_S, rank, retries)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg.lapack import Retries
 from actmat.linalg.polar import Polar, polar_factor
 from actmat.linalg.svd import RANK_RTOL, ThinSVD
 
@@ -32,14 +33,16 @@ def join(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def orthogonalised_sum(u_OJ: Tensor, s_J: Tensor, v_IJ: Tensor, accuracy: torch.dtype) -> tuple[Tensor, Tensor, str]:
-    """`polar(U) diag(s) polar(V)^T` as its two factors `O x J` (with `s` inside) and `J x I`, and `retry`.
+def orthogonalised_sum(
+    u_OJ: Tensor, s_J: Tensor, v_IJ: Tensor, accuracy: torch.dtype
+) -> tuple[Tensor, Tensor, Retries]:
+    """`polar(U) diag(s) polar(V)^T` as its two factors `O x J` (with `s` inside) and `J x I`, and `retries`.
 
     A column that is zero (beyond an expert's rank) stays zero in the polar factor, so it contributes nothing.
     A flip of the signs of `u_j` and `v_j` together changes nothing: `polar(U S) = polar(U) S` for diagonal signs.
     """
     left, right = polar_factor(u_OJ, accuracy=accuracy), polar_factor(v_IJ, accuracy=accuracy)
-    return left.factor_MN * s_J.unsqueeze(-2), right.factor_MN.mT, left.retry or right.retry
+    return left.factor_MN * s_J.unsqueeze(-2), right.factor_MN.mT, left.retries + right.retries
 
 
 def isotropic(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from actmat.linalg.lapack import only_singular_values
 from actmat.linalg.svd import RANK_RTOL, numerical_range
 
 __all__ = [
@@ -59,8 +60,8 @@ def principal_angles(a_NP: Tensor, b_NQ: Tensor) -> Tensor:
     if p_NP.shape[-1] < q_NQ.shape[-1]:
         p_NP, q_NQ = q_NQ, p_NP
     core_PK = p_NP.mT @ q_NQ
-    cosine_K = torch.linalg.svdvals(core_PK).clamp_max(1)
-    sine_K = torch.linalg.svdvals(q_NQ - p_NP @ core_PK).flip(-1).clamp_max(1)
+    cosine_K = only_singular_values(core_PK)[0].clamp_max(1)
+    sine_K = only_singular_values(q_NQ - p_NP @ core_PK)[0].flip(-1).clamp_max(1)
     return torch.where(cosine_K.square() > 0.5, sine_K.asin(), cosine_K.acos())
 
 

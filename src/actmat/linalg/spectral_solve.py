@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from actmat.linalg.eigen import Spectrum, certified_cholesky, shifted_cholesky
+from actmat.linalg.cholesky import certified_cholesky, shifted_cholesky
 from actmat.linalg.filters import Filter, gain
-from actmat.linalg.moments import Reduced
+from actmat.linalg.lapack import Retries
+from actmat.linalg.moments import Reduced, Spectrum
 
 __all__ = ["Stats", "solve"]
 
@@ -41,8 +42,8 @@ def solve(
     out_OI: Tensor,
     fill_OI: tuple[Tensor, float] | None,
     allow_cholesky: bool,
-) -> Stats:
-    """Write `D*` into `out_OI` (which may be the problem's own primal `left_ON`) and return the record.
+) -> tuple[Stats, Retries]:
+    """Write `D*` into `out_OI` (which may be the problem's own primal `left_ON`); return the record and the retries.
 
     Args:
         reduced: the accumulated problem.
@@ -58,12 +59,15 @@ def solve(
             out_OI.zero_()
         else:
             torch.mul(fill_OI[0], fill_OI[1], out=out_OI)
-        return {"rank": 0, "solver": f"{reduced.form}/none"}
+        return {"rank": 0, "solver": f"{reduced.form}/none"}, ()
     rtol = spectral.resolved_rtol(reduced.size, width, reduced.left_ON.dtype)
+    retries: Retries = ()
     found = _by_cholesky(reduced, spectral, rtol, trace / width) if allow_cholesky else None
-    apply, stats = found or _by_spectrum(reduced, spectral, rtol, trace / width)
+    if found is None:
+        found, retries = _by_spectrum(reduced, spectral, rtol, trace / width), reduced.spectrum().retries
+    apply, stats = found
     _apply_in_panels(reduced, apply, out_OI, fill_OI)
-    return stats
+    return stats, retries
 
 
 def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Apply, Stats] | None:
@@ -105,8 +109,6 @@ def _by_spectrum(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -
     found = gain(spectrum.values_N, spectral, rtol=rtol, mean=mean)
     name = "svd" if spectrum.vectors_NN is None else "eigh"
     stats: Stats = {**found.stats, "solver": f"{reduced.form}/{name}"}
-    if spectrum.retries:
-        stats["retried_as"] = ", ".join(spectrum.retries)
     return _gain_applier(spectrum, found.gain_K, reduced.left_ON.shape[-2]), stats
 
 

@@ -32,13 +32,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.robust import economy_svd, eigh_descending, only_singular_values
+from actmat.linalg.lapack import Retries, economy_svd, eigh, only_singular_values
 
 __all__ = [
     "RANK_RTOL",
     "ThinSVD",
     "accuracy_of",
     "gram_is_enough",
+    "gram_spectrum",
     "numerical_range",
     "orthogonal_svd",
     "pieces",
@@ -63,24 +64,24 @@ CHUNK = 2048
 class ThinSVD:
     """`A ~ u_OK diag(s_K) v_IK^T`, singular values descending, float64, zeros beyond the numerical rank.
 
-    `rank` (int64, batch shape) is the numerical rank of the whole matrix, not capped at `K`. `retry` says in a word
-    how a decomposition that did not converge was saved ("" when it converged at once).
+    `rank` (int64, batch shape) is the numerical rank of the whole matrix, not capped at `K`. `retries` names
+    what saved a decomposition that did not converge at once, see `linalg.lapack`.
     """
 
     u_OK: Tensor
     s_K: Tensor
     v_IK: Tensor
     rank: Tensor
-    retry: str = ""
+    retries: Retries = ()
 
     def scaled(self, weight: float) -> ThinSVD:
         """Decomposition of `weight * A`; the sign goes into `u`, and a weight of zero leaves nothing."""
         if weight == 1:
             return self
         if weight == 0:
-            return ThinSVD(self.u_OK * 0, self.s_K * 0, self.v_IK * 0, self.rank * 0, self.retry)
+            return ThinSVD(self.u_OK * 0, self.s_K * 0, self.v_IK * 0, self.rank * 0, self.retries)
         sign = 1.0 if weight > 0 else -1.0
-        return ThinSVD(self.u_OK * sign, self.s_K * abs(weight), self.v_IK, self.rank, self.retry)
+        return ThinSVD(self.u_OK * sign, self.s_K * abs(weight), self.v_IK, self.rank, self.retries)
 
 
 def thin_svd(
@@ -105,11 +106,11 @@ def thin_svd(
     """
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
         return _gram_svd(matrix_OI, k, rtol, floor)
-    u_OK, s_K, v_IK, retry = orthogonal_svd(matrix_OI)
+    u_OK, s_K, v_IK, retries = orthogonal_svd(matrix_OI)
     s_K, rank = numerical_range(s_K, rtol, floor)
     s_K = s_K[..., :k]
     on = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
-    return ThinSVD(u_OK[..., :k] * on, s_K, v_IK[..., :k] * on, rank, retry)
+    return ThinSVD(u_OK[..., :k] * on, s_K, v_IK[..., :k] * on, rank, retries)
 
 
 def svd_workspace(rows: int, columns: int) -> int:
@@ -141,20 +142,20 @@ def numerical_range(s_K: Tensor, rtol: float = RANK_RTOL, floor: Tensor | float 
     return s_K * on, on.sum(-1)
 
 
-def orthogonal_svd(matrix_OI: Tensor) -> tuple[Tensor, Tensor, Tensor, str]:
-    """`u, s, v, retry` of LAPACK in float64: *all* `min(O, I)` triplets, null directions as LAPACK completes them.
+def orthogonal_svd(matrix_OI: Tensor) -> tuple[Tensor, Tensor, Tensor, Retries]:
+    """`u, s, v, retries` of LAPACK in float64: *all* `min(O, I)` triplets, null directions as LAPACK completes them.
 
-    QR of the long side first when it is at least twice the short one; retry and errors as in `economy_svd`.
+    QR of the long side first when it is at least twice the short one; retries and errors as in `economy_svd`.
     """
     a_OI = matrix_OI.to(torch.float64)
     if a_OI.shape[-2] < a_OI.shape[-1]:
-        v_IK, s_K, u_OK, retry = orthogonal_svd(a_OI.mT)
-        return u_OK, s_K, v_IK, retry
+        v_IK, s_K, u_OK, retries = orthogonal_svd(a_OI.mT)
+        return u_OK, s_K, v_IK, retries
     q_LS: Tensor | None = None
     if a_OI.shape[-2] >= 2 * a_OI.shape[-1]:
         q_LS, a_OI = torch.linalg.qr(a_OI)
-    u_OK, s_K, vh_KI, retry = economy_svd(a_OI)
-    return (u_OK if q_LS is None else q_LS @ u_OK), s_K, vh_KI.mT, retry
+    u_OK, s_K, vh_KI, retries = economy_svd(a_OI)
+    return (u_OK if q_LS is None else q_LS @ u_OK), s_K, vh_KI.mT, retries
 
 
 def singular_values(matrix_OI: Tensor, *, accuracy: torch.dtype | None = None) -> Tensor:
@@ -164,10 +165,10 @@ def singular_values(matrix_OI: Tensor, *, accuracy: torch.dtype | None = None) -
         NumericalError: the matrix is not finite, or its decomposition did not converge.
     """
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), RANK_RTOL):
-        values_S = eigh_descending(short_gram(matrix_OI))[0].clamp_min(0).sqrt()
+        s_S, _, _ = gram_spectrum(short_gram(matrix_OI))
     else:
-        values_S = only_singular_values(matrix_OI.to(torch.float64))
-    return numerical_range(values_S)[0]
+        s_S, _ = only_singular_values(matrix_OI.to(torch.float64))
+    return numerical_range(s_S)[0]
 
 
 def pieces(length: int) -> Iterator[slice]:
@@ -191,10 +192,16 @@ def row_gram(matrix_OI: Tensor) -> Tensor:
     return gram_OO
 
 
+def gram_spectrum(gram_SS: Tensor) -> tuple[Tensor, Tensor, Retries]:
+    """Singular values of `A` (descending, as they come), its left singular vectors, and `retries`, from `A A^T`."""
+    values_S, vectors_SS, retries = eigh(gram_SS)
+    return values_S.flip(-1).clamp_min(0).sqrt(), vectors_SS.flip(-1), retries
+
+
 def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | float) -> ThinSVD:
     """Eigenvectors of the short side's Gram matrix; the long side's vectors are `A^T e_i / s_i`."""
-    values, vectors_SS, retry = eigh_descending(short_gram(matrix_OI))
-    s_K, rank = numerical_range(values.clamp_min(0).sqrt(), rtol, floor)
+    s_K, vectors_SS, retries = gram_spectrum(short_gram(matrix_OI))
+    s_K, rank = numerical_range(s_K, rtol, floor)
     s_K = s_K[..., :k]
     on = s_K > 0
     short_SK = vectors_SS[..., :k] * on.unsqueeze(-2)
@@ -203,8 +210,8 @@ def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | flo
     basis_SK = short_SK * inverse_K.unsqueeze(-2)
     long_LK = torch.cat([a_SL[..., p].mT.to(torch.float64) @ basis_SK for p in pieces(a_SL.shape[-1])], dim=-2)
     if a_SL is matrix_OI:
-        return ThinSVD(short_SK, s_K, long_LK, rank, retry)
-    return ThinSVD(long_LK, s_K, short_SK, rank, retry)
+        return ThinSVD(short_SK, s_K, long_LK, rank, retries)
+    return ThinSVD(long_LK, s_K, short_SK, rank, retries)
 
 
 def _short_by_long(matrix_OI: Tensor) -> Tensor:

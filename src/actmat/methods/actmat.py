@@ -17,7 +17,7 @@ from actmat.linalg.estimators import Estimator, Normaliser
 from actmat.linalg.filters import Filter, FilterKind
 from actmat.linalg.interference import Null, Rule, Solver
 from actmat.linalg.lowrank import LowRank
-from actmat.methods._interference import merge_rule, merge_rule_lowrank, stages_of, workspace_of
+from actmat.methods._shared.interference import merge_rule, merge_rule_lowrank, stages_of, workspace_of
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
 
 __all__ = ["ACTMAT", "merge", "merge_lowrank"]

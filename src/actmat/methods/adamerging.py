@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.inner import inner_products
+from actmat.linalg.inner import inner_products, one_pass_sum
 from actmat.methods.contract import Merged, MergeMethod
 
 __all__ = ["ADAMERGING", "AdamState", "adam_step", "coefficient_gradient", "entropy", "merge"]
@@ -57,15 +57,7 @@ def merge(
         share = [initial] * len(deltas)
     if len(share) != len(deltas):
         raise ValueError(f"adamerging: {len(share)} coefficients for {len(deltas)} experts; give one per expert")
-    return Merged(_sum(share, deltas))
-
-
-def _sum(share: Sequence[float], deltas: Sequence[Tensor]) -> Tensor:
-    out: Tensor | None = None
-    for weight, delta in zip(share, deltas, strict=True):
-        out = delta * weight if out is None else out.add_(delta, alpha=weight)
-    assert out is not None, "a merge has at least one expert"
-    return out
+    return Merged(one_pass_sum(deltas, share))
 
 
 def entropy(logits_NC: Tensor) -> Tensor:

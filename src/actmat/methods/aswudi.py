@@ -15,7 +15,7 @@ from actmat.linalg.estimators import Estimator
 from actmat.linalg.filters import Filter
 from actmat.linalg.interference import Null, Rule, Solver
 from actmat.linalg.lowrank import LowRank
-from actmat.methods._interference import merge_rule, merge_rule_lowrank, stages_of, workspace_of
+from actmat.methods._shared.interference import merge_rule, merge_rule_lowrank, stages_of, workspace_of
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
 
 __all__ = ["ASWUDI", "merge", "merge_lowrank"]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
 
@@ -27,14 +28,7 @@ def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -
     total = sum(share)
     if total == 0:
         raise ValueError("average: the weights sum to zero")
-    out: Tensor | None = None
-    for delta, weight in zip(deltas, share, strict=True):
-        if out is None:
-            out = delta * weight
-        else:
-            out.add_(delta, alpha=weight)
-    assert out is not None, "a merge has at least one expert"
-    return Merged(out.div_(total))
+    return Merged(one_pass_sum(deltas, share).div_(total))
 
 
 def merge_lowrank(deltas: Sequence[LowRank], *, weights: Sequence[float] | None = None) -> MergedLowRank:

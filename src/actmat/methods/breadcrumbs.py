@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from actmat.linalg.election import elect, piece_workspace, weighted_sum
+from actmat.linalg.election import elect, masked_sum, piece_workspace
 from actmat.linalg.masks import Band, top_trims
+from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod
-from actmat.methods.per_expert import per_expert
 
 __all__ = ["BREADCRUMBS", "band", "merge"]
 
@@ -52,7 +52,7 @@ def merge(
     held = [delta.contiguous() for delta in deltas]
     masks = [band(x.reshape(-1), d, g) for x, d, g in zip(held, densities, gammas, strict=True)]
     if not sign_election:
-        return Merged(weighted_sum(held, masks, [scaling * w for w in share]))
+        return Merged(masked_sum(held, masks, [scaling * w for w in share]))
     value = elect(held, masks, scales=share, counts=share, reduce=reduce, zero_sign="positive")
     return Merged(value.mul_(scaling))
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["CAT", "merge", "removal_basis"]
@@ -45,7 +46,11 @@ def merge(
         tradeoff: weight of a task's own knowledge against the conflict; larger removes less.
     """
     grams = statistics["gram"]
-    bases = [removal_basis(deltas, grams, k, rank, tradeoff) for k in range(len(deltas))]
+    bases, retries = [], Retries()
+    for k in range(len(deltas)):
+        basis, new = removal_basis(deltas, grams, k, rank, tradeoff)
+        bases.append(basis)
+        retries += new
     out = torch.zeros_like(deltas[0], memory_format=torch.contiguous_format)
     for i, delta_OI in enumerate(deltas):
         out.add_(delta_OI)
@@ -54,27 +59,30 @@ def merge(
             continue
         # The cut drops the zero columns of bases with fewer directions, and directions that two bases share.
         joint_OR = torch.cat(others, dim=-1)
-        u_OR, s_R, _ = torch.linalg.svd(joint_OR, full_matrices=False)
+        u_OR, s_R, _, new = economy_svd(joint_OR)
+        retries += new
         u_OR = u_OR * (s_R > _APART).to(u_OR.dtype).unsqueeze(-2)
         out.sub_(u_OR @ (u_OR.mT @ delta_OI))
     removed = sum(int((b.norm(dim=-2) > 0.5).sum()) for b in bases)
-    return Merged(out, {"directions_removed": removed})
+    return Merged(out, {"directions_removed": removed, **retry_stats(retries)})
 
 
-def removal_basis(deltas: Sequence[Tensor], grams: Sequence[Tensor], task: int, rank: int, tradeoff: float) -> Tensor:
-    """`B_k`, `*batch O R`: orthonormal columns, and zero columns in place of directions that hold no conflict."""
+def removal_basis(
+    deltas: Sequence[Tensor], grams: Sequence[Tensor], task: int, rank: int, tradeoff: float
+) -> tuple[Tensor, Retries]:
+    """`B_k`, `*batch O R`, and retries: orthonormal columns, zero ones in place of directions without conflict."""
     n_out = deltas[0].shape[-2]
     conflict_OO = deltas[0].new_zeros((*deltas[0].shape[:-1], n_out))
     for i, delta_OI in enumerate(deltas):
         if i != task:
             conflict_OO += delta_OI @ (grams[task] - tradeoff * grams[i]) @ delta_OI.mT
-    values, vectors_OO = torch.linalg.eigh((conflict_OO + conflict_OO.mT) / 2)
+    values, vectors_OO, retries = eigh((conflict_OO + conflict_OO.mT) / 2)
     keep = min(rank, n_out)
     top_R = values[..., n_out - keep :]
     scale = values.abs().amax(dim=-1, keepdim=True)
     conflicting_R: Tensor = top_R > _POSITIVE * scale
     basis_OR: Tensor = vectors_OO[..., n_out - keep :] * conflicting_R.to(values.dtype).unsqueeze(-2)
-    return basis_OR
+    return basis_OR, retries
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

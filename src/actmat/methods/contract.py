@@ -47,7 +47,7 @@ NEEDS = ("weights", "base", "statistics", "generator", "survey")
 """Keyword-only parameters that the engine fills in; they are not options.
 
 weights     Sequence[float], one per expert, from the recipe (default: all 1)
-base        Tensor, W_0 in the compute dtype, same shape as a delta
+base        Tensor, W_0 in the compute dtype, same shape as a delta; see `MergeMethod.uses_base`
 statistics  Mapping[str, Sequence[Tensor]]: kind ("gram", "fisher") -> one tensor per expert
 generator   torch.Generator on the CPU, seeded from the recipe's seed and the tensor's name
 survey      what `Survey.finish` returned, or None when the survey does not apply to these options
@@ -184,6 +184,7 @@ class MergeMethod:
         stages: two-stage form shared among variants, or None.
         survey: pass over the whole model, or None.
         max_experts: most experts that the rule is defined for, or None.
+        base_when: `options -> bool`, under which options the rule looks at the base; None: under all, if it takes it.
     """
 
     name: str
@@ -202,6 +203,7 @@ class MergeMethod:
     stages: Stages | None = None
     survey: Survey | None = None
     max_experts: int | None = None
+    base_when: Callable[[Mapping[str, Any]], bool] | None = None
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -218,8 +220,12 @@ class MergeMethod:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the rule looks at the base weights themselves."""
+        """Whether the rule takes the base weights themselves, if only under some options."""
         return "base" in self.needs
+
+    def uses_base(self, options: Mapping[str, Any]) -> bool:
+        """Whether a call with these options looks at the base, and so must be given it; other calls may go without."""
+        return self.needs_base and (self.base_when is None or self.base_when(options))
 
     @property
     def is_random(self) -> bool:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.linalg.election import elect, piece_workspace, weighted_sum
+from actmat.linalg.election import elect, masked_sum, piece_workspace
 from actmat.linalg.masks import Drop, l1_factors
+from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod
-from actmat.methods.per_expert import per_expert
 
 __all__ = ["DARE", "drops", "merge"]
 
@@ -73,7 +73,7 @@ def merge(
                 "Change the weights or the rule."
             )
         common = 1 / math.fsum(share)
-    return Merged(weighted_sum(held, masks, [common * s for s in scales]))
+    return Merged(masked_sum(held, masks, [common * s for s in scales]))
 
 
 def drops(densities: Sequence[float], generator: torch.Generator) -> list[Drop]:

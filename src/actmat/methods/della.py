@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.linalg.election import elect, piece_workspace, weighted_sum
+from actmat.linalg.election import elect, masked_sum, piece_workspace
 from actmat.linalg.masks import Keep, magnitude_sampled
+from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod
-from actmat.methods.per_expert import per_expert
 
 __all__ = ["DELLA", "merge"]
 
@@ -65,7 +65,7 @@ def merge(
     ]
     masks = [Keep()] * len(sampled)
     if not sign_election:
-        return Merged(weighted_sum(sampled, masks, share))
+        return Merged(masked_sum(sampled, masks, share))
     return Merged(elect(sampled, masks, scales=share, counts=share, reduce=reduce))
 
 

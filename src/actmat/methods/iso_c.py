@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg.inner import one_pass_sum
+from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.polar import Polar
 from actmat.linalg.singular import isotropic
@@ -48,14 +50,7 @@ def merge(
             value along the singular vectors that LAPACK returns, which the input does not determine.
         rtol: singular values at or below `rtol` times the largest one count as zero.
     """
-    total_OI: Tensor | None = None
-    shares = [1.0] * len(deltas) if weights is None else weights
-    for delta_OI, weight in zip(deltas, shares, strict=True):
-        if total_OI is None:
-            total_OI = delta_OI * weight
-        else:
-            total_OI.add_(delta_OI, alpha=weight)
-    assert total_OI is not None, "a merge has at least one expert"
+    total_OI = one_pass_sum(deltas, [1.0] * len(deltas) if weights is None else weights)
     directions = min(total_OI.shape[-2:])
     value_OI, polar = isotropic(total_OI, directions, mean=mean, complete=null == "fill", rtol=rtol)
     return Merged(value_OI.to(total_OI.dtype), _stats(polar, directions))
@@ -81,23 +76,18 @@ def merge_lowrank(
         )
     dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
     bases = common_bases([d.to(torch.float64) for d in deltas])
-    shares = [1.0] * len(deltas) if weights is None else weights
-    total_PQ = torch.zeros_like(bases.cores_PQ[0])
-    for core_PQ, weight in zip(bases.cores_PQ, shares, strict=True):
-        total_PQ.add_(core_PQ, alpha=weight)
+    total_PQ = one_pass_sum(bases.cores_PQ, [1.0] * len(deltas) if weights is None else weights)
     value_PQ, polar = isotropic(total_PQ, directions, mean=mean, rtol=rtol, accuracy=torch.float64)
     return MergedLowRank(bases.lift(value_PQ).to(dtype), _stats(polar, directions))
 
 
 def _stats(polar: Polar, directions: int) -> dict[str, float | int | str | bool]:
-    stats: dict[str, float | int | str | bool] = {
+    return {
         "directions": directions,
         "rank_min": int(polar.rank.min()),
         "rank_max": int(polar.rank.max()),
+        **retry_stats(polar.retries),
     }
-    if polar.retry:
-        stats["retry"] = polar.retry
-    return stats
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

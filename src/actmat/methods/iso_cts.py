@@ -20,6 +20,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from actmat.linalg.inner import one_pass_sum
+from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, svd_workspace, thin_svd
@@ -46,10 +48,7 @@ def merge(
             expert t) count as zero.
     """
     shares = [1.0] * len(deltas) if weights is None else list(weights)
-    total_OI: Tensor | None = None
-    for delta_OI, weight in zip(deltas, shares, strict=True):
-        total_OI = delta_OI * weight if total_OI is None else total_OI.add_(delta_OI, alpha=weight)
-    assert total_OI is not None, "a merge has at least one expert"
+    total_OI = one_pass_sum(deltas, shares)
     sizes = split_directions(min(total_OI.shape[-2:]), len(deltas), common_fraction)
     left, right, stats = _merge(total_OI, deltas, shares, sizes, rtol, accuracy_of(total_OI))
     return Merged(left.to(total_OI.dtype) @ right.to(total_OI.dtype), stats)
@@ -66,9 +65,7 @@ def merge_lowrank(
     dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
     shares = [1.0] * len(deltas) if weights is None else list(weights)
     bases = common_bases([d.to(torch.float64) for d in deltas])
-    total_PQ = torch.zeros_like(bases.cores_PQ[0])
-    for core_PQ, weight in zip(bases.cores_PQ, shares, strict=True):
-        total_PQ.add_(core_PQ, alpha=weight)
+    total_PQ = one_pass_sum(bases.cores_PQ, shares)
     sizes = split_directions(directions, len(deltas), common_fraction)
     left, right, stats = _merge(total_PQ, bases.cores_PQ, shares, sizes, rtol, torch.float64)
     return MergedLowRank(bases.lift(left @ right).to(dtype), stats)
@@ -105,14 +102,15 @@ def _merge(
             parts.append(thin_svd(rest_OI, k=n_task, accuracy=accuracy, rtol=rtol, floor=floor).scaled(weight))
     u_OJ, s_J, v_IJ = join([*parts, common])
     level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))
-    left_OJ, right_JI, retry = orthogonalised_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy)
+    left_OJ, right_JI, retries = orthogonalised_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy)
+    for part in (common, *parts):
+        retries += part.retries
     stats: dict[str, float | int | str | bool] = {
         "common": n_common,
         "per_expert": n_task,
         "common_rank_min": int(common.rank.min()),
+        **retry_stats(retries),
     }
-    if retry := retry or next((p.retry for p in (common, *parts) if p.retry), ""):
-        stats["retry"] = retry
     return left_OJ, right_JI, stats
 
 

@@ -10,13 +10,13 @@ Shapes: `K` points on the sphere (experts, and the base if asked for), `T` exper
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["KARCHER", "merge", "sphere_mean"]
@@ -54,20 +54,20 @@ def merge(
     alpha_K = torch.tensor(share, dtype=torch.float64) / sum(share)
     gram_BB = inner_products(basis)
     if not bool(gram_BB.diagonal()[1:].any()):  # no expert moved: exactly the base, not the base up to rounding
-        return Merged(weighted_sum([0.0] * len(basis), basis), {"iterations": 0})
+        return Merged(weighted_sum(basis, [0.0] * len(basis)), {"iterations": 0})
     gram_KK = points_KB @ gram_BB @ points_KB.mT
     norm_K = gram_KK.diagonal().clamp_min(0).sqrt()
 
     valid = norm_K > tol
     if not bool(valid.any()):  # every tensor is zero, or too small to point anywhere: so is the mean
-        return Merged(weighted_sum([-1.0, *[0.0] * len(deltas)], basis), {"iterations": 0})
+        return Merged(weighted_sum(basis, [-1.0, *[0.0] * len(deltas)]), {"iterations": 0})
     cosine = gram_KK[valid][:, valid] / torch.outer(norm_K[valid], norm_K[valid])
     mean, iterations = sphere_mean(cosine.clamp(-1, 1), alpha_K[valid] / alpha_K[valid].sum(), max_iter, tol)
     on_points_K = torch.zeros_like(norm_K)
     on_points_K[valid] = float(alpha_K @ norm_K) * mean / norm_K[valid]
     in_basis_B = on_points_K @ points_KB
     in_basis_B[0] -= 1.0
-    return Merged(weighted_sum(in_basis_B.tolist(), basis), {"iterations": iterations})
+    return Merged(weighted_sum(basis, in_basis_B.tolist()), {"iterations": iterations})
 
 
 def sphere_mean(cosine_KK: Tensor, alpha_K: Tensor, max_iter: int, tol: float) -> tuple[Tensor, int]:
@@ -101,11 +101,6 @@ def _length(cosine_KK: Tensor, vector_K: Tensor) -> float:
     return math.sqrt(max(0.0, float(vector_K @ cosine_KK @ vector_K)))
 
 
-def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
-    size = math.prod(shape)
-    return size + 2 * (n_experts + 1) * min(PIECE, max(1, size))
-
-
 KARCHER = MergeMethod(
     name="karcher",
     merge=merge,
@@ -114,6 +109,6 @@ KARCHER = MergeMethod(
     equation="W* = (sum_t a_t |W_t|) argmin_u sum_t a_t angle(u, W_t)^2",
     reference="Karcher, Riemannian center of mass and mollifier smoothing, CPAM 1977",
     laws=frozenset({"permutation", "single", "identical", "left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=_workspace,
+    workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),  # and the base
     flops="T^2 N^2",
 )

@@ -29,8 +29,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.election import elect, piece_workspace, weighted_sum
+from actmat.linalg.election import elect, masked_sum, piece_workspace
 from actmat.linalg.joint import JointBasis, joint_basis
+from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks import Trim
 from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
@@ -159,7 +160,7 @@ def _by_entry(
         if generator is None:
             raise ValueError('knots: rule="dare" draws random masks and needs a generator; give a seed')
         scale = 1 / kept if kept > 0 else 1.0
-        return weighted_sum(parts_RI, drops([kept] * len(parts_RI), generator), [scale] * len(parts_RI))
+        return masked_sum(parts_RI, drops([kept] * len(parts_RI), generator), [scale] * len(parts_RI))
     if survey is not None and trim == "global":
         cuts = list(survey)
     else:
@@ -194,10 +195,7 @@ def _by_spectrum(parts_RI: Sequence[Tensor], rule: Rule, directions: int, accura
 
 def _stats(basis: JointBasis) -> dict[str, float | int | str | bool]:
     rank = basis.on_R.sum(-1)
-    stats: dict[str, float | int | str | bool] = {"rank_min": int(rank.min()), "rank_max": int(rank.max())}
-    if basis.retry:
-        stats["retry"] = basis.retry
-    return stats
+    return {"rank_min": int(rank.min()), "rank_max": int(rank.max()), **retry_stats(basis.retries)}
 
 
 _SurveyState = tuple[StreamedCut, ...]

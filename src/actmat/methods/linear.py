@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from actmat.errors import RecipeError
+from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
 
@@ -37,13 +38,7 @@ def merge(
         RecipeError: the weights sum to zero, or `normalize` is off without a base.
     """
     share, total = _shares(len(deltas), weights, normalize)
-    out: Tensor | None = None
-    for delta, weight in zip(deltas, share, strict=True):
-        if out is None:
-            out = delta * weight
-        else:
-            out.add_(delta, alpha=weight)
-    assert out is not None, "a merge has at least one expert"
+    out = one_pass_sum(deltas, share)
     if normalize:
         return Merged(out.div_(total))
     if base is None:
@@ -109,6 +104,7 @@ LINEAR = MergeMethod(
         }
     ),
     one_pass=True,
+    base_when=lambda options: not options["normalize"],
     workspace=lambda shape, n_experts, options: math.prod(shape),
     flops="T N^2",
 )

@@ -38,7 +38,7 @@ def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
         return _merge_filters(deltas)
     cosine = _mean_cosine(inner_products(deltas))
     ratio = float(_ratio(cosine, len(deltas)))
-    value = weighted_sum([ratio / len(deltas)] * len(deltas), deltas)
+    value = weighted_sum(deltas, [ratio / len(deltas)] * len(deltas))
     return Merged(value, {"cosine": float(cosine), "ratio": ratio})
 
 

@@ -18,7 +18,7 @@ from actmat.linalg.filters import Filter
 from actmat.linalg.interference import Rule, State
 from actmat.linalg.interference_lowrank import solve_lowrank_with_grams
 from actmat.linalg.lowrank import LowRank
-from actmat.methods._interference import workspace_of
+from actmat.methods._shared.interference import workspace_of
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Stages
 
 __all__ = ["REGMEAN", "merge", "merge_lowrank"]
@@ -162,6 +162,7 @@ REGMEAN = MergeMethod(
     merge_lowrank=merge_lowrank,
     one_pass=True,
     needs_statistics=("gram",),
+    base_when=lambda options: options["form"] == "weight",
     workspace=workspace_of(_rule, has_grams=True),
     flops="(T + 3) N^3",
     stages=_stages(),

@@ -6,13 +6,13 @@ K. Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985, applied
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["SLERP", "merge"]
@@ -53,12 +53,7 @@ def merge(
         first, second = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
         excess = first + second - 1.0
     shares = [second] if len(deltas) == 1 else [first, second]
-    return Merged(weighted_sum([excess, *shares], basis), {"cosine": cosine, "linear": linear})
-
-
-def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
-    size = math.prod(shape)
-    return size + 2 * (n_experts + 1) * min(PIECE, max(1, size))
+    return Merged(weighted_sum(basis, [excess, *shares]), {"cosine": cosine, "linear": linear})
 
 
 SLERP = MergeMethod(
@@ -69,7 +64,7 @@ SLERP = MergeMethod(
     equation="W* = [sin((1-t) a) X + sin(t a) Y] / sin(a), cos a = <X, Y> / (|X| |Y|)",
     reference="Shoemake, Animating rotation with quaternion curves, SIGGRAPH 1985",
     laws=frozenset({"left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=_workspace,
+    workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),  # and the base
     flops="N^2",
     max_experts=2,
 )

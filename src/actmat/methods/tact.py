@@ -14,7 +14,7 @@ from torch import Tensor
 from actmat.linalg.estimators import Estimator
 from actmat.linalg.filters import Filter
 from actmat.linalg.interference import Null, Rule, Solver
-from actmat.methods._interference import merge_rule, stages_of, workspace_of
+from actmat.methods._shared.interference import merge_rule, stages_of, workspace_of
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["TACT", "merge"]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
 
@@ -24,14 +25,7 @@ def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None, s
         scaling: lambda; 0.4 is the usual choice without validation data.
     """
     share = [1.0] * len(deltas) if weights is None else weights
-    out: Tensor | None = None
-    for delta, weight in zip(deltas, share, strict=True):
-        if out is None:
-            out = delta * weight
-        else:
-            out.add_(delta, alpha=weight)
-    assert out is not None, "a merge has at least one expert"
-    return Merged(out.mul_(scaling))
+    return Merged(one_pass_sum(deltas, share).mul_(scaling))
 
 
 def merge_lowrank(

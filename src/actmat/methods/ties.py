@@ -30,8 +30,8 @@ from actmat.errors import RecipeError
 from actmat.linalg.election import ZeroSign, elect, piece_workspace, sign_balance
 from actmat.linalg.masks import Trim, top_trims
 from actmat.linalg.threshold import Cut, StreamedCut
+from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod, Survey
-from actmat.methods.per_expert import per_expert
 
 __all__ = ["TIES", "GlobalTrim", "kept_entries", "merge"]
 

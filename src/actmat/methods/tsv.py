@@ -9,12 +9,13 @@ Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, svd_workspace, thin_svd
@@ -53,8 +54,8 @@ def merge(
             return Merged(torch.zeros_like(delta_OI), {"k": 0, "rank_min": 0, "rank_max": 0})
         parts.append(_triplets(delta_OI, slots, rank_aware, rtol).scaled(weight))
     assert parts, "a merge has at least one expert"
-    left_OJ, right_JI, retry = orthogonalised_sum(*join(parts), accuracy=accuracy_of(delta_OI))
-    return Merged(left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype), _stats(parts, slots, retry))
+    left_OJ, right_JI, retries = orthogonalised_sum(*join(parts), accuracy=accuracy_of(delta_OI))
+    return Merged(left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype), _stats(parts, slots, retries))
 
 
 def merge_lowrank(
@@ -84,8 +85,8 @@ def merge_lowrank(
         thin_svd(core, k=slots, accuracy=torch.float64, rtol=rtol).scaled(weight)
         for core, weight in zip(bases.cores_PQ, shares, strict=True)
     ]
-    left, right, retry = orthogonalised_sum(*join(parts), accuracy=torch.float64)
-    return MergedLowRank(bases.lift(left @ right).to(dtype), _stats(parts, slots, retry))
+    left, right, retries = orthogonalised_sum(*join(parts), accuracy=torch.float64)
+    return MergedLowRank(bases.lift(left @ right).to(dtype), _stats(parts, slots, retries))
 
 
 def _slots(shape: Sequence[int], n_experts: int, k: int | None, min_k: int) -> int:
@@ -96,22 +97,17 @@ def _slots(shape: Sequence[int], n_experts: int, k: int | None, min_k: int) -> i
 def _triplets(delta_OI: Tensor, slots: int, rank_aware: bool, rtol: float) -> ThinSVD:
     if rank_aware:
         return thin_svd(delta_OI, k=slots, rtol=rtol)
-    u, s, v, retry = orthogonal_svd(delta_OI)
+    u, s, v, retries = orthogonal_svd(delta_OI)
     rank = torch.full(s.shape[:-1], s.shape[-1])
     # Copies, so that the full bases are freed before the next expert is read.
-    return ThinSVD(u[..., :slots].clone(), s[..., :slots].clone(), v[..., :slots].clone(), rank, retry)
+    return ThinSVD(u[..., :slots].clone(), s[..., :slots].clone(), v[..., :slots].clone(), rank, retries)
 
 
-def _stats(parts: Iterable[ThinSVD], slots: int, retry: str) -> dict[str, float | int | str | bool]:
+def _stats(parts: Sequence[ThinSVD], slots: int, retries: Retries) -> dict[str, float | int | str | bool]:
     kept = torch.stack([p.rank.clamp_max(slots) for p in parts])
-    stats: dict[str, float | int | str | bool] = {
-        "k": slots,
-        "rank_min": int(kept.min()),
-        "rank_max": int(kept.max()),
-    }
-    if retry := retry or next((p.retry for p in parts if p.retry), ""):
-        stats["retry"] = retry
-    return stats
+    for part in parts:
+        retries += part.retries
+    return {"k": slots, "rank_min": int(kept.min()), "rank_max": int(kept.max()), **retry_stats(retries)}
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

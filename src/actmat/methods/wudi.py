@@ -20,7 +20,7 @@ from actmat.linalg.interference import Null, Rule, State
 from actmat.linalg.interference_descent import Descent, accumulate, descend
 from actmat.linalg.interference_workspace import workspace
 from actmat.linalg.lowrank import LowRank
-from actmat.methods._interference import merge_rule, merge_rule_lowrank, stages_of
+from actmat.methods._shared.interference import merge_rule, merge_rule_lowrank, stages_of
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Stages
 
 __all__ = ["WUDI", "merge", "merge_lowrank"]

@@ -1,0 +1,46 @@
+"""Caps lower what is above them, to them, and leave the rest alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.spectra import random_deltas, with_spectrum
+from tests.tolerances import relative_error
+
+from actmat.linalg.caps import cap_delta
+
+
+def test_singular_values_are_lowered_to_a_multiple_of_the_largest_of_any_expert():
+    deltas = [with_spectrum(6, 9, [2.0, 1.0]), with_spectrum(6, 9, [3.0, 0.5], seed=1)]
+    merged = with_spectrum(6, 9, [9.0, 5.0, 1.0], seed=2)
+    capped, stats = cap_delta(merged, deltas, singular_value_cap=2.0)
+    assert relative_error(capped, with_spectrum(6, 9, [6.0, 5.0, 1.0], seed=2)) < 1e-13
+    assert stats == {"singular_values_capped": 1}
+    same, stats = cap_delta(merged, deltas, singular_value_cap=4.0)
+    assert same is merged
+    assert stats == {"singular_values_capped": 0}
+
+
+@pytest.mark.parametrize(("cap", "factor"), [("mean", 1.5), ("sum", 3.0), (4.0, 6.0)])
+def test_norms_are_lowered_to_the_cap(cap, factor):
+    unit = random_deltas(1, 4, 5)[0]
+    unit = unit / unit.norm()
+    capped, stats = cap_delta(100 * unit, [unit, 2 * unit], norm_cap=cap)
+    assert relative_error(capped, factor * unit) < 1e-14
+    assert stats == pytest.approx({"norm_before_cap": 100.0, "norm_cap": factor})
+    small, _ = cap_delta(0.1 * unit, [unit, 2 * unit], norm_cap=cap)
+    assert torch.equal(small, 0.1 * unit)
+
+
+def test_a_retry_is_recorded(monkeypatch):
+    real, calls = torch.linalg.svd, []
+
+    def once(matrix, **options):
+        calls.append(matrix)
+        if len(calls) == 1:
+            raise torch.linalg.LinAlgError
+        return real(matrix, **options)
+
+    monkeypatch.setattr(torch.linalg, "svd", once)
+    deltas = random_deltas(2, 4, 6)
+    assert cap_delta(sum(deltas), deltas, singular_value_cap=0.5)[1]["retries"] == "jitter"
