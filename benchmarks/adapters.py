@@ -24,11 +24,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from actmat.api import merge
-from actmat.checkpoints.adapter_open import is_adapter
-from actmat.errors import MergeError
-from actmat.linalg.lowrank import LowRank
-from actmat.methods import METHODS, get_method
 from benchmarks.common import WORK, markdown, measure, once, write_result
 
 
@@ -76,6 +71,9 @@ def whole(adapters: list[Path], scratch: Path) -> dict[str, Any]:
 
 def per_layer(n: int, rank: int, hidden: int, intermediate: int) -> list[dict[str, Any]]:
     """The factored rule against the dense formula, on one layer of each shape."""
+    from actmat.linalg.lowrank import LowRank
+    from actmat.methods import get_method
+
     rule = get_method("actmat")
     assert rule.merge_lowrank is not None
     rows = []
@@ -95,6 +93,8 @@ def against_peft(adapters: list[Path], hidden: int, intermediate: int, depth: in
     """The same adapters by PEFT, on a Llama of the same shape, exact rank; loading is not counted on either side."""
     from peft import PeftModel
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from actmat.api import merge
 
     heads = max(1, hidden // 128)
     config = LlamaConfig(
@@ -119,6 +119,11 @@ def against_peft(adapters: list[Path], hidden: int, intermediate: int, depth: in
 
 def real(folder: Path) -> list[dict[str, Any]]:
     """Every group of adapters below `folder`, with every method that has a low-rank form."""
+    from actmat.api import merge
+    from actmat.checkpoints.adapter_open import is_adapter
+    from actmat.errors import MergeError
+    from actmat.methods import METHODS
+
     rows = []
     for group in sorted(p for p in folder.iterdir() if p.is_dir()):
         files = sorted([*group.iterdir(), *group.glob("*/*.pt")])
