@@ -57,7 +57,7 @@ def merge_matrices(
             needs[name] = value
         elif value is not None:
             raise RecipeError(f"'{method}' makes no use of {name}; leave it out.")
-    if rule.needs_base and base is None and rule.parameters["base"].default is not None:
+    if rule.uses_base(resolved) and base is None:
         raise RecipeError(f"'{method}' looks at the base weights: pass base=W_0.")
     missing = [k for k in rule.needs_statistics if not statistics or k not in statistics]
     if missing:

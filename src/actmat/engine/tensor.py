@@ -33,6 +33,10 @@ from actmat.recipe import Postprocess
 __all__ = ["TensorRecord", "Variant", "apply_rule", "check_range", "generator_for", "merge_tensor", "write_piece"]
 
 
+_ALIGNMENT = 64
+"""Bytes: what torch's CPU allocator gives every new tensor."""
+
+
 @dataclass
 class Variant:
     """One output of a tensor: what its plan asks for, where its bytes go, what the survey found."""
@@ -155,7 +159,9 @@ def _parts_to_read(item: TensorPlan, wanted: Sequence[tuple[Part, ...]]) -> Sequ
 
 
 def _narrow(whole: Tensor, own: Part) -> Tensor:
-    return whole.reshape(-1)[own.start : own.stop]
+    """The part's entries of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
+    piece = whole.reshape(-1)[own.start : own.stop]
+    return piece if piece.data_ptr() % _ALIGNMENT == 0 else piece.clone()
 
 
 def _walks_once(variant: Variant, part: Part) -> bool:
@@ -267,7 +273,7 @@ def _apply(
     needs: dict[str, Any] = {}
     if method.is_weighted:
         needs["weights"] = call.weights
-    if method.needs_base:
+    if method.uses_base(call.options):
         whole = base_raw.to(reader.compute_dtype).view(part.shape).to(reader.device)
         needs["base"] = part.layout.to_matrices(whole)[index] if method.acts_on == "matrix" else whole
     if method.is_random:

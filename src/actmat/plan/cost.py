@@ -40,7 +40,7 @@ def part_peak_bytes(
     matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
     alive = 1 if method.one_pass and len(matrices) == 1 and not measured else n_experts
-    alive += 1 if method.needs_base else 0
+    alive += 1 if method.uses_base(options) else 0
     workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
     packed = 0 if single or method.acts_on != "matrix" else part.numel + sum(math.prod(m) for m in matrices)
     return raw + width * (alive * part.numel + workspace + packed)
