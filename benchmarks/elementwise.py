@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ class Rule:
     """One merge, said to both tools.
 
     Args:
-        options: of `actmat merge --method NAME`.
         mergekit: `merge_method` of mergekit.
+        options: of `actmat merge --method NAME`.
+        method: NAME, where it is not the key in `RULES`.
         per_model: mergekit's parameters of every expert.
         overall: mergekit's parameters of the merge.
         with_base: whether mergekit's rule takes a base model.
@@ -57,6 +59,7 @@ class Rule:
 
     mergekit: str
     options: dict[str, Any] = field(default_factory=dict)
+    method: str = ""
     per_model: dict[str, Any] = field(default_factory=dict)
     overall: dict[str, Any] = field(default_factory=dict)
     with_base: bool = True
@@ -85,6 +88,14 @@ RULES: dict[str, Rule] = {
         {"density": 0.1, "rule": "task_arithmetic", "scaling": 0.4},
         per_model={"weight": 0.4, "density": 0.1},
         overall={"normalize": False},
+        deterministic=False,
+    ),
+    "dare_ties": Rule(
+        "dare_ties",
+        {"density": 0.1, "rule": "ties"},
+        method="dare",
+        per_model={"weight": 1.0, "density": 0.1},
+        overall={"normalize": True},
         deterministic=False,
     ),
     "model_stock": Rule("model_stock", {"filter_wise": "false"}, overall={"filter_wise": False}),
@@ -145,8 +156,20 @@ def _places(folder: Path) -> dict[str, Path]:
 def benchmark(name: str, base: Path, experts: Sequence[Path], python: Path, given: argparse.Namespace) -> list[dict]:
     """Rows of one method."""
     rule = RULES[name]
-    outputs = {tool: WORK / "out" / f"{name}-{tool}" for tool in ("actmat", "mergekit-bfloat16", "mergekit-float32")}
-    merge = [*actmat_command(), "merge", "--base", base, "--method", name, "--scope", "all", "--dtype", given.dtype]
+    peers = [f"mergekit-{compute}" for compute in given.compute]
+    outputs = {tool: WORK / "out" / f"{name}-{tool}" for tool in ("actmat", *peers)}
+    merge = [
+        *actmat_command(),
+        "merge",
+        "--base",
+        base,
+        "--method",
+        rule.method or name,
+        "--scope",
+        "all",
+        "--dtype",
+        given.dtype,
+    ]
     for expert in experts:
         merge += ["--expert", expert]
     for option, value in rule.options.items():
@@ -156,20 +179,13 @@ def benchmark(name: str, base: Path, experts: Sequence[Path], python: Path, give
         out = fresh(outputs["actmat"])
         return measure([*merge, "--quiet", "--out", out], out, PYTHONPATH=str(HERE.parent / "src"))
 
-    def mergekit(compute: str) -> Any:
-        out = fresh(outputs[f"mergekit-{compute}"])
+    def mergekit(tool: str) -> Any:
+        out, compute = fresh(outputs[tool]), tool.removeprefix("mergekit-")
         recipe = out.with_suffix(".yaml")
         recipe.write_text(json.dumps(mergekit_recipe(rule, base, experts, compute, given.dtype)))
         return measure([python, "-m", "mergekit.scripts.run_yaml", recipe, out, "--quiet"], out)
 
-    found = alternate(
-        {
-            "actmat": actmat,
-            "mergekit-bfloat16": lambda: mergekit("bfloat16"),
-            "mergekit-float32": lambda: mergekit("float32"),
-        },
-        given.repeats,
-    )
+    found = alternate({"actmat": actmat, **{p: partial(mergekit, p) for p in peers}}, given.repeats)
     inputs = [f for folder in (base, *experts) for f in sorted(folder.glob("*.safetensors"))]
     written = sum(f.stat().st_size for f in outputs["actmat"].glob("*.safetensors"))
     floor = floor_seconds(inputs, written, WORK)
@@ -187,9 +203,12 @@ def benchmark(name: str, base: Path, experts: Sequence[Path], python: Path, give
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=sorted(RULES), default=["average", "task_arithmetic"])
-    parser.add_argument("--experts", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of inputs and output")
+    parser.add_argument(
+        "--compute", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"], help="of mergekit"
+    )
     parser.add_argument("--mergekit-python", type=Path, help="interpreter of an environment that holds mergekit")
     parser.add_argument("--name", default="elementwise", help="name of the result file")
     add_size_arguments(parser)
