@@ -68,7 +68,8 @@ def adapter_notes(recipe: Recipe, experts: Sequence[Checkpoint], tensors: Sequen
     if small and len(experts) > 1:
         notes.append(
             f"in {len(small)} tensors the ranks add up to no more than the inputs: where the experts' row spaces are "
-            "independent there, the merge is the plain sum of the deltas; --scale or another method shrinks it"
+            "independent there, the merge meets every expert on its own rows and is close to the plain sum of the "
+            "deltas; --scale or another method shrinks it"
         )
     return notes
 

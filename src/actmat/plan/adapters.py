@@ -265,8 +265,9 @@ def _notes(
     if free and len(adapters) > 1:
         notes.append(
             f"in {len(free)} of {len(modules)} modules the ranks add up to no more than the inputs: where the experts' "
-            f"row spaces are independent there, {free[0].call.method} is the plain sum of the deltas. Compare "
-            "'norm' with 'sum_norm' in the records; --scale or another method shrinks it"
+            f"row spaces are independent there, {free[0].call.method} meets every expert on its own rows, whatever the "
+            "weights, and is close to the plain sum of the deltas (equal to it where the row spaces are orthogonal). "
+            "Compare 'norm' with 'sum_norm' in the records; --scale or another method shrinks it"
         )
     dense = [m for m in modules if not m.factored]
     if dense:
