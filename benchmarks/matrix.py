@@ -51,11 +51,11 @@ def naive_actmat(deltas: Sequence[Tensor]) -> Tensor:
 
 
 def naive_ridge(deltas: Sequence[Tensor], ridge: float = 0.1) -> Tensor:
-    """`(sum_t D_t D_t^T D_t) (S + ridge tr(S)/I Id)^-1`, `S = sum_t D_t^T D_t`, by the same pseudo-inverse."""
+    """`(sum_t D_t D_t^T D_t) (S + ridge tr(S)/I Id)^-1`, `S = sum_t D_t^T D_t`, by a pseudo-inverse that cuts nothing."""
     second_moment, target = moments(deltas)
     size = second_moment.shape[-1]
     shift = ridge * second_moment.trace() / size
-    return target @ torch.linalg.pinv(second_moment + shift * torch.eye(size).to(second_moment))
+    return target @ torch.linalg.pinv(second_moment + shift * torch.eye(size).to(second_moment), rtol=0.0)
 
 
 def naive_tsv(deltas: Sequence[Tensor]) -> Tensor:
