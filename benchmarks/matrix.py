@@ -51,7 +51,7 @@ def naive_actmat(deltas: Sequence[Tensor]) -> Tensor:
 
 
 def naive_ridge(deltas: Sequence[Tensor], ridge: float = 0.1) -> Tensor:
-    """`(sum_t D_t D_t^T D_t) (S + ridge tr(S)/I Id)^-1`, `S = sum_t D_t^T D_t`, by a pseudo-inverse that cuts nothing."""
+    """`(sum_t D_t D_t^T D_t) (S + ridge tr(S)/I Id)^-1`, `S = sum_t D_t^T D_t`, by a full pseudo-inverse."""
     second_moment, target = moments(deltas)
     size = second_moment.shape[-1]
     shift = ridge * second_moment.trace() / size
