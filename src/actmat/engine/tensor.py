@@ -299,7 +299,7 @@ def _cap_pieces(variant: Variant, merged: Tensor, deltas: Sequence[Tensor], part
             _cap(variant, matrix, [matrices[k] for matrices in own], piece.layout, _label(piece, k))
             for k, matrix in enumerate(value)
         ]
-        _narrow(out, piece).copy_(piece.layout.from_matrices(capped, piece.shape).reshape(-1))
+        out[piece.start : piece.stop].copy_(piece.layout.from_matrices(capped, piece.shape).reshape(-1))
     return out.view(merged.shape)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
+from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.lapack import Retries, economy_svd, only_singular_values, retry_stats
 
 __all__ = ["cap_delta"]
@@ -45,15 +45,11 @@ def cap_delta(
         if capped:
             merged = (u * s.clamp(max=limit).unsqueeze(-2)) @ vh
     if norm_cap is not None:
-        norms = [_norm(d) for d in deltas]
+        norms = [frobenius_norm64(d) for d in deltas]
         mean = sum(norms) / len(norms)
         limit = sum(norms) if norm_cap == "sum" else mean if norm_cap == "mean" else float(norm_cap) * mean
-        norm = _norm(merged)
+        norm = frobenius_norm64(merged)
         stats["norm_before_cap"], stats["norm_cap"] = norm, limit
         if norm > limit:
             merged = merged * (limit / norm)
     return merged, stats
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

@@ -7,12 +7,13 @@ Shapes: `T` tensors of equal shape, `L` entries of a piece.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["PIECE", "inner_products", "inner_workspace", "one_pass_sum", "weighted_sum"]
+__all__ = ["PIECE", "frobenius_norm64", "inner_products", "inner_workspace", "one_pass_sum", "weighted_sum"]
 
 PIECE = 1 << 14
 """Entries per piece: a handful of float64 rows of this length fit a core's private cache."""
@@ -33,6 +34,14 @@ def inner_products(tensors: Sequence[Tensor]) -> Tensor:
             row.copy_(x[start : start + PIECE])
         gram_TT.addmm_(piece_TL, piece_TL.mT)
     return gram_TT.cpu()
+
+
+def frobenius_norm64(tensor: Tensor) -> float:
+    """`||X||_F` over all entries, summed in float64 without a float64 copy of the whole tensor."""
+    rows = tensor if tensor.ndim > 1 else tensor.reshape(1, -1) if tensor.numel() <= PIECE else tensor.unsqueeze(-1)
+    step = max(1, PIECE * rows.shape[0] // max(rows.numel(), 1))
+    pieces = (rows[start : start + step] for start in range(0, rows.shape[0], step))
+    return math.sqrt(sum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in pieces))
 
 
 def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:

@@ -31,6 +31,7 @@ from torch import Tensor
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.estimators import Estimator
 from actmat.linalg.filters import Filter
+from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.moments import Form, PrimalMoments, Reduced, StackedMoments, form_for
 from actmat.linalg.spectral_solve import Stats, solve
@@ -263,7 +264,7 @@ def checked_deltas(
         )
     for index, share in enumerate(shares):  # not over zip, whose result tuple keeps an older delta alive
         delta = deltas[index]
-        squares = [float(torch.linalg.vector_norm(m, dtype=torch.float64)) ** 2 for m in batch_items(delta)]
+        squares = [frobenius_norm64(m) ** 2 for m in batch_items(delta)]
         if not math.isfinite(sum(squares)):
             raise NumericalError(
                 f"expected finite deltas, but that of expert {index} (counted from 0) holds NaN or infinity. "
@@ -297,7 +298,7 @@ def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:
             out[name] = " | ".join(sorted({str(x) for x in found}))
         else:
             out[name] = found[0]
-    norm = float(torch.linalg.vector_norm(value, dtype=torch.float64))
+    norm = frobenius_norm64(value)
     if not math.isfinite(norm):
         raise NumericalError(
             f"expected a finite merged delta, found norm {norm} from finite deltas. Likely cause: products of "

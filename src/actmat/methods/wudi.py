@@ -11,11 +11,11 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import Tensor
 
 from actmat.linalg.estimators import Estimator
 from actmat.linalg.filters import Filter
+from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.interference import Null, Rule, State
 from actmat.linalg.interference_descent import Descent, accumulate, descend
 from actmat.linalg.interference_workspace import workspace
@@ -93,7 +93,7 @@ def _descended(start: Descent, steps: int, lr: float) -> Merged:
     stats: dict[str, float | int | str | bool] = {
         "solver": "adam",
         "steps": steps,
-        "norm": float(torch.linalg.vector_norm(value, dtype=torch.float64)),
+        "norm": frobenius_norm64(value),
         "mean_expert_norm": sum(start.norms) / len(start.norms),
     }
     return Merged(value, stats)

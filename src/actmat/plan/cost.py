@@ -24,6 +24,10 @@ BASELINE_BYTES = 300_000_000
 """Anonymous memory of the process itself with torch loaded; see `benchmarks/memory.py`."""
 
 
+MATRIX_BYTES = 120_000_000
+"""What one worker's linear algebra library keeps for itself (packing buffers, scratch), beside what a rule declares."""
+
+
 def part_peak_bytes(
     part: Part,
     method: MergeMethod,
@@ -43,7 +47,8 @@ def part_peak_bytes(
     alive += 1 if method.uses_base(options) else 0
     workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
     packed = 0 if single or method.acts_on != "matrix" else part.numel + sum(math.prod(m) for m in matrices)
-    return raw + width * (alive * part.numel + workspace + packed)
+    library = MATRIX_BYTES if method.acts_on == "matrix" else 0
+    return raw + library + width * (alive * part.numel + workspace + packed)
 
 
 def tensor_peak_bytes(
