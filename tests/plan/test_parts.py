@@ -13,7 +13,7 @@ from actmat.layout.types import Block, Role, TensorLayout
 from actmat.methods import METHODS, get_method
 from actmat.methods.contract import ActsOn
 from actmat.plan import parts as parts_module
-from actmat.plan.cost import part_peak_bytes, tensor_peak_bytes
+from actmat.plan.cost import MATRIX_BYTES, part_peak_bytes, tensor_peak_bytes
 from actmat.plan.parts import CHUNK, cut, granularity
 from actmat.recipe import Postprocess
 
@@ -140,5 +140,5 @@ def test_the_peak_holds_deltas_and_workspace() -> None:
     method = get_method("actmat")
     options = method.resolve_options({})
     assert method.workspace is not None
-    expected = 64 * 2 + CHUNK * 8 + 4 * (64 + method.workspace((8, 8), 3, options))
+    expected = MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.workspace((8, 8), 3, options))
     assert part_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], method, 3, options, 2, "float32") == expected

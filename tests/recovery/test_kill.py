@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -120,10 +121,14 @@ def test_an_interruption_is_told_and_can_be_resumed(
     server: Server, family: Family, reference: Reference, place: Path
 ) -> None:
     out = place / "out"
-    run = server.start(command(family, out))
-    wait_for_tensors(run, place, 20)
-    run.signal(signal.SIGINT)
-    status, errors = run.wait()
+    for _ in range(10):  # on a busy machine the merge may end before the signal is delivered: then once more
+        run = server.start(command(family, out))
+        wait_for_tensors(run, place, 3)
+        run.signal(signal.SIGINT)
+        status, errors = run.wait()
+        if status != 0:
+            break
+        shutil.rmtree(out)
     assert status == 130, errors
     assert "the same command goes on where it stopped" in errors
     assert "Traceback" not in errors
