@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from actmat import api
 from actmat.api_adapters import plan_adapters
-from actmat.errors import MergeError
+from actmat.errors import MergeError, OutputError
 from actmat.layout import resolve_layout
 from actmat.plan.adapter_model import AdapterPlan
 from actmat.recipe import make_recipe
@@ -238,6 +239,14 @@ def test_nan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match=r"2 problem\(s\)"):
         merge(tmp_path, [tmp_path / "a", tmp_path / "b"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_too_small_a_disk_is_seen_before_the_work(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.disk_usage
+    monkeypatch.setattr("shutil.disk_usage", lambda place: real(place)._replace(free=100))
+    with pytest.raises(OutputError, match="the disk has only"):
+        merge(tmp_path, [pair / "one", pair / "two"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_merge_goes_on(pair: Path, tmp_path: Path) -> None:
