@@ -15,6 +15,7 @@ from actmat.experiments.harness.merging import Candidate, candidates
 from actmat.experiments.harness.progress import Watch
 from actmat.experiments.harness.results import Regime, append_scores
 from actmat.experiments.harness.study import (
+    NEIGHBOURS,
     VARIANTS,
     Half,
     Point,
@@ -81,7 +82,7 @@ def study_points(vision: Vision, regime: Regime, cuts: Sequence[Half]) -> list[P
     own = vision.own_answers(regime)
     points = []
     for chosen in subsets_within(cuts):
-        for row, result in vision.merges(regime, VARIANTS, only=chosen, tune=False).items():
+        for row, result in vision.merges(regime, (*VARIANTS, *NEIGHBOURS), only=chosen, tune=False).items():
             (validation,) = result["validation"].values()
             scores = (_of_expert(validation, own["validation"]), _of_expert(result["test"], own["test"]))
             points.append(Point(regime, vision.seed, chosen, row, *scores))
@@ -107,7 +108,10 @@ def study(request: RunRequest, prepared: Callable[[int, Watch], Vision], splits:
             cuts = halves([task.name for task in vision.tasks], splits)
             for regime in request.regimes:
                 points += study_points(vision, regime, cuts)
-    found = {r: compare_variants([p for p in points if p.regime == r], cuts) for r in request.regimes}
+    family = [row.name for row in VARIANTS]
+    found = {
+        r: compare_variants([p for p in points if p.regime == r], cuts, choose_among=family) for r in request.regimes
+    }
     text = "".join(f"**{regime}**\n\n{markdown_study(rows)}\n" for regime, rows in found.items())
     folder = request.cache / "study"
     folder.mkdir(parents=True, exist_ok=True)
