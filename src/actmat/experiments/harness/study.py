@@ -45,20 +45,17 @@ _CAPPED = {"postprocess": {"norm_cap": "mean"}}
 
 VARIANTS: tuple[Candidate, ...] = (
     _variant("actmat"),
-    *(_variant(f"rtol={r:g}", rtol=r) for r in (1e-4, 1e-3, 1e-2)),
-    *(_variant(f"ridge={r:g}", filter="tikhonov", ridge=r) for r in (0.03, 0.1, 0.3, 1.0)),
+    *(_variant(f"rtol={r:g}", rtol=r) for r in (1e-3, 1e-2)),
+    *(_variant(f"ridge={r:g}", filter="tikhonov", ridge=r) for r in (0.1, 0.3, 1.0)),
     _variant("exponential,time=10", filter="exponential", time=10.0),
     _variant("adaptive", filter="adaptive"),
-    _variant("rtol=0.001,null=mean", rtol=1e-3, null="mean"),
     *(_variant(f"ridge={r:g},null=mean", filter="tikhonov", ridge=r, null="mean") for r in (0.1, 1.0, 10.0)),
     _variant("normalise=norm", normalise="norm"),
-    _variant("ridge=0.1,normalise=norm", filter="tikhonov", ridge=0.1, normalise="norm"),
     _variant("trim=0.2", trim=0.2),
     _variant("power=0.5", power=0.5),
     _variant("ridge=0.1,power=0.5", filter="tikhonov", ridge=0.1, power=0.5),
     _variant("scale=0.5", scale=0.5),
     _variant("ridge=0.1,scale=0.5", scale=0.5, filter="tikhonov", ridge=0.1),
-    _variant("norm_cap=mean", fields=_CAPPED),
     _variant("ridge=0.1,norm_cap=mean", fields=_CAPPED, filter="tikhonov", ridge=0.1),
 )
 """Variants of the interference family: cut-offs, ridges, filters, what fills the null space, normaliser, trimming,
@@ -162,9 +159,9 @@ def halves(tasks: Sequence[str], splits: int, seed: int = 0) -> list[Half]:
 
 
 def subsets_within(cuts: Sequence[Half]) -> list[tuple[str, ...]]:
-    """All subsets of two tasks or more that lie in a half, each once."""
+    """All pairs that lie in a half, and all halves, each once."""
     sides = dict.fromkeys(side for cut in cuts for side in (cut.choose, cut.report))
-    return list(dict.fromkeys(s for side in sides for n in range(2, len(side) + 1) for s in combinations(side, n)))
+    return list(dict.fromkeys(s for side in sides for n in (2, len(side)) for s in combinations(side, n)))
 
 
 def compare_variants(

@@ -89,7 +89,7 @@ def study_points(vision: Vision, regime: Regime, cuts: Sequence[Half]) -> list[P
     return points
 
 
-def study(request: RunRequest, prepared: Callable[[int, Watch], Vision], splits: int = 4) -> str:
+def study(request: RunRequest, prepared: Callable[[int, Watch], Vision], splits: int = 2) -> str:
     """The study over all seeds and regimes of a request: `study/<suite>.json` and `.md` below the cache.
 
     Args:
