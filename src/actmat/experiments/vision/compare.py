@@ -26,6 +26,7 @@ from actmat.experiments.harness.study import (
 )
 from actmat.experiments.harness.training import generator_for
 from actmat.experiments.suites import RunRequest
+from actmat.experiments.vision.estimates import store_estimates
 from actmat.experiments.vision.experiment import Vision
 
 __all__ = ["CURVE_ROWS", "SAMPLE_COUNTS", "compare", "curve_file", "score_file", "study", "study_points", "subsets_of"]
@@ -50,7 +51,8 @@ def curve_file(cache: Path, suite: str) -> Path:
 def compare(vision: Vision, request: RunRequest, *, subsets: int = 0) -> dict[str, str]:
     """References and all rows for every regime that is asked for; scores are added to the files of the suite.
 
-    If `subsets` > 0, also the curves: merges of that many subsets of every size, and RegMean by number of images.
+    If `subsets` > 0, also the curves: merges of that many subsets of every size, and RegMean by number of images; and
+    how near `D^T D` is to the Gram matrices.
 
     Returns:
         What was left out, and why.
@@ -67,6 +69,7 @@ def compare(vision: Vision, request: RunRequest, *, subsets: int = 0) -> dict[st
             path = curve_file(request.cache, request.suite)
             _append(path, _points_of_subsets(vision, regime, wanted, subsets))
             _append(path, _points_of_samples(vision, regime))
+            store_estimates(vision, regime, request.cache)
     return left_out
 
 
