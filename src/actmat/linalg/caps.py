@@ -6,19 +6,23 @@ Shapes: `*batch O I` or any shape for the norm cap; `O` out_features, `I` in_fea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.lapack import Retries, economy_svd, only_singular_values, retry_stats
 from actmat.linalg.lowrank import LowRank, frobenius_norm, orthogonal_core
 
-__all__ = ["NormCap", "cap_delta", "cap_lowrank"]
+__all__ = ["NormCap", "cap_delta", "cap_lowrank", "norm_of_average"]
 
-NormCap = Literal["mean", "sum"] | float
-"""The mean or the sum of the experts' norms, or that many times their mean."""
+NormCap = Literal["mean", "sum", "average"] | float
+"""The mean or the sum of the experts' norms, that many times their mean, or the norm of the experts' average."""
+
+_PIECE = 1 << 16
 
 
 def cap_delta(
@@ -32,7 +36,8 @@ def cap_delta(
 
     `singular_value_cap = c`: singular values of `D*` above `c * max_t sigma_max(D_t)` are lowered to it (matrices
     only). `norm_cap`: `D*` is scaled down so that `||D*||_F` is at most the mean ("mean"), the sum ("sum") or that
-    many times the mean of the experts' norms. Norms are summed in float64.
+    many times the mean of the experts' norms, or the norm of their average, `||sum_t D_t / T||_F` ("average"). Norms
+    are summed in float64.
 
     Raises:
         NumericalError: a decomposition did not converge.
@@ -50,7 +55,8 @@ def cap_delta(
         if capped:
             merged = (u * s.clamp(max=limit).unsqueeze(-2)) @ vh
     if norm_cap is not None:
-        factor, record = _norm_factor(frobenius_norm64(merged), [frobenius_norm64(d) for d in deltas], norm_cap)
+        limit = norm_of_average(deltas) if norm_cap == "average" else _limit(map(frobenius_norm64, deltas), norm_cap)
+        factor, record = _norm_factor(frobenius_norm64(merged), limit)
         stats.update(record)
         if factor < 1.0:
             merged = merged * factor
@@ -85,15 +91,36 @@ def cap_lowrank(
         b_OR = left_OP @ (u * s.clamp(max=limit).unsqueeze(-2))
         merged = LowRank(b_OR, vh @ right_IQ.mT).to(merged.b_OR.dtype)
     if norm_cap is not None:
-        factor, record = _norm_factor(frobenius_norm(merged), [frobenius_norm(d) for d in deltas], norm_cap)
+        if norm_cap == "average":
+            every = LowRank(torch.cat([d.b_OR for d in deltas], -1), torch.cat([d.a_RI for d in deltas], -2))
+            limit = frobenius_norm(every) / len(deltas)
+        else:
+            limit = _limit(map(frobenius_norm, deltas), norm_cap)
+        factor, record = _norm_factor(frobenius_norm(merged), limit)
         stats.update(record)
         if factor < 1.0:
             merged = LowRank(merged.b_OR * factor, merged.a_RI)
     return merged, stats
 
 
-def _norm_factor(norm: float, norms: Sequence[float], cap: NormCap) -> tuple[float, dict[str, float | str]]:
-    """What brings `norm` down to the cap, at most 1, and the record of it."""
+def norm_of_average(deltas: Sequence[Tensor]) -> float:
+    """`||sum_t D_t / T||_F`, summed in float64, a small piece at a time."""
+    flats_TN = [delta.reshape(-1) for delta in deltas]
+    squares = 0.0
+    for start in range(0, flats_TN[0].numel(), _PIECE):
+        sum_P = flats_TN[0][start : start + _PIECE].double()
+        for flat_N in flats_TN[1:]:
+            sum_P += flat_N[start : start + _PIECE]
+        squares += float(sum_P @ sum_P)
+    return math.sqrt(squares) / len(deltas)
+
+
+def _limit(norms: Iterable[float], cap: Literal["mean", "sum"] | float) -> float:
+    norms = list(norms)
     mean = sum(norms) / len(norms)
-    limit = sum(norms) if cap == "sum" else mean if cap == "mean" else float(cap) * mean
+    return sum(norms) if cap == "sum" else mean if cap == "mean" else cap * mean
+
+
+def _norm_factor(norm: float, limit: float) -> tuple[float, dict[str, float | str]]:
+    """What brings `norm` down to the limit, at most 1, and the record of it."""
     return (limit / norm if norm > limit else 1.0), {"norm_before_cap": norm, "norm_cap": limit}

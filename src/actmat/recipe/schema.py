@@ -104,8 +104,10 @@ class Postprocess(_Strict):
         default=None,
         description="LiNeS: factor of the first and of the last layer, linear in depth between; others keep 1",
     )
-    norm_cap: Literal["mean", "sum"] | Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="largest ||D*||_F: the mean or the sum of the experts' norms, or that many means"
+    norm_cap: Literal["mean", "sum", "average"] | Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="largest ||D*||_F: the mean or the sum of the experts' norms, that many means, or the norm of "
+        "their average",
     )
     singular_value_cap: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest singular value of D*, in units of the experts' largest singular value"
