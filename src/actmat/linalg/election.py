@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.masks import Mask
-from actmat.linalg.threshold import PIECE, pieces
+from actmat.linalg.threshold import PIECE, pieces, true_indices
 
 __all__ = ["ZeroSign", "elect", "masked_sum", "piece_workspace", "sign_balance"]
 
@@ -72,6 +72,7 @@ def elect(
     flats_TN = [delta.reshape(-1) for delta in deltas]
     out_N = torch.empty_like(flats_TN[0])
     mix = [1.0] * len(deltas) if mix is None else mix
+    divisor = counts if reduce == "mean" else None
     settled = majority is not None or zero_sign != "majority"
     tie_break = {"positive": 1, "zero": 0, "majority": 1 if majority is None else majority}[zero_sign]
     balance, contested = 0, []
@@ -84,29 +85,31 @@ def elect(
             mask.apply(flat_N[start : start + size], start, vote_P)
             parts_TP.append(vote_P if scale == 1 else vote_P.mul_(scale))
         sign_P = _elected_sign(parts_TP)
-        _agreeing(parts_TP, sign_P, tie_break, mix, counts if reduce == "mean" else None, out_P)
+        _agreeing(parts_TP, sign_P, tie_break, mix, divisor, out_P)
         if not settled:
             # Take plus for now: where votes cancelled, entries then differ from 0, and only those are looked at again.
-            balance += int(sign_P.sum(dtype=torch.float64))
-            open_P = sign_P.abs().sub_(1).mul_(out_P)
-            if float(open_P.min()) < 0 or float(open_P.max()) > 0:
-                index_C = open_P.nonzero().squeeze(1)
-                contested.append((index_C + start, [part[index_C] for part in parts_TP]))
+            balance += _sum_of_signs(sign_P)
+            index_C = true_indices(sign_P.eq_(0).mul_(out_P).bool())
+            contested.append((index_C + start, [part[index_C] for part in parts_TP]))
     sign_of_all = (balance > 0) - (balance < 0)
     if sign_of_all != tie_break:
         for index_C, parts_TC in contested:
             fixed_C = torch.empty_like(parts_TC[0])
-            zero_C = torch.zeros_like(fixed_C)
-            _agreeing(parts_TC, zero_C, sign_of_all, mix, counts if reduce == "mean" else None, fixed_C)
+            _agreeing(parts_TC, torch.zeros_like(fixed_C), sign_of_all, mix, divisor, fixed_C)
             out_N[index_C] = fixed_C
     return out_N.view(deltas[0].shape)
 
 
 def _elected_sign(parts_TP: Sequence[Tensor]) -> Tensor:
-    total_P = parts_TP[0].clone()
-    for part_P in parts_TP[1:]:
+    total_P = parts_TP[0] + parts_TP[1] if len(parts_TP) > 1 else parts_TP[0].clone()
+    for part_P in parts_TP[2:]:
         total_P.add_(part_P)
     return total_P.sign_()
+
+
+def _sum_of_signs(sign_P: Tensor) -> int:
+    """Exact: pieces have at most 2^24 entries, and floats of 4 bytes hold every integer up to there."""
+    return int(sign_P.sum(dtype=torch.float64 if sign_P.itemsize < 4 else None))
 
 
 def sign_balance(deltas: Sequence[Tensor], masks: Sequence[Mask]) -> int:
@@ -119,7 +122,7 @@ def sign_balance(deltas: Sequence[Tensor], masks: Sequence[Mask]) -> int:
             part_P = torch.empty_like(first_P)
             mask.apply(flat_N[start : start + first_P.numel()], start, part_P)
             parts_TP.append(part_P)
-        balance += int(_elected_sign(parts_TP).sum(dtype=torch.float64))
+        balance += _sum_of_signs(_elected_sign(parts_TP))
     return balance
 
 
@@ -137,17 +140,22 @@ def _agreeing(
     """
     # -1, 0, 1 plus half a tie-break has the sign that is wanted.
     elected_P = (sign_P + 0.5 * tie_break).sign_() if tie_break else sign_P
-    divisor_P = torch.zeros_like(out_P) if counts is not None else None
+    divisor_P = torch.empty_like(out_P) if counts is not None else None
     agreeing_P = torch.empty_like(out_P)
-    out_P.zero_()
     for t, part_P in enumerate(parts_TP):
         torch.mul(part_P, elected_P, out=agreeing_P)
+        if t == 0:
+            torch.threshold(agreeing_P, 0, 0, out=out_P)  # unlike `clamp_min`, it gives +0 for -0
+            if divisor_P is not None and counts is not None:
+                torch.sign(out_P, out=divisor_P).mul_(counts[0])
+            out_P.mul_(mix[0])
+            continue
         out_P.add_(agreeing_P.clamp_min_(0), alpha=mix[t])
         if divisor_P is not None and counts is not None:
             divisor_P.add_(agreeing_P.sign_(), alpha=counts[t])
     out_P.mul_(elected_P)
     if divisor_P is not None:
-        out_P.div_(divisor_P.add_(divisor_P.sign().abs_().neg_().add_(1)))  # a divisor of 0 becomes 1
+        out_P.div_(divisor_P.add_(torch.eq(divisor_P, 0, out=agreeing_P)))  # a divisor of 0 becomes 1
 
 
 def piece_workspace(entries: int, n_experts: int) -> int:
