@@ -10,7 +10,7 @@ from tests.helpers.masking import awkward_deltas, naive_elect, naive_top
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg import election, threshold
+from actmat.linalg import places, threshold
 from actmat.linalg.election import elect, masked_sum, sign_balance
 from actmat.linalg.masks import Drop, Keep, top_trims
 
@@ -18,7 +18,7 @@ from actmat.linalg.masks import Drop, Keep, top_trims
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threshold, "PIECE", 12)
-    monkeypatch.setattr(election, "PIECE", 12)
+    monkeypatch.setattr(places, "PLACE", 12)
 
 
 @pytest.mark.parametrize("n_experts", [1, 2, 5])
@@ -92,7 +92,7 @@ def test_weighted_sum_equals_its_definition(n_experts: int) -> None:
 def test_pieces_of_random_masks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     deltas = random_deltas(2, 333)
     in_pieces = masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1])
-    monkeypatch.setattr(threshold, "PIECE", 1000)
+    monkeypatch.setattr(places, "PLACE", 1000)
     assert torch.equal(masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_pieces)
 
 
