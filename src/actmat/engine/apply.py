@@ -129,7 +129,7 @@ def _apply(
     if method.is_weighted:
         needs["weights"] = call.weights
     if method.uses_base(call.options):
-        whole = base_raw.to(reader.compute_dtype).view(part.shape).to(reader.device)
+        whole = reader.converted_base(part, base_raw)
         needs["base"] = part.layout.to_matrices(whole)[index] if method.acts_on == "matrix" else whole
     if method.is_random:
         needs["generator"] = generator_for(variant.seed, variant.item.name, label or str(part.start))

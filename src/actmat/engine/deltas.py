@@ -156,6 +156,12 @@ class TensorReader:
         delta = self.scratch.take(("delta", t), base_raw.numel(), self.compute_dtype)
         return delta, self._piece(t, start, base_raw, delta)
 
+    def converted_base(self, part: Part, base_raw: Tensor) -> Tensor:
+        """The base on this part in the compute dtype, shaped like it, for a rule that looks at it."""
+        if base_raw.dtype == self.compute_dtype or part.numel <= CHUNK:
+            return base_raw.to(self.compute_dtype).view(part.shape).to(self.device)
+        return self.scratch.room.take(part.numel, self.compute_dtype).copy_(base_raw).view(part.shape).to(self.device)
+
     def result(self, part: Part) -> Tensor:
         """Where a rule may build the merged delta of a part, shaped like it; contents arbitrary."""
         if self.device.type != "cpu" or part.numel <= CHUNK:

@@ -120,7 +120,8 @@ def _looks_once(variant: Variant, part: Part, reader: TensorReader) -> bool:
 def room_bytes(variants: Sequence[Variant], reader: TensorReader) -> int:
     """Bytes of the buffers as large as a part that one tensor takes from the worker's room.
 
-    They are the base as stored, a result, and the deltas unless they are read one at a time or place by place.
+    They are the base as stored (and as a rule wants it), a result, and the deltas unless they are read one at a time
+    or place by place.
     """
     merging = [v for v in variants if v.parts]
     width = reader.compute_dtype.itemsize
@@ -130,5 +131,6 @@ def room_bytes(variants: Sequence[Variant], reader: TensorReader) -> int:
             continue
         held = 0 if len(merging) == 1 and _looks_once(merging[0], part, reader) else reader.n_experts
         base = torch_dtype(variants[0].item.base_dtype).itemsize
-        largest = max(largest, Room.bytes_for((base, part.numel), *[(width, part.numel)] * (held + 1)))
+        converted = any(v.method.uses_base(v.call.options) for v in merging)
+        largest = max(largest, Room.bytes_for((base, part.numel), *[(width, part.numel)] * (held + converted + 1)))
     return largest
