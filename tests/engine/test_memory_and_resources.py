@@ -10,9 +10,13 @@ import torch
 
 from actmat.engine.memory import Budget, Room, Scratch, available_memory
 from actmat.engine.resources import check_device, share_resources
+from actmat.engine.watch import watch_bytes
 from actmat.errors import RecipeError
+from actmat.layout.types import Role, TensorLayout
+from actmat.methods import get_method
 from actmat.plan import MergePlan
 from actmat.plan.cost import BASELINE_BYTES
+from actmat.plan.model import MethodCall, TensorPlan
 
 
 def test_scratch_reuses_the_memory_of_a_key() -> None:
@@ -165,3 +169,12 @@ def test_devices_that_do_not_exist(device: str) -> None:
     with pytest.raises(RecipeError, match="device is 'cpu'"):
         check_device(device)
     check_device("cpu")
+
+
+@pytest.mark.parametrize(("method", "held"), [("dare", 2), ("della", 2), ("ties", 0), ("average", 0)])
+def test_watching_pays_for_deltas_that_are_held_for_it_alone(method: str, held: int) -> None:
+    """A table of embeddings: nothing is measured, but rules that take deltas one by one are given them whole."""
+    layout = TensorLayout(Role.EMBEDDING, "")
+    call = MethodCall(method, get_method(method).resolve_options({}))
+    item = TensorPlan("w", (50, 20), "bfloat16", "bfloat16", layout, "merge", "", call=call, sources=("w", "w"))
+    assert watch_bytes(item, 4) == held * 4 * 1000
