@@ -20,6 +20,8 @@ from actmat.experiments.suites import RunRequest, TableRequest
 from actmat.experiments.vision import experiment, small
 from actmat.experiments.vision.backbones import read_tensors
 from actmat.experiments.vision.compare import curve_file, score_file, subsets_of
+from actmat.experiments.vision.estimates import ESTIMATES, read_estimates
+from actmat.statistics import open_statistics
 
 TASKS = ("one", "two", "three", "four")
 METHODS = ("average", "task_arithmetic", "actmat", "regmean", "fisher", "knots_tsv")
@@ -157,7 +159,7 @@ def test_the_table_shows_all_rows_and_the_figures_are_drawn(finished, tmp_path):
     assert all(word in text for word in ("majority", "regmean", "knots_tsv", "full fine-tuning", "LoRA", "±"))
     drawn = sorted(p.name for p in tmp_path.iterdir())
     assert "vision-small-methods.png" in drawn
-    assert {f"vision-small-{r}-{w}.png" for r in ("lora",) for w in ("experts", "samples")} <= set(drawn)
+    assert {f"vision-small-{r}-{w}.png" for r in ("lora",) for w in ("experts", "samples", "estimates")} <= set(drawn)
     with Image.open(tmp_path / "vision-small-methods.png") as picture:
         assert 600 < picture.size[0] < 1500, "six methods, each once"
 
@@ -168,6 +170,36 @@ def test_curves_hold_every_size_and_what_regmean_was_given(finished):
     assert sizes == {2, 3, 4}
     assert {p["samples"] for p in points if p["curve"] == "samples"} == {1, 4, 16}
     assert {p["method"] for p in points if p["curve"] == "subsets"} >= {"average", "actmat", "base", "experts"}
+
+
+@pytest.mark.parametrize("regime", ["full", "lora"])
+def test_estimates_are_compared_with_the_inputs_of_every_expert(finished, regime):
+    vision = small.prepared(finished, 0, Watch())
+    found = read_estimates(finished.cache, "vision-small", "", regime)
+    assert found is not None
+    assert {tuple(by_estimate) for by_estimate in found.cosines.values()} == {ESTIMATES}
+    assert len(found.cosines) == 6, "every linear map of the one layer"
+    task = TASKS[0]
+    name = "encoder.layer.0.attention.attention.query.weight"
+    with open_statistics(vision.statistics(regime)[task]) as statistics:
+        gram = statistics.gram(statistics.find(name), dtype=torch.float64)
+    expert = vision.experts(regime)[task]
+    if regime == "full":
+        delta = read_tensors(expert)[name].double() - read_tensors(vision.base)[name].double()
+    else:
+        factors = load_file(expert / "adapter_model.safetensors")
+        a, b = (factors[f"base_model.model.layers.0.attention.q_proj.lora_{x}.weight"].double() for x in "AB")
+        config = json.loads((expert / "adapter_config.json").read_text())
+        delta = config["lora_alpha"] / config["r"] * b @ a
+    guess = delta.T @ delta
+    expected = float((guess * gram).sum() / (guess.norm() * gram.norm()))
+    row = found.cosines[name]
+    assert row["D^T D"][f"{task}, seed0"] == pytest.approx(expected, abs=1e-6)
+    assert row["identity"][f"{task}, seed0"] == pytest.approx(float(gram.trace() / gram.norm() / len(gram) ** 0.5))
+    values, vectors = torch.linalg.eigh(guess)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    expected = float((root * gram).sum() / (root.norm() * gram.norm()))
+    assert row["(D^T D)^1/2"][f"{task}, seed0"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_subsets_are_drawn_without_repetition():

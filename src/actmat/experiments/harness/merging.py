@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.experiments.harness.cache import code_digest
 from actmat.methods import METHODS, MergeMethod, get_method
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "choose_methods",
     "merge_candidates",
     "merged_names",
+    "merging_code",
     "rescaled",
     "why_not",
 ]
@@ -187,6 +189,11 @@ def merge_candidates(
     ]
     reports = run_recipes(recipes, threads=threads, device=device, durable=False)
     return {row.name: merged_names(report.plan) for row, report in zip(rows, reports, strict=True)}
+
+
+def merging_code() -> str:
+    """Hash of the code that decides the bytes of a merge, for the key of what is made from one."""
+    return code_digest("linalg", "methods", "checkpoints", "layout", "recipe", "plan", "engine")
 
 
 def merged_names(plan: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from actmat.errors import CheckpointError, RecipeError
 from actmat.experiments.harness.cache import Cache, digest, library_versions
-from actmat.experiments.harness.merging import Candidate, candidates, merge_candidates
+from actmat.experiments.harness.merging import Candidate, candidates, merge_candidates, merging_code
 from actmat.experiments.harness.progress import Watch
 from actmat.experiments.harness.results import REFERENCES, Score, append_scores, read_scores
 from actmat.experiments.harness.settings import changed
@@ -138,7 +138,8 @@ def _seed(
         yield list(lines(f"expert {skill}", found))
     yield list(lines("experts", own))
     for row in rows:
-        key = {"base": base, "experts": experts, "row": asdict(row), "libraries": library_versions("actmat", "torch")}
+        key = {"base": base, "experts": experts, "row": asdict(row), "merging": merging_code()}
+        key |= {"libraries": library_versions("torch")}
         if needs_statistics([row]):
             key["prompts"] = digest({skill: list(some) for skill, some in prompts.items()})
         with _merged(exam, row, key, prompts, request) as folder:

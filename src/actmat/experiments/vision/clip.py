@@ -24,12 +24,30 @@ from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat.experiments.harness.cache import Cache, file_digest, library_versions
 from actmat.experiments.vision.backbones import ClipHead, save_head
 from actmat.experiments.vision.images import ImageTask
+from actmat.experiments.vision.open_clip import (
+    from_package,
+    is_open_clip,
+    read_open_clip,
+    transformers_config,
+    translated,
+)
 from actmat.experiments.vision.sources import HubSet
 
-__all__ = ["ClipTask", "class_words", "clip_base", "clip_head", "clip_tasks", "public_expert", "source_of"]
+__all__ = [
+    "ClipTask",
+    "class_words",
+    "clip_base",
+    "clip_head",
+    "clip_source",
+    "clip_tasks",
+    "public_expert",
+    "source_of",
+]
 
 _VERSION = 1
 _TEXT_BATCH = 64
+_TOKENIZER = "openai/clip-vit-base-patch32"
+"""Of models that bring none: all of open_clip's plain models share it."""
 _WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model")
 
 
@@ -110,13 +128,41 @@ def source_of(location: str, patterns: Sequence[str] = _WEIGHTS) -> tuple[Path, 
     return found, f"{repo}@{found.name}"
 
 
+def clip_source(cache: Cache, location: str) -> tuple[Path, str]:
+    """`source_of`, with models of open_clip turned into folders of transformers first; see `open_clip`."""
+    packaged = location.startswith("open_clip:")
+    folder, identity = (Path(), location) if packaged else source_of(location)
+    if not packaged and not is_open_clip(folder):
+        return folder, identity
+    packages = ("transformers", "open_clip_torch") if packaged else ("transformers",)
+    key = {"version": _VERSION, "source": identity, "libraries": library_versions(*packages)}
+
+    def make(out: Path) -> None:
+        from transformers import AutoTokenizer, CLIPModel
+
+        sizes, tensors = from_package(location) if packaged else read_open_clip(folder)
+        config = transformers_config(sizes)
+        CLIPModel.from_pretrained(None, config=config, state_dict=translated(tensors)).save_pretrained(out)
+        words = folder if not packaged and (folder / "tokenizer_config.json").is_file() else _TOKENIZER
+        tokenizer = AutoTokenizer.from_pretrained(words)
+        if len(tokenizer) != config.text_config.vocab_size:
+            raise CheckpointError(
+                f"'{location}' has {config.text_config.vocab_size} tokens, the tokenizer '{words}' {len(tokenizer)}. "
+                "Put the model's own tokenizer (tokenizer.json, tokenizer_config.json) into its folder."
+            )
+        tokenizer.save_pretrained(out)
+
+    made = cache.get("open-clip", key, make)
+    return made, made.name
+
+
 def clip_base(cache: Cache, location: str) -> Path:
     """The image encoder of a CLIP checkpoint, as a checkpoint of its own, with the projection and text parts beside it.
 
     Returns:
         The stage's folder: `encoder/`, `text/` (the whole model, for the heads), `projection.safetensors`.
     """
-    folder, identity = source_of(location)
+    folder, identity = clip_source(cache, location)
     key = {"version": _VERSION, "source": identity, "libraries": library_versions("transformers")}
 
     def make(out: Path) -> None:
@@ -133,7 +179,7 @@ def clip_base(cache: Cache, location: str) -> Path:
 
 def public_expert(cache: Cache, location: str) -> Path:
     """A ready-made expert, stored under the same names as the base's encoder."""
-    folder, identity = source_of(location)
+    folder, identity = clip_source(cache, location)
     key = {"version": _VERSION, "source": identity, "libraries": library_versions("transformers")}
 
     def make(out: Path) -> None:
@@ -166,7 +212,7 @@ def clip_head(cache: Cache, location: str, base: Path, task: ImageTask, known: C
     def make(out: Path) -> None:
         from transformers import AutoTokenizer, CLIPModel
 
-        folder, _ = source_of(location)
+        folder, _ = clip_source(cache, location)
         model, tokenizer = CLIPModel.from_pretrained(folder).eval().to(device), AutoTokenizer.from_pretrained(folder)
         stored = load_file(base / "projection.safetensors")
         rows = [text_feature([t.format(word) for t in known.templates], model, tokenizer, device) for word in words]

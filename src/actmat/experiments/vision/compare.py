@@ -15,6 +15,7 @@ from actmat.experiments.harness.merging import Candidate, candidates
 from actmat.experiments.harness.progress import Watch
 from actmat.experiments.harness.results import Regime, append_scores
 from actmat.experiments.harness.study import (
+    NEIGHBOURS,
     VARIANTS,
     Half,
     Point,
@@ -25,6 +26,7 @@ from actmat.experiments.harness.study import (
 )
 from actmat.experiments.harness.training import generator_for
 from actmat.experiments.suites import RunRequest
+from actmat.experiments.vision.estimates import store_estimates
 from actmat.experiments.vision.experiment import Vision
 
 __all__ = ["CURVE_ROWS", "SAMPLE_COUNTS", "compare", "curve_file", "score_file", "study", "study_points", "subsets_of"]
@@ -49,7 +51,8 @@ def curve_file(cache: Path, suite: str) -> Path:
 def compare(vision: Vision, request: RunRequest, *, subsets: int = 0) -> dict[str, str]:
     """References and all rows for every regime that is asked for; scores are added to the files of the suite.
 
-    If `subsets` > 0, also the curves: merges of that many subsets of every size, and RegMean by number of images.
+    If `subsets` > 0, also the curves: merges of that many subsets of every size, and RegMean by number of images; and
+    how near `D^T D` is to the Gram matrices.
 
     Returns:
         What was left out, and why.
@@ -66,6 +69,7 @@ def compare(vision: Vision, request: RunRequest, *, subsets: int = 0) -> dict[st
             path = curve_file(request.cache, request.suite)
             _append(path, _points_of_subsets(vision, regime, wanted, subsets))
             _append(path, _points_of_samples(vision, regime))
+            store_estimates(vision, regime, request.cache)
     return left_out
 
 
@@ -81,14 +85,14 @@ def study_points(vision: Vision, regime: Regime, cuts: Sequence[Half]) -> list[P
     own = vision.own_answers(regime)
     points = []
     for chosen in subsets_within(cuts):
-        for row, result in vision.merges(regime, VARIANTS, only=chosen, tune=False).items():
+        for row, result in vision.merges(regime, (*VARIANTS, *NEIGHBOURS), only=chosen, tune=False).items():
             (validation,) = result["validation"].values()
             scores = (_of_expert(validation, own["validation"]), _of_expert(result["test"], own["test"]))
             points.append(Point(regime, vision.seed, chosen, row, *scores))
     return points
 
 
-def study(request: RunRequest, prepared: Callable[[int, Watch], Vision], splits: int = 4) -> str:
+def study(request: RunRequest, prepared: Callable[[int, Watch], Vision], splits: int = 2) -> str:
     """The study over all seeds and regimes of a request: `study/<suite>.json` and `.md` below the cache.
 
     Args:
@@ -107,7 +111,10 @@ def study(request: RunRequest, prepared: Callable[[int, Watch], Vision], splits:
             cuts = halves([task.name for task in vision.tasks], splits)
             for regime in request.regimes:
                 points += study_points(vision, regime, cuts)
-    found = {r: compare_variants([p for p in points if p.regime == r], cuts) for r in request.regimes}
+    family = [row.name for row in VARIANTS]
+    found = {
+        r: compare_variants([p for p in points if p.regime == r], cuts, choose_among=family) for r in request.regimes
+    }
     text = "".join(f"**{regime}**\n\n{markdown_study(rows)}\n" for regime, rows in found.items())
     folder = request.cache / "study"
     folder.mkdir(parents=True, exist_ok=True)

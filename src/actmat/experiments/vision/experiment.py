@@ -15,7 +15,7 @@ from typing import Any
 
 from actmat.experiments.harness.cache import Cache, code_digest, library_versions
 from actmat.experiments.harness.heads import Head
-from actmat.experiments.harness.merging import SCALES, Candidate, best_scale, merge_candidates, rescaled
+from actmat.experiments.harness.merging import SCALES, Candidate, best_scale, merge_candidates, merging_code, rescaled
 from actmat.experiments.harness.progress import Stage, Watch
 from actmat.experiments.harness.results import Regime, Score
 from actmat.experiments.harness.training import Schedule, one_thread, side_by_side, steps_of
@@ -31,7 +31,6 @@ __all__ = ["Vision"]
 _EXPERT_VERSION = 1
 _SCORE_VERSION = 1
 _STATISTICS_VERSION = 1
-_MERGING = ("linalg", "methods", "checkpoints", "layout", "recipe", "plan", "engine")
 _MOST_BYTES, _MOST_ROWS = 8e9, 16
 """Merged models that lie on the disk at the same time, and that an interruption loses at most."""
 
@@ -202,7 +201,7 @@ class Vision:
             row.name: key
             | {
                 "row": asdict(row),
-                "merging": code_digest(*_MERGING),
+                "merging": merging_code(),
                 "statistics": measured if row.name in needy else None,
             }
             for row in rows

@@ -1,4 +1,4 @@
-"""The figures: all methods side by side, accuracy by number of experts, RegMean by number of images."""
+"""The figures: all methods side by side, accuracy by number of experts, RegMean by number of images, estimates."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from actmat.experiments.harness.results import REFERENCES, Regime, Score
 from actmat.experiments.harness.table import Line, summarise
 from actmat.experiments.suites import TableRequest
 from actmat.experiments.vision.compare import curve_file
+from actmat.experiments.vision.estimates import read_estimates
 from actmat.experiments.vision.tables import latest
 
 __all__ = ["draw"]
@@ -50,6 +51,9 @@ def draw(request: TableRequest, scores: Sequence[Score], models: Sequence[str]) 
                 drawn.append(_by_number(sizes, regime, request.figures / f"{name}-{regime}-experts.png"))
             if samples:
                 drawn.append(_by_samples(samples, own_lines, regime, request.figures / f"{name}-{regime}-samples.png"))
+            if near := read_estimates(request.cache, request.suite, model, regime):
+                drawn.append(request.figures / f"{name}-{regime}-estimates.png")
+                near.figure().savefig(drawn[-1], dpi=150)
     return drawn
 
 

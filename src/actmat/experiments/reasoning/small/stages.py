@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from actmat.experiments.harness.cache import Cache, digest, library_versions
-from actmat.experiments.harness.merging import Candidate, best_scale, merge_candidates, rescaled
+from actmat.experiments.harness.merging import Candidate, best_scale, merge_candidates, merging_code, rescaled
 from actmat.experiments.harness.progress import Watch
 from actmat.experiments.harness.training import one_thread
 from actmat.experiments.reasoning.measure import measure, needs_statistics
@@ -153,7 +153,8 @@ class Small:
             "experts": [digest(self.expert_key(p)) for p in self.puzzles],
             "storage": storage,
             "rows": [asdict(row) for row in rows],
-            "libraries": library_versions("actmat", "torch"),
+            "merging": merging_code(),
+            "libraries": library_versions("torch"),
         }
         return key | {"statistics": self.settings.measured} if needs_statistics(rows) else key
 
