@@ -158,3 +158,30 @@ def test_tolerated_findings_are_counted_and_not_fatal() -> None:
     assert setup.read()[0].tolist() == [0.0, 1.0]
     assert setup.findings.count("w") == 1
     assert not setup.findings.fatal
+
+
+def test_walking_holding_and_reading_give_the_same_deltas_and_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas_module, "PLACE", 4)
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(3, 7, generator=generator).bfloat16()
+    experts = [base + torch.randn(3, 7, generator=generator).bfloat16(), base.clone()]
+    expected = [e.float() - base.float() for e in experts]
+    part = cut((3, 7), VECTOR, "tensor")[0]
+
+    walked, held = Setup(base, *experts), Setup(base, *experts)
+    assert walked.reader.can_walk
+    streamed = walked.reader.deltas(part, walked.reader.read_base(part))
+    places = [(start, [p.clone() for p in pieces]) for start, pieces in streamed.walk()]
+    assert [start for start, _ in places] == [0, 4, 8, 12, 16, 20]
+    for t, delta in enumerate(expected):
+        assert torch.equal(torch.cat([pieces[t] for _, pieces in places]), delta.flatten())
+    assert streamed.changed
+
+    room = held.reader.scratch.room
+    with room.opened(10_000, beside=0):
+        whole = held.reader.deltas(part, held.reader.read_base(part)).hold()
+        result = whole.result()  # type: ignore[attr-defined]
+        result.fill_(7.0)
+        for delta, found in zip(expected, whole, strict=True):
+            assert torch.equal(found, delta), "apart from the room for the result"
+    assert walked.reader.hashes() == held.reader.hashes()

@@ -17,6 +17,7 @@ from torch import Tensor
 import actmat
 from actmat import methods as methods_module
 from actmat.api import plan as plan_merge
+from actmat.engine.apply import generator_for
 from actmat.errors import NumericalError
 from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
 from actmat.plan import parts as parts_module
@@ -240,3 +241,31 @@ def test_experts_of_another_dtype_are_noted(family: Family) -> None:
     family.change(family.experts[0], lambda t: t.update(half))
     plan = plan_merge(family.base, family.experts)
     assert any("'expert0' is stored in bfloat16, the base in float32" in n for n in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("dare", {"rule": "ties", "density": 0.5}),  # read place by place
+        ("dare", {"rescale": "l1", "density": 0.5}),  # these hold whole deltas in the worker's room
+        ("ties", {"density": 0.5}),
+        ("model_stock", {}),
+        ("karcher", {}),  # which looks at the base too
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_however_deltas_are_read_the_rule_gives_its_bits(
+    family: Family, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]
+) -> None:
+    for module in ("deltas", "tensor", "output"):
+        monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 16)
+    monkeypatch.setattr("actmat.engine.deltas.PLACE", 12)
+    merged, _ = merge(family, method=method, options=options, scope="all", seed=3, threads=2)
+    rule = get_method(method)
+    for name, value in merged.items():
+        base, deltas = inputs(family, name)
+        needs: dict[str, Any] = {"base": base} if rule.needs_base else {}
+        if rule.is_random:
+            needs["generator"] = generator_for(3, name, "0")
+        expected = rule.merge(deltas, **needs, **rule.resolve_options(options)).value
+        assert torch.equal(value, base + expected), name

@@ -8,11 +8,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from actmat.engine.memory import Budget, Scratch, available_memory
+from actmat.engine.memory import Budget, Room, Scratch, available_memory
 from actmat.engine.resources import check_device, share_resources
+from actmat.engine.watch import watch_bytes
 from actmat.errors import RecipeError
+from actmat.layout.types import Role, TensorLayout
+from actmat.methods import get_method
 from actmat.plan import MergePlan
 from actmat.plan.cost import BASELINE_BYTES
+from actmat.plan.model import MethodCall, TensorPlan
 
 
 def test_scratch_reuses_the_memory_of_a_key() -> None:
@@ -24,6 +28,45 @@ def test_scratch_reuses_the_memory_of_a_key() -> None:
     assert scratch.take("b", 100, torch.float32).data_ptr() != first.data_ptr()
     assert scratch.take("a", 1000, torch.float64).shape == (1000,)
     assert scratch.take("c", 0, torch.float64).shape == (0,)
+
+
+def test_room_is_kept_from_tensor_to_tensor() -> None:
+    room = Room(keep=10_000)
+    need = Room.bytes_for((4, 100), (2, 33))
+    with room.opened(need, beside=100):
+        first, second = room.take(100, torch.float32), room.take(33, torch.bfloat16)
+        assert (first.numel(), second.numel()) == (100, 33)
+        assert second.data_ptr() - first.data_ptr() == 448, "apart, on multiples of 64 bytes"
+        assert room.take(1, torch.float32).data_ptr() != first.data_ptr(), "more than was asked for is a new tensor"
+        room.restart()
+        assert room.take(10, torch.float64).data_ptr() == first.data_ptr()
+    with room.opened(64, beside=100):
+        assert room.take(4, torch.float32).data_ptr() == first.data_ptr()
+
+
+def held_bytes(room: Room) -> int:
+    return 0 if room._block is None else room._block.numel()
+
+
+def test_room_gives_back_what_the_next_tensor_cannot_bear_beside_it() -> None:
+    room = Room(keep=1000)
+    with room.opened(640, beside=200):
+        pass
+    with room.opened(64, beside=300):
+        assert held_bytes(room) == 640
+    with room.opened(64, beside=500):
+        assert held_bytes(room) == 64, "640 + 500 is more than 1000"
+    with room.opened(2048, beside=0):
+        assert held_bytes(room) == 2048, "a tensor above the limit gets what it needs"
+    assert held_bytes(room) == 0, "and leaves nothing behind"
+
+
+def test_room_without_a_limit_keeps_nothing_and_unopened_gives_plain_tensors() -> None:
+    room = Room()
+    assert room.take(5, torch.float32).shape == (5,)
+    with room.opened(640, beside=0):
+        assert held_bytes(room) == 640
+    assert held_bytes(room) == 0
 
 
 class Holder:
@@ -126,3 +169,12 @@ def test_devices_that_do_not_exist(device: str) -> None:
     with pytest.raises(RecipeError, match="device is 'cpu'"):
         check_device(device)
     check_device("cpu")
+
+
+@pytest.mark.parametrize(("method", "held"), [("dare", 2), ("della", 2), ("ties", 0), ("average", 0)])
+def test_watching_pays_for_deltas_that_are_held_for_it_alone(method: str, held: int) -> None:
+    """A table of embeddings: nothing is measured, but rules that take deltas one by one are given them whole."""
+    layout = TensorLayout(Role.EMBEDDING, "")
+    call = MethodCall(method, get_method(method).resolve_options({}))
+    item = TensorPlan("w", (50, 20), "bfloat16", "bfloat16", layout, "merge", "", call=call, sources=("w", "w"))
+    assert watch_bytes(item, 4) == held * 4 * 1000

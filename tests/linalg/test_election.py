@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.helpers.masking import awkward_deltas, naive_elect, naive_top
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg import election, threshold
+from actmat.linalg import places, threshold
 from actmat.linalg.election import elect, masked_sum, sign_balance
 from actmat.linalg.masks import Drop, Keep, top_trims
 
@@ -18,7 +20,7 @@ from actmat.linalg.masks import Drop, Keep, top_trims
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threshold, "PIECE", 12)
-    monkeypatch.setattr(election, "PIECE", 12)
+    monkeypatch.setattr(places, "PLACE", 12)
 
 
 @pytest.mark.parametrize("n_experts", [1, 2, 5])
@@ -92,7 +94,7 @@ def test_weighted_sum_equals_its_definition(n_experts: int) -> None:
 def test_pieces_of_random_masks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     deltas = random_deltas(2, 333)
     in_pieces = masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1])
-    monkeypatch.setattr(threshold, "PIECE", 1000)
+    monkeypatch.setattr(places, "PLACE", 1000)
     assert torch.equal(masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_pieces)
 
 
@@ -101,3 +103,33 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     deltas = [torch.ones(shape), torch.ones(shape)]
     assert torch.equal(elect(deltas, [Keep()] * 2, scales=[1, 1], counts=[1, 1]), torch.ones(shape))
     assert torch.equal(masked_sum(deltas, [Keep()] * 2, [1, 2]), torch.full(shape, 3.0))
+
+
+def naive_float32(votes: list[torch.Tensor], counts: list[float], tie_break: int) -> torch.Tensor:
+    """The election in float32, one operation after the other as its definition says, with nothing left out."""
+    total = torch.zeros_like(votes[0])
+    for vote in votes:
+        total = total + vote
+    elected = torch.sign(torch.sign(total) + 0.5 * tie_break)
+    kept = [torch.where(torch.sign(v) == elected, v, torch.zeros_like(v)) * elected.abs() for v in votes]
+    top, divisor = torch.zeros_like(total), torch.zeros_like(total)
+    for vote, count in zip(kept, counts, strict=True):
+        top = top + vote
+        divisor = divisor + count * torch.sign(vote).abs()
+    return top / torch.where(divisor == 0, torch.ones_like(divisor), divisor) + 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**16), n_experts=st.integers(1, 5), exact=st.booleans(), zero=st.booleans())
+def test_election_is_the_definition_in_float32_to_the_last_bit(
+    seed: int, n_experts: int, exact: bool, zero: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (n_experts, 45)
+    draws = torch.randint(-3, 4, shape, generator=generator) / 8 if exact else torch.randn(shape, generator=generator)
+    deltas = list(draws * (torch.rand(shape, generator=generator) < 0.6))  # products with 0 leave -0 behind
+    counts = [0.5, 0.25, 1.0, 2.0, 0.75][:n_experts]
+    found = elect(deltas, [Keep()] * n_experts, scales=[1.0] * n_experts, counts=counts,
+                  zero_sign="zero" if zero else "positive")  # fmt: skip
+    expected = naive_float32(deltas, counts, 0 if zero else 1)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), "the sign of zeros too"

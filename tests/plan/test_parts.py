@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actmat.layout.types import Block, Role, TensorLayout
+from actmat.linalg.places import PLACE
 from actmat.methods import METHODS, get_method
 from actmat.methods.contract import ActsOn
 from actmat.plan import parts as parts_module
@@ -131,6 +132,15 @@ def test_a_one_pass_rule_pays_for_one_delta_and_a_streamed_one_for_a_piece() -> 
     assert peak("actmat", (1024, 1024), experts=12) == peak("actmat", (1024, 1024), experts=2)
     assert peak("actmat", (1024, 1024), 12, caps=NORM_CAP) > peak("actmat", (1024, 1024), 2, caps=NORM_CAP)
     assert peak("average", (8192, 8192)) == peak("average", (4096, 4096))
+
+
+def test_a_rule_that_streams_pays_for_a_place_of_each_expert() -> None:
+    dare = get_method("dare")
+    assert dare.streams(dare.resolve_options({}))
+    assert not dare.streams(dare.resolve_options({"rescale": "l1"}))
+    more = peak("dare", (4096, 4096), experts=12) - peak("dare", (4096, 4096), experts=2)
+    assert more <= 10 * 4 * 2 * PLACE, "a place of each delta and of each vote"
+    assert peak("dare", (4096, 4096), caps=NORM_CAP) > peak("dare", (4096, 4096)) + 2 * 4 * 4096**2
 
 
 def test_a_cap_on_singular_values_pays_for_their_decomposition() -> None:

@@ -19,7 +19,7 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.diagnostics.measure import Kept, against_base, measure_dense, measure_lowrank, tidy
 from actmat.diagnostics.model import Measure
 from actmat.diagnostics.sample import take_sample
-from actmat.engine.tensor import generator_for
+from actmat.engine.apply import generator_for
 from actmat.engine.watch import Seen
 from actmat.linalg.estimators import Estimator
 from actmat.linalg.interference import State

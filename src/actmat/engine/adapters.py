@@ -22,13 +22,13 @@ from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.raw import raw_bytes
+from actmat.engine.apply import generator_for
 from actmat.engine.local import one_thread_each
 from actmat.engine.memory import Budget
 from actmat.engine.naming import named_errors
 from actmat.engine.resources import Resources
 from actmat.engine.statistics import RuleStatistics, check_adapters
 from actmat.engine.survey import SurveyKey, survey_key
-from actmat.engine.tensor import generator_for
 from actmat.engine.watch import WATCHED, SinkSource, Watch
 from actmat.errors import CheckpointError, NumericalError
 from actmat.layout.types import Role, TensorLayout

@@ -7,7 +7,7 @@ base while they are in the cache, so that no second copy of a tensor ever exists
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.factored import part_factors
 from actmat.engine.memory import Scratch
 from actmat.linalg.lowrank import LowRank
+from actmat.linalg.places import PLACE
 from actmat.plan.model import TensorPlan
 from actmat.plan.parts import CHUNK, Part
 
-__all__ = ["Findings", "LazyDeltas", "TensorReader"]
+__all__ = ["Findings", "HeldDeltas", "LazyDeltas", "TensorReader"]
 
 
 class Findings:
@@ -107,11 +108,12 @@ class TensorReader:
         self._wide_key: tuple[int, int] | None = None
 
     def read_base(self, part: Part) -> Tensor:
-        """Entries of the part as stored, flat; the buffer is reused by the next part of a streamed tensor."""
+        """Entries of the part as stored, flat; reading the next part overwrites all that was read of this one."""
         if part.numel <= CHUNK:
             raw = self.scratch.take("base", part.numel, self._base_dtype)
         else:
-            raw = torch.empty(part.numel, dtype=self._base_dtype)
+            self.scratch.room.restart()
+            raw = self.scratch.room.take(part.numel, self._base_dtype)
         data = raw_bytes(raw)
         self._base.read_into(self.item.name, part.start * raw.itemsize, data)
         self._base_hash.update(data)
@@ -121,14 +123,19 @@ class TensorReader:
         """The deltas of a part, read when asked for, each once."""
         return LazyDeltas(self, part, base_raw, len(self._experts))
 
-    def load(self, t: int, part: Part, base_raw: Tensor) -> tuple[Tensor, bool]:
-        """Delta of expert `t` on this part, shaped like it, and whether it is anything but zero."""
+    def load(self, t: int, part: Part, base_raw: Tensor, *, hold: bool = False) -> tuple[Tensor, bool]:
+        """Delta of expert `t` on this part, shaped like it, and whether it is anything but zero.
+
+        `hold` lays it into the worker's room, where it is overwritten by the next part; else its memory is its own.
+        """
         expert, source = self._experts[t], self.item.sources[t]
         if isinstance(expert, AdapterExpert) and source not in expert.full:
             formed = expert.delta(source, part.start, part.stop, self.compute_dtype)
             return formed.view(part.shape).to(self.device), expert.touches(source)
         if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
             delta = self.scratch.take(("delta", t), part.numel, self.compute_dtype)
+        elif hold:
+            delta = self.scratch.room.take(part.numel, self.compute_dtype)
         else:
             delta = torch.empty(part.numel, dtype=self.compute_dtype)
         changed = False
@@ -136,6 +143,30 @@ class TensorReader:
             high = min(low + CHUNK, part.numel)
             changed |= self._piece(t, part.start + low, base_raw[low:high], delta[low:high])
         return delta.view(part.shape).to(self.device), changed
+
+    @property
+    def can_walk(self) -> bool:
+        """Whether deltas may be read place by place: what adapters store gives the same bits for whole parts alone."""
+        places = zip(self._experts, self.item.sources, strict=False)
+        formed = any(isinstance(e, AdapterExpert) and source not in e.full for e, source in places)
+        return self.device.type == "cpu" and not formed
+
+    def place(self, t: int, start: int, base_raw: Tensor) -> tuple[Tensor, bool]:
+        """Delta of expert `t` from entry `start` on, as far as `base_raw` goes; the next overwrites it."""
+        delta = self.scratch.take(("delta", t), base_raw.numel(), self.compute_dtype)
+        return delta, self._piece(t, start, base_raw, delta)
+
+    def converted_base(self, part: Part, base_raw: Tensor) -> Tensor:
+        """The base on this part in the compute dtype, shaped like it, for a rule that looks at it."""
+        if base_raw.dtype == self.compute_dtype or part.numel <= CHUNK:
+            return base_raw.to(self.compute_dtype).view(part.shape).to(self.device)
+        return self.scratch.room.take(part.numel, self.compute_dtype).copy_(base_raw).view(part.shape).to(self.device)
+
+    def result(self, part: Part) -> Tensor:
+        """Where a rule may build the merged delta of a part, shaped like it; contents arbitrary."""
+        if self.device.type != "cpu" or part.numel <= CHUNK:
+            return torch.empty(part.shape, dtype=self.compute_dtype, device=self.device)
+        return self.scratch.room.take(part.numel, self.compute_dtype).view(part.shape)
 
     def _piece(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         dtype = torch_dtype(self.item.expert_dtypes[t])
@@ -223,12 +254,39 @@ class LazyDeltas(Sequence[Tensor]):
         if t in self._seen:
             raise RuntimeError("a rule declared one_pass asked for a delta twice; declare one_pass=False")
         self._seen.add(t)
-        delta, changed = self._reader.load(t, self._part, self._base_raw)
+        return self._read(t)
+
+    def _read(self, t: int, *, hold: bool = False) -> Tensor:
+        delta, changed = self._reader.load(t, self._part, self._base_raw, hold=hold)
         self.changed |= changed
         return delta
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[t] for t in range(self._n))
+
+    def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """See `linalg.places.Streamed`."""
+        for start in range(0, self._base_raw.numel(), PLACE):
+            base_P = self._base_raw[start : start + PLACE]
+            found = [self._reader.place(t, self._part.start + start, base_P) for t in range(self._n)]
+            self.changed |= any(changed for _, changed in found)
+            yield start, [delta_P for delta_P, _ in found]
+
+    def result(self) -> Tensor:
+        """See `linalg.places.Streamed`."""
+        return self._reader.result(self._part)
+
+    def hold(self) -> Sequence[Tensor]:
+        """All deltas, read now; they are overwritten when the next part is read."""
+        return HeldDeltas((self._read(t, hold=True) for t in range(self._n)), self.result)
+
+
+class HeldDeltas(list[Tensor]):
+    """All deltas of one part; `result` gives room for what becomes of them (`linalg.places.HasRoom`)."""
+
+    def __init__(self, deltas: Iterable[Tensor], result: Callable[[], Tensor]) -> None:
+        super().__init__(deltas)
+        self.result = result
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ from actmat.engine.pool import merge_pool
 from actmat.engine.resources import Resources
 from actmat.engine.statistics import FOREIGN, RuleStatistics, check_models
 from actmat.engine.survey import SurveyKey, run_surveys, survey_key
-from actmat.engine.tensor import TensorRecord, Variant, merge_tensor
+from actmat.engine.tensor import merge_tensor, room_bytes
 from actmat.engine.ties import check_ties
+from actmat.engine.variant import TensorRecord, Variant
 from actmat.engine.watch import SinkSource, Watch, watch_bytes
 from actmat.errors import CheckpointError, StatisticsError
 from actmat.plan.measured import Measured
@@ -71,6 +72,9 @@ def execute(
     device = torch.device(resources.device)
     units = _units(jobs)
     peaks = [_unit_bytes(unit, compute.itemsize) for unit in units]
+    # what a worker may keep mapped: with so much each, all workers together stay within what the plan announces
+    largest = sorted(peaks, reverse=True)[: resources.workers]
+    keep = largest[-1] if largest and sum(largest) <= resources.memory else 0
     moving = {group[0][1].name for unit in units for group in unit if any(_worth_moving(p) for _, p in group)}
     budget = Budget(resources.memory)
     local = threading.local()
@@ -78,14 +82,17 @@ def execute(
 
     def reader_for(item: TensorPlan, notes: Findings = findings, scratch: Scratch | None = None) -> TensorReader:
         if not hasattr(local, "scratch"):
-            local.scratch = Scratch()
+            local.scratch = Scratch(keep=keep)
         where = device if item.name in moving else torch.device("cpu")
         return TensorReader(item, base, experts, labels, compute, where, scratch or local.scratch, notes)
 
-    def one_unit(unit: Unit) -> list[list[TensorRecord]]:
+    def one_unit(unit: Unit, peak: int) -> list[list[TensorRecord]]:
         """Records per tensor, per job."""
         if len(unit) == 1 and not unit[0][0][1].pool:
-            return [merge_tensor(_variants(unit[0], surveys, measured), reader_for(_leader(unit[0])), findings)]
+            variants, reader = _variants(unit[0], surveys, measured), reader_for(_leader(unit[0]))
+            room = room_bytes(variants, reader)
+            with reader.scratch.room.opened(room, beside=max(0, peak - room)):
+                return [merge_tensor(variants, reader, findings)]
         by_job = zip(*(_variants(group, surveys, measured) for group in unit), strict=True)
         readers = [reader_for(_leader(group), scratch=Scratch()) for group in unit]
         records = merge_pool(list(by_job), readers, findings)
@@ -101,7 +108,7 @@ def execute(
             if index + resources.workers < len(units):
                 for group in units[index + resources.workers]:
                     _prefetch(_leader(group), base, experts)
-            results = one_unit(unit)
+            results = one_unit(unit, peaks[index])
             for group, records in zip(unit, results, strict=False):
                 leader = _leader(group)
                 if records and measured is not None and measured.any:

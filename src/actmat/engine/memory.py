@@ -10,7 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["Budget", "Scratch", "available_memory"]
+__all__ = ["Budget", "Room", "Scratch", "available_memory"]
+
+_ALIGNMENT = 64
+"""Bytes: what torch's CPU allocator gives every new tensor; the last bits of a BLAS may depend on it."""
 
 
 class Scratch:
@@ -19,8 +22,9 @@ class Scratch:
     A buffer handed out under a key is overwritten by the next call with the same key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep: int = 0) -> None:
         self._buffers: dict[object, Tensor] = {}
+        self.room = Room(keep=keep)
 
     def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D CPU tensor of `numel` entries, contents arbitrary."""
@@ -29,6 +33,60 @@ class Scratch:
         if held is None or held.numel() < nbytes:
             held = self._buffers[key] = torch.empty(max(nbytes, 8), dtype=torch.uint8)
         return held[:nbytes].view(dtype)
+
+
+class Room:
+    """Where one worker lays what is as large as a tensor: one block, kept mapped from tensor to tensor.
+
+    Fresh pages are cleared by the kernel, which takes longer than what a rule on entries does with them. Without
+    `opened`, or beyond what it was told, buffers are plain new tensors.
+
+    Args:
+        keep: bytes that this worker may use at any time, its block and what a tensor takes beside it; where a tensor
+            would take more on top of a block of an earlier one, that block is given back first. 0 keeps nothing.
+    """
+
+    def __init__(self, *, keep: int = 0) -> None:
+        self.keep = keep
+        self._block: Tensor | None = None
+        self._used = 0
+
+    @staticmethod
+    def bytes_for(*buffers: tuple[int, int]) -> int:
+        """Bytes of a block that holds buffers of (bytes per entry, entries)."""
+        return sum(_aligned(width * numel) for width, numel in buffers)
+
+    @contextlib.contextmanager
+    def opened(self, nbytes: int, beside: int) -> Iterator[None]:
+        """Room of `nbytes` for one tensor, which takes `beside` bytes elsewhere."""
+        held = 0 if self._block is None else self._block.numel()
+        if max(held, nbytes) + beside > self.keep or held < nbytes:
+            self._block = None
+        if self._block is None and nbytes:
+            self._block = torch.empty(nbytes, dtype=torch.uint8)
+        self._used = 0
+        try:
+            yield
+        finally:
+            if self._block is not None and self._block.numel() > self.keep:
+                self._block = None
+
+    def restart(self) -> None:
+        """The next buffers overwrite those handed out so far."""
+        self._used = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D CPU tensor of `numel` entries, contents arbitrary, its own until `restart`."""
+        nbytes = numel * dtype.itemsize
+        start, stop = self._used, self._used + nbytes
+        if self._block is None or stop > self._block.numel():
+            return torch.empty(numel, dtype=dtype)
+        self._used += _aligned(nbytes)
+        return self._block[start:stop].view(dtype)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Budget:

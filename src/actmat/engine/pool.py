@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.engine.apply import apply_rule
 from actmat.engine.deltas import Findings, LazyDeltas, TensorReader
-from actmat.engine.tensor import TensorRecord, Variant, apply_rule, write_piece
+from actmat.engine.output import write_piece
+from actmat.engine.variant import TensorRecord, Variant
 from actmat.engine.watch import Seen
 from actmat.plan.parts import Part
 from actmat.plan.pools import pooled

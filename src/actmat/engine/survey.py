@@ -83,7 +83,7 @@ def _run(running: _Running, reader_for: Callable[[TensorPlan], TensorReader], po
         acts_on = get_method(item.call.method).acts_on
         with torch.no_grad():
             for part in cut(item.shape, item.layout, acts_on):
-                deltas = list(reader.deltas(part, reader.read_base(part)))
+                deltas = reader.deltas(part, reader.read_base(part)).hold()
                 split = [part.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
                 with turn:
                     for k in range(len(split[0])):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
+from actmat.methods import get_method
 from actmat.plan.model import TensorPlan
 from actmat.plan.parts import Part, cut
 
@@ -97,9 +98,13 @@ class _Nowhere:
 
 def watch_bytes(item: TensorPlan, itemsize: int) -> int:
     """Memory that watching a tensor takes on top of merging it: all deltas of one part at once, `S`, probes, copies."""
-    if item.call is None or not item.layout.role.is_matrix:
+    if item.call is None:
         return 0
     experts = len(item.sources)
+    if not item.layout.role.is_matrix:  # nothing is measured, but deltas that the plan counts one by one are held
+        method = get_method(item.call.method)
+        once = method.acts_on == "tensor" and (method.one_pass or method.streams(item.call.options))
+        return itemsize * experts * item.numel if once else 0
     largest = max(cut(item.shape, item.layout, "matrix"), key=lambda p: p.numel)
     rows, columns = max(largest.layout.matrix_shapes(largest.shape), key=math.prod)[-2:]
     side = min(max(rows, columns), experts * rows)

@@ -1,7 +1,7 @@
 """The two ways of adding masked deltas up: a weighted sum, or sign election.
 
 The rules of the TIES, DARE, breadcrumbs and SCE family are `masked_sum` or `elect` with different masks, so they
-share one pass over memory: for each piece, mask every expert into a buffer that stays in the cache, then add up.
+share one pass over memory: for each place, mask every expert into a buffer that stays in the cache, then add up.
 
 Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one piece of it, `C` contested entries.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.masks import Mask
-from actmat.linalg.threshold import PIECE, pieces
+from actmat.linalg.places import PLACE, empty_result, walk
+from actmat.linalg.threshold import true_indices
 
 __all__ = ["ZeroSign", "elect", "masked_sum", "piece_workspace", "sign_balance"]
 
@@ -26,20 +27,20 @@ always plus, or none (the merged entry is 0)."""
 
 def masked_sum(deltas: Sequence[Tensor], masks: Sequence[Mask], scales: Sequence[float]) -> Tensor:
     """`sum_t scale_t * mask_t(D_t)`, of the shape of a delta, in one pass."""
-    flats_TN = [delta.reshape(-1) for delta in deltas]
-    out_N = torch.empty_like(flats_TN[0])
+    out = empty_result(deltas)
+    out_N = out.view(-1)
     buffer_P: Tensor | None = None
-    for start, sum_P in pieces(out_N):
-        buffer_P = sum_P.new_empty(sum_P.numel()) if buffer_P is None else buffer_P[: sum_P.numel()]
-        for t, (flat_N, mask, scale) in enumerate(zip(flats_TN, masks, scales, strict=True)):
-            piece_P = flat_N[start : start + sum_P.numel()]
+    for start, pieces_TP in walk(deltas):
+        sum_P = out_N[start : start + pieces_TP[0].numel()]
+        buffer_P = torch.empty_like(sum_P) if buffer_P is None else buffer_P[: sum_P.numel()]
+        for t, (piece_P, mask, scale) in enumerate(zip(pieces_TP, masks, scales, strict=True)):
             if t == 0:
                 mask.apply(piece_P, start, sum_P)
                 sum_P.mul_(scale)
             else:
                 mask.apply(piece_P, start, buffer_P)
                 sum_P.add_(buffer_P, alpha=scale)
-    return out_N.view(deltas[0].shape)
+    return out
 
 
 def elect(
@@ -69,57 +70,59 @@ def elect(
         majority: sign (-1, 0, 1) of the sum of the elected signs over more than this tensor; found over this tensor
             when it is not given and `zero_sign` asks for it.
     """
-    flats_TN = [delta.reshape(-1) for delta in deltas]
-    out_N = torch.empty_like(flats_TN[0])
+    out = empty_result(deltas)
+    out_N = out.view(-1)
     mix = [1.0] * len(deltas) if mix is None else mix
+    divisor = counts if reduce == "mean" else None
     settled = majority is not None or zero_sign != "majority"
     tie_break = {"positive": 1, "zero": 0, "majority": 1 if majority is None else majority}[zero_sign]
     balance, contested = 0, []
-    votes_TP = [out_N.new_empty(min(PIECE, out_N.numel())) for _ in deltas] if out_N.device.type == "cpu" else []
-    for start, out_P in pieces(out_N):
-        size = out_P.numel()
+    votes_TP = [out_N.new_empty(min(PLACE, out_N.numel())) for _ in masks] if out_N.device.type == "cpu" else []
+    for start, pieces_TP in walk(deltas):
+        out_P = out_N[start : start + pieces_TP[0].numel()]
         parts_TP = []
-        for t, (flat_N, mask, scale) in enumerate(zip(flats_TN, masks, scales, strict=True)):
-            vote_P = votes_TP[t][:size] if votes_TP else torch.empty_like(out_P)
-            mask.apply(flat_N[start : start + size], start, vote_P)
+        for t, (piece_P, mask, scale) in enumerate(zip(pieces_TP, masks, scales, strict=True)):
+            vote_P = votes_TP[t][: out_P.numel()] if votes_TP else torch.empty_like(out_P)
+            mask.apply(piece_P, start, vote_P)
             parts_TP.append(vote_P if scale == 1 else vote_P.mul_(scale))
         sign_P = _elected_sign(parts_TP)
-        _agreeing(parts_TP, sign_P, tie_break, mix, counts if reduce == "mean" else None, out_P)
+        _agreeing(parts_TP, sign_P, tie_break, mix, divisor, out_P)
         if not settled:
             # Take plus for now: where votes cancelled, entries then differ from 0, and only those are looked at again.
-            balance += int(sign_P.sum(dtype=torch.float64))
-            open_P = sign_P.abs().sub_(1).mul_(out_P)
-            if float(open_P.min()) < 0 or float(open_P.max()) > 0:
-                index_C = open_P.nonzero().squeeze(1)
-                contested.append((index_C + start, [part[index_C] for part in parts_TP]))
+            balance += _sum_of_signs(sign_P)
+            index_C = true_indices(sign_P.eq_(0).mul_(out_P).bool())
+            contested.append((index_C + start, [part[index_C] for part in parts_TP]))
     sign_of_all = (balance > 0) - (balance < 0)
     if sign_of_all != tie_break:
         for index_C, parts_TC in contested:
             fixed_C = torch.empty_like(parts_TC[0])
-            zero_C = torch.zeros_like(fixed_C)
-            _agreeing(parts_TC, zero_C, sign_of_all, mix, counts if reduce == "mean" else None, fixed_C)
+            _agreeing(parts_TC, torch.zeros_like(fixed_C), sign_of_all, mix, divisor, fixed_C)
             out_N[index_C] = fixed_C
-    return out_N.view(deltas[0].shape)
+    return out
 
 
 def _elected_sign(parts_TP: Sequence[Tensor]) -> Tensor:
-    total_P = parts_TP[0].clone()
-    for part_P in parts_TP[1:]:
+    total_P = parts_TP[0] + parts_TP[1] if len(parts_TP) > 1 else parts_TP[0].clone()
+    for part_P in parts_TP[2:]:
         total_P.add_(part_P)
     return total_P.sign_()
 
 
+def _sum_of_signs(sign_P: Tensor) -> int:
+    """Exact: pieces have at most 2^24 entries, and floats of 4 bytes hold every integer up to there."""
+    return int(sign_P.sum(dtype=torch.float64 if sign_P.itemsize < 4 else None))
+
+
 def sign_balance(deltas: Sequence[Tensor], masks: Sequence[Mask]) -> int:
     """Sum over all entries of the elected signs: its sign is the majority that settles cancelled votes."""
-    flats_TN = [delta.reshape(-1) for delta in deltas]
     balance = 0
-    for start, first_P in pieces(flats_TN[0]):
+    for start, pieces_TP in walk(deltas):
         parts_TP = []
-        for flat_N, mask in zip(flats_TN, masks, strict=True):
-            part_P = torch.empty_like(first_P)
-            mask.apply(flat_N[start : start + first_P.numel()], start, part_P)
+        for piece_P, mask in zip(pieces_TP, masks, strict=True):
+            part_P = torch.empty_like(piece_P)
+            mask.apply(piece_P, start, part_P)
             parts_TP.append(part_P)
-        balance += int(_elected_sign(parts_TP).sum(dtype=torch.float64))
+        balance += _sum_of_signs(_elected_sign(parts_TP))
     return balance
 
 
@@ -137,19 +140,24 @@ def _agreeing(
     """
     # -1, 0, 1 plus half a tie-break has the sign that is wanted.
     elected_P = (sign_P + 0.5 * tie_break).sign_() if tie_break else sign_P
-    divisor_P = torch.zeros_like(out_P) if counts is not None else None
+    divisor_P = torch.empty_like(out_P) if counts is not None else None
     agreeing_P = torch.empty_like(out_P)
-    out_P.zero_()
     for t, part_P in enumerate(parts_TP):
         torch.mul(part_P, elected_P, out=agreeing_P)
+        if t == 0:
+            torch.threshold(agreeing_P, 0, 0, out=out_P)  # unlike `clamp_min`, it gives +0 for -0
+            if divisor_P is not None and counts is not None:
+                torch.sign(out_P, out=divisor_P).mul_(counts[0])
+            out_P.mul_(mix[0])
+            continue
         out_P.add_(agreeing_P.clamp_min_(0), alpha=mix[t])
         if divisor_P is not None and counts is not None:
             divisor_P.add_(agreeing_P.sign_(), alpha=counts[t])
     out_P.mul_(elected_P)
     if divisor_P is not None:
-        out_P.div_(divisor_P.add_(divisor_P.sign().abs_().neg_().add_(1)))  # a divisor of 0 becomes 1
+        out_P.div_(divisor_P.add_(torch.eq(divisor_P, 0, out=agreeing_P)))  # a divisor of 0 becomes 1
 
 
 def piece_workspace(entries: int, n_experts: int) -> int:
     """Elements of the piece buffers of one call of `elect` or `masked_sum`."""
-    return min(entries, PIECE) * (n_experts + 5)
+    return min(entries, PLACE) * (n_experts + 5)

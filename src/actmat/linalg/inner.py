@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from actmat.linalg.places import PLACE
+
 __all__ = ["PIECE", "frobenius_norm64", "inner_products", "inner_workspace", "one_pass_sum", "weighted_sum"]
 
 PIECE = 1 << 14
@@ -44,15 +46,16 @@ def frobenius_norm64(tensor: Tensor) -> float:
     return math.sqrt(sum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in pieces))
 
 
-def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
-    """`sum_t c_t X_t` in a new tensor; tensors whose coefficient is exactly zero are not read."""
-    out = torch.zeros_like(tensors[0], memory_format=torch.contiguous_format)
+def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], out: Tensor | None = None) -> Tensor:
+    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); tensors whose coefficient is zero are not read."""
+    if out is None:
+        out = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
     into = out.view(-1)
     terms = [(c, x.reshape(-1)) for c, x in zip(coefficients, tensors, strict=True) if c != 0]
-    for start in range(0, into.numel(), PIECE):
-        piece = into[start : start + PIECE]
+    for start in range(0, into.numel(), PLACE):
+        piece = into[start : start + PLACE].zero_()
         for c, x in terms:
-            piece.add_(x[start : start + PIECE], alpha=c)
+            piece.add_(x[start : start + PLACE], alpha=c)
     return out
 
 

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from actmat.linalg.threshold import PIECE, Cut, kth_magnitudes, pieces
+from actmat.linalg.threshold import PIECE, Cut, kth_magnitudes, pieces, true_indices
 
 __all__ = [
     "Band",
@@ -72,8 +72,8 @@ class Trim:
         """See `Mask`."""
         torch.hardshrink(piece_P, self.level, out=out_P)
         if self.last_equal is not None and start + piece_P.numel() > self.last_equal + 1:
-            late = out_P[max(0, self.last_equal + 1 - start) :]
-            late.masked_fill_(late.abs() == self.cut, 0)
+            late_P = out_P[max(0, self.last_equal + 1 - start) :]
+            late_P.addcmul_(late_P, late_P.abs().eq_(self.cut), value=-1)  # x - x, a fifteenth of `masked_fill_`
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,15 @@ class Drop:
             self._advance(missing)
         draws_P, limit = random_int16(piece_P.numel(), self._coarse), bound - 2**15
         keeping = self.density <= 0.5
-        kept_P = draws_P < limit if keeping else draws_P >= limit
+        # 0 and 1 as 16-bit integers, then as floats: vectorised, which neither making nor using booleans is
+        kept_P = draws_P.lt_(limit) if keeping else draws_P.ge_(limit)
         extra = []
         while self._next_extra < start + piece_P.numel():
             extra.append(self._next_extra - start)
             self._advance(missing)
-        kept_P[extra] = keeping
-        torch.mul(piece_P, kept_P.to(piece_P.device), out=out_P)
+        if extra:
+            kept_P[extra] = int(keeping)
+        out_P.copy_(kept_P).mul_(piece_P)
 
     def _advance(self, probability: float) -> None:
         """Go to the next entry of the second kind; past the end of every tensor when there is none."""
@@ -234,10 +236,11 @@ def top_trims(flat_N: Tensor, ranks: Sequence[int], *, exact: bool) -> list[tupl
 def _index_of_equal(flat_N: Tensor, value: float, nth: int) -> int:
     """Flat index of the `nth` entry (from 1) whose magnitude is `value`."""
     for start, piece_P in pieces(flat_N):
-        found = (piece_P.abs() == value).nonzero().squeeze(1)
-        if found.numel() >= nth:
-            return start + int(found[nth - 1])
-        nth -= found.numel()
+        equal_P = piece_P.abs().eq_(value)
+        count = int(equal_P.sum(dtype=torch.float64 if equal_P.itemsize < 4 else None))
+        if count >= nth:
+            return start + int(true_indices(equal_P.bool())[nth - 1])
+        nth -= count
     raise AssertionError("the cut counted fewer equal entries than it found")
 
 

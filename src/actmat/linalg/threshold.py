@@ -21,7 +21,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-__all__ = ["PIECE", "Cut", "StreamedCut", "kth_magnitudes", "pieces", "selection_workspace"]
+__all__ = ["PIECE", "Cut", "StreamedCut", "kth_magnitudes", "pieces", "selection_workspace", "true_indices"]
 
 PIECE = 1 << 17  # entries: 512 KiB of float32; the few buffers of a pass stay in a core's cache
 PIECE_ON_DEVICE = 1 << 24  # on accelerators launches, not caches, set the size
@@ -171,38 +171,45 @@ def _magnitude_bits(piece_N: Tensor) -> Tensor:
 def _count(flat_N: Tensor, shift: int, prefix: int | None) -> Tensor:
     """Histogram of the digit at `shift`, of all entries or of those whose higher bits are `prefix`; on the CPU.
 
-    Entries with the prefix are few as a rule, so they are gathered from several pieces before they are counted; when
-    they are many (a delta that is mostly zero), they are counted piece by piece, and memory stays bounded.
+    Entries with the prefix are few as a rule, so they are gathered from several pieces before they are counted, all
+    but those whose digit is 0: differences of 16-bit floats are short numbers, so that a bin may hold a tenth of all
+    entries, each with digit 0 (or all of them, in a delta that is mostly zero). These are counted where they are.
     """
     bins = 1 << (DIGIT - 1) if prefix is None else 1 << DIGIT
     counts = torch.zeros(bins, dtype=torch.int64, device=flat_N.device)
     waiting: list[Tensor] = []
     for _, piece_N in pieces(flat_N):
-        bits = _magnitude_bits(piece_N)
+        bits_N = _magnitude_bits(piece_N)
         if prefix is None:
-            counts += torch.bincount(bits.bitwise_right_shift_(shift), minlength=bins)
+            counts += torch.bincount(bits_N.bitwise_right_shift_(shift), minlength=bins)
             continue
-        waiting.append(_with_prefix(bits, shift + DIGIT, prefix))
+        offset_N = bits_N.sub_(prefix << (shift + DIGIT))  # from the first number of the bin on
+        counts[0] += _at_least(offset_N, 0) - _at_least(offset_N, 1 << shift)
+        digit_N = offset_N.clamp_(0, 1 << (shift + DIGIT)).bitwise_right_shift_(shift).bitwise_and_(0xFFFF)
+        waiting.append(digit_N[true_indices(digit_N.bool())])  # outside the bin both ends have digit 0
         if sum(w.numel() for w in waiting) >= PIECE:
-            counts += torch.bincount((torch.cat(waiting) >> shift) & 0xFFFF, minlength=bins)
+            counts += torch.bincount(torch.cat(waiting), minlength=bins)
             waiting.clear()
     if waiting:
-        counts += torch.bincount((torch.cat(waiting) >> shift) & 0xFFFF, minlength=bins)
+        counts += torch.bincount(torch.cat(waiting), minlength=bins)
     return counts.cpu()
 
 
-def _with_prefix(bits_N: Tensor, shift: int, prefix: int) -> Tensor:
-    """The entries whose bits above `shift` are `prefix`.
+def _at_least(numbers_N: Tensor, low: int) -> Tensor:
+    """How many of the integers are `>= low`: as integers, since comparisons that give booleans are not vectorised."""
+    return torch.ge(numbers_N, low, out=torch.empty_like(numbers_N)).sum(dtype=numbers_N.dtype)
 
-    They are a percent or so of all. The flags are bytes, so eight at a time are looked at as one word: entries of
-    words without any flag, nine tenths, cost a tenth of what picking single entries from all of them costs.
+
+def true_indices(flags_N: Tensor) -> Tensor:
+    """Indices of the true entries of a 1-D tensor, ascending, at a fraction of `nonzero` where they are few.
+
+    The flags are bytes, so eight at a time are looked at as one word, and single flags in words alone that have any.
     """
-    found_N = (bits_N >> shift) == prefix
-    whole = bits_N.numel() // 8 * 8
-    words_W = found_N[:whole].view(torch.int64).nonzero().squeeze(1)
-    near_W8 = bits_N[:whole].view(-1, 8)[words_W]
-    near_N = torch.cat([near_W8.reshape(-1), bits_N[whole:]])
-    return near_N[(near_N >> shift) == prefix]
+    whole = flags_N.numel() // 8 * 8
+    words_W = flags_N[:whole].view(torch.int64).nonzero().squeeze(1)
+    inside_C2 = flags_N[:whole].view(-1, 8)[words_W].nonzero()
+    near_C = words_W[inside_C2[:, 0]].mul_(8).add_(inside_C2[:, 1])
+    return torch.cat([near_C, flags_N[whole:].nonzero().squeeze(1) + whole])
 
 
 def _locate(counts: Tensor, k: int) -> tuple[int, int]:

@@ -49,11 +49,10 @@ def merge(
     densities = per_expert("density", density, len(deltas))
     gammas = per_expert("gamma", gamma, len(deltas))
     share = [1.0] * len(deltas) if weights is None else list(weights)
-    held = [delta.contiguous() for delta in deltas]
-    masks = [band(x.reshape(-1), d, g) for x, d, g in zip(held, densities, gammas, strict=True)]
+    masks = [band(x.reshape(-1), d, g) for x, d, g in zip(deltas, densities, gammas, strict=True)]
     if not sign_election:
-        return Merged(masked_sum(held, masks, [scaling * w for w in share]))
-    value = elect(held, masks, scales=share, counts=share, reduce=reduce, zero_sign="positive")
+        return Merged(masked_sum(deltas, masks, [scaling * w for w in share]))
+    value = elect(deltas, masks, scales=share, counts=share, reduce=reduce, zero_sign="positive")
     return Merged(value.mul_(scaling))
 
 

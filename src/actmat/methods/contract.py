@@ -185,6 +185,8 @@ class MergeMethod:
         survey: pass over the whole model, or None.
         max_experts: most experts that the rule is defined for, or None.
         base_when: `options -> bool`, under which options the rule looks at the base; None: under all, if it takes it.
+        streams_when: `options -> bool`, under which options the rule takes the deltas through `linalg.places.walk`
+            alone, once, so that the engine reads them place by place and holds none; None: under none.
     """
 
     name: str
@@ -204,6 +206,7 @@ class MergeMethod:
     survey: Survey | None = None
     max_experts: int | None = None
     base_when: Callable[[Mapping[str, Any]], bool] | None = None
+    streams_when: Callable[[Mapping[str, Any]], bool] | None = None
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -226,6 +229,10 @@ class MergeMethod:
     def uses_base(self, options: Mapping[str, Any]) -> bool:
         """Whether a call with these options looks at the base, and so must be given it; other calls may go without."""
         return self.needs_base and (self.base_when is None or self.base_when(options))
+
+    def streams(self, options: Mapping[str, Any]) -> bool:
+        """Whether a call with these options walks over the deltas place by place, once."""
+        return self.streams_when is not None and self.streams_when(options)
 
     @property
     def is_random(self) -> bool:

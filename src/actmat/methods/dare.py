@@ -52,17 +52,16 @@ def merge(
     Raises:
         RecipeError: a density list of the wrong length, or an average whose weights sum to zero.
     """
-    held = [delta.contiguous() for delta in deltas]
-    densities = per_expert("density", density, len(held))
-    share = [1.0] * len(held) if weights is None else list(weights)
+    densities = per_expert("density", density, len(deltas))
+    share = [1.0] * len(deltas) if weights is None else list(weights)
     masks = drops(densities, generator)
     if rescale == "l1":
-        factors = l1_factors([delta.reshape(-1) for delta in held], masks)
+        factors = l1_factors([delta.reshape(-1) for delta in deltas], masks)
     else:
         factors = [1 / d if rescale == "inverse" and d > 0 else 1.0 for d in densities]
     scales = [w * f for w, f in zip(share, factors, strict=True)]
     if rule == "ties":
-        return Merged(elect(held, masks, scales=scales, counts=share, reduce=reduce))
+        return Merged(elect(deltas, masks, scales=scales, counts=share, reduce=reduce))
     common = 1.0
     if rule == "task_arithmetic":
         common = scaling
@@ -73,7 +72,7 @@ def merge(
                 "Change the weights or the rule."
             )
         common = 1 / math.fsum(share)
-    return Merged(masked_sum(held, masks, [common * s for s in scales]))
+    return Merged(masked_sum(deltas, masks, [common * s for s in scales]))
 
 
 def drops(densities: Sequence[float], generator: torch.Generator) -> list[Drop]:
@@ -92,4 +91,5 @@ DARE = MergeMethod(
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
     flops="T N^2",
+    streams_when=lambda options: options["rescale"] != "l1",  # which looks at the deltas before it adds them up
 )

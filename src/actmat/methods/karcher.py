@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
+from actmat.linalg.places import empty_result
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["KARCHER", "merge", "sphere_mean"]
@@ -54,20 +55,20 @@ def merge(
     alpha_K = torch.tensor(share, dtype=torch.float64) / sum(share)
     gram_BB = inner_products(basis)
     if not bool(gram_BB.diagonal()[1:].any()):  # no expert moved: exactly the base, not the base up to rounding
-        return Merged(weighted_sum(basis, [0.0] * len(basis)), {"iterations": 0})
+        return Merged(weighted_sum(basis, [0.0] * len(basis), empty_result(deltas)), {"iterations": 0})
     gram_KK = points_KB @ gram_BB @ points_KB.mT
     norm_K = gram_KK.diagonal().clamp_min(0).sqrt()
 
     valid = norm_K > tol
     if not bool(valid.any()):  # every tensor is zero, or too small to point anywhere: so is the mean
-        return Merged(weighted_sum(basis, [-1.0, *[0.0] * len(deltas)]), {"iterations": 0})
+        return Merged(weighted_sum(basis, [-1.0, *[0.0] * len(deltas)], empty_result(deltas)), {"iterations": 0})
     cosine = gram_KK[valid][:, valid] / torch.outer(norm_K[valid], norm_K[valid])
     mean, iterations = sphere_mean(cosine.clamp(-1, 1), alpha_K[valid] / alpha_K[valid].sum(), max_iter, tol)
     on_points_K = torch.zeros_like(norm_K)
     on_points_K[valid] = float(alpha_K @ norm_K) * mean / norm_K[valid]
     in_basis_B = on_points_K @ points_KB
     in_basis_B[0] -= 1.0
-    return Merged(weighted_sum(basis, in_basis_B.tolist()), {"iterations": iterations})
+    return Merged(weighted_sum(basis, in_basis_B.tolist(), empty_result(deltas)), {"iterations": iterations})
 
 
 def sphere_mean(cosine_KK: Tensor, alpha_K: Tensor, max_iter: int, tol: float) -> tuple[Tensor, int]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+from actmat.linalg.places import empty_result
 from actmat.methods.contract import Merged, MergeMethod
 
 __all__ = ["MODEL_STOCK", "merge"]
@@ -38,14 +39,14 @@ def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
         return _merge_filters(deltas)
     cosine = _mean_cosine(inner_products(deltas))
     ratio = float(_ratio(cosine, len(deltas)))
-    value = weighted_sum(deltas, [ratio / len(deltas)] * len(deltas))
+    value = weighted_sum(deltas, [ratio / len(deltas)] * len(deltas), empty_result(deltas))
     return Merged(value, {"cosine": float(cosine), "ratio": ratio})
 
 
 def _merge_filters(deltas: Sequence[Tensor]) -> Merged:
     """The rule for every vector along the last axis by itself; one pass, a few filters at a time."""
     width = deltas[0].shape[-1]
-    out = torch.empty_like(deltas[0], memory_format=torch.contiguous_format)
+    out = empty_result(deltas)
     filters = [d.reshape(-1, width) for d in deltas]
     into, step = out.view(-1, width), max(1, PIECE // max(1, width))
     cosine_sum = ratio_sum = 0.0

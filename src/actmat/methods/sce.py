@@ -28,15 +28,16 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Annotated[float, Bounds(0, 1
     Args:
         select_topk: fraction, of the entries on which the experts differ at all, to keep; 1 keeps every entry.
     """
-    held = [delta.contiguous() for delta in deltas]
-    masks: list[Mask] = [Keep()] * len(held)
+    masks: list[Mask] = [Keep()] * len(deltas)
     if select_topk < 1:
-        variance_N, trim = _selection(held, select_topk)
-        masks = [Where(variance_N, trim)] * len(held)
-    energies = [_energy(delta, mask) for delta, mask in zip(held, masks, strict=True)]
+        variance_N, trim = _selection(deltas, select_topk)
+        masks = [Where(variance_N, trim)] * len(deltas)
+    energies = [_energy(delta, mask) for delta, mask in zip(deltas, masks, strict=True)]
     total = math.fsum(energies)
-    share = [e / total for e in energies] if total > 0 else [1 / len(held)] * len(held)
-    value = elect(held, masks, scales=[1.0] * len(held), counts=share, mix=share, reduce="mean", zero_sign="positive")
+    share = [e / total for e in energies] if total > 0 else [1 / len(deltas)] * len(deltas)
+    value = elect(
+        deltas, masks, scales=[1.0] * len(deltas), counts=share, mix=share, reduce="mean", zero_sign="positive"
+    )
     return Merged(value, {"largest_share": max(share)})
 
 

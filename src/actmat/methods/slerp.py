@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
+from actmat.linalg.places import empty_result
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["SLERP", "merge"]
@@ -53,7 +54,7 @@ def merge(
         first, second = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
         excess = first + second - 1.0
     shares = [second] if len(deltas) == 1 else [first, second]
-    return Merged(weighted_sum(basis, [excess, *shares]), {"cosine": cosine, "linear": linear})
+    return Merged(weighted_sum(basis, [excess, *shares], empty_result(deltas)), {"cosine": cosine, "linear": linear})
 
 
 SLERP = MergeMethod(

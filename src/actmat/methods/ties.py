@@ -80,26 +80,25 @@ def merge(
         RecipeError: a density list of the wrong length, or `trim="global"` without the survey.
     """
     densities = per_expert("density", density, len(deltas))
-    held = [delta.contiguous() for delta in deltas]
     if trim == "global":
         if survey is None:
             raise RecipeError(
                 "ties: trim='global' ranks the entries of a whole model, but this call sees one tensor and was given "
                 "no survey of the model. Merge checkpoints, or use trim='tensor' for single tensors."
             )
-        masks = [Trim.at(cut, held[0].dtype) for cut in survey.cuts]
-        kept = sum(survey.kept) / len(held)
+        masks = [Trim.at(cut, deltas[0].dtype) for cut in survey.cuts]
+        kept = sum(survey.kept) / len(deltas)
     else:
         masks, kept = [], 0.0
-        for delta, d in zip(held, densities, strict=True):
+        for delta, d in zip(deltas, densities, strict=True):
             rank = kept_entries(d, delta.numel(), variant=variant)
             exact = variant != "original"
             ((mask, cut),) = top_trims(delta.reshape(-1), [rank], exact=exact)
             masks.append(mask)
-            kept += (cut.rank / max(cut.total, 1) if exact else cut.fraction) / len(held)
-    share = [1.0] * len(held) if weights is None else list(weights)
+            kept += (cut.rank / max(cut.total, 1) if exact else cut.fraction) / len(deltas)
+    share = [1.0] * len(deltas) if weights is None else list(weights)
     value = elect(
-        held,
+        deltas,
         masks,
         scales=share,
         counts=share,
@@ -147,8 +146,7 @@ def _observe(state: _SurveyState, deltas: Sequence[Tensor], options: Mapping[str
         for selection, delta in zip(state.selections, deltas, strict=True):
             selection.observe(delta.reshape(-1))
         return
-    held = [delta.contiguous() for delta in deltas]
-    balance = sign_balance(held, [Trim.at(c.value, held[0].dtype) for c in state.cuts])
+    balance = sign_balance(deltas, [Trim.at(c.value, deltas[0].dtype) for c in state.cuts])
     with state.lock:
         state.balance += balance
 

@@ -1,7 +1,8 @@
 """Memory that one worker needs for one tensor, from shapes alone.
 
     peak = raw base + raw chunk of each expert                       (storage dtype)
-         + deltas alive: one for a one-pass rule, else T             (compute dtype)
+         + deltas alive: one for a one-pass rule, a place of each    (compute dtype)
+           for one that streams, else T
          + the rule's workspace, its result included                 (compute dtype, declared by the rule)
          + for a cap on singular values: the result and its thin SVD, when that is more than the rule's workspace
          + statistics alive: one expert's for a one-pass rule, else T (and one as stored: half of a Gram)
@@ -18,6 +19,7 @@ from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
+from actmat.linalg.places import PLACE
 from actmat.methods.contract import MergeMethod
 from actmat.plan.parts import CHUNK, Part
 from actmat.recipe import Postprocess
@@ -48,15 +50,17 @@ def part_peak_bytes(
     raw = part.numel * base_itemsize + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
     matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
-    alive = 1 if method.one_pass and len(matrices) == 1 and not capped else n_experts
-    alive += 1 if method.uses_base(options) else 0
+    alive = (1 if method.one_pass and len(matrices) == 1 and not capped else n_experts) * part.numel
+    if method.streams(options) and not capped:
+        alive = n_experts * min(part.numel, PLACE)
+    alive += part.numel if method.uses_base(options) else 0
     workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
     if caps is not None and caps.singular_value_cap is not None and _has_singular_values(part):
         workspace = max(workspace, part.numel + max(_svd_workspace(m) for m in part.layout.matrix_shapes(part.shape)))
     packed = 0 if single or method.acts_on != "matrix" else part.numel + sum(math.prod(m) for m in matrices)
     library = MATRIX_BYTES if method.acts_on == "matrix" else 0
     measured_bytes = statistics_bytes(method, matrices, n_experts, width)
-    return raw + library + measured_bytes + width * (alive * part.numel + workspace + packed)
+    return raw + library + measured_bytes + width * (alive + workspace + packed)
 
 
 def tensor_peak_bytes(
