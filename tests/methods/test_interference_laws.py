@@ -16,7 +16,10 @@ from torch import Tensor
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import MergeMethod, get_method
 
-FAMILY = [get_method(n) for n in ["actmat", "actmat_ridge", "tact", "ace", "wudi", "swudi", "aswudi", "regmean", "lot"]]
+FAMILY = [
+    get_method(n)
+    for n in ["actmat", "actmat_ridge", "actmat_bounded", "tact", "ace", "wudi", "swudi", "aswudi", "regmean", "lot"]
+]
 TOLERANCE = 1e-10
 
 
@@ -112,6 +115,8 @@ def test_declared_law(method, law, shape):
     ("name", "law"),
     [
         ("actmat_ridge", "single"),
+        ("actmat_bounded", "zero_expert"),
+        ("actmat_bounded", "orthogonal_rows_sum"),
         ("tact", "right_orthogonal"),
         ("tact", "left_orthogonal"),
         ("ace", "left_orthogonal"),

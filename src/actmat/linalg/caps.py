@@ -108,7 +108,7 @@ def norm_of_average(deltas: Sequence[Tensor]) -> float:
     flats_TN = [delta.reshape(-1) for delta in deltas]
     squares = 0.0
     for start in range(0, flats_TN[0].numel(), _PIECE):
-        sum_P = flats_TN[0][start : start + _PIECE].double()
+        sum_P = flats_TN[0][start : start + _PIECE].to(torch.float64, copy=True)
         for flat_N in flats_TN[1:]:
             sum_P += flat_N[start : start + _PIECE]
         squares += float(sum_P @ sum_P)

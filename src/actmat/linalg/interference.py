@@ -59,6 +59,7 @@ class Rule:
         solver: which exact form to use.
         off_diagonal: factor on the off-diagonal entries of given Gram matrices.
         per_trace: divide each given Gram matrix by its trace.
+        bounded: scale the result down to `||N||_F`, per matrix, where it is longer; for `null` other than "zero".
     """
 
     estimator: Estimator = field(default_factory=Estimator)
@@ -67,6 +68,7 @@ class Rule:
     solver: Solver = "auto"
     off_diagonal: float = 1.0
     per_trace: bool = False
+    bounded: bool = False
 
     def moments_key(self) -> Hashable:
         """What the accumulated state depends on."""
@@ -211,12 +213,22 @@ def finish(state: State, rule: Rule, *, fill: tuple[Tensor, float] | None = None
     for item, reduced in enumerate(state.items):
         fill_OI = None if fill is None else (fill[0].reshape(-1, rows, columns)[item], fill[1])
         record, new = solve(reduced, rule.spectral, state.width, out_BOI[item], fill_OI, rule.solver == "auto")
+        if rule.bounded and fill_OI is not None:
+            record |= _bound(out_BOI[item], fill_OI[1] * frobenius_norm64(fill_OI[0]))
         records.append(record)
         retries += new
         if consume:  # frees the item's Gram matrix and spectrum before the next one makes its own
             state.items[item] = Reduced(reduced.left_ON[:0], None, None, reduced.form)
     value = out_BOI.view(state.shape)
     return Solution(value, {**_summary(records, state, value), **retry_stats(retries)})
+
+
+def _bound(merged_OI: Tensor, limit: float) -> Stats:
+    """Scale the matrix down, in place, to a norm of at most `limit`; what was found."""
+    norm = frobenius_norm64(merged_OI)
+    if norm > limit:
+        merged_OI.mul_(limit / norm)
+    return {"norm_before_bound": norm, "norm_bound": limit}
 
 
 def _start(

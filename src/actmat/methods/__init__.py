@@ -5,6 +5,7 @@ from __future__ import annotations
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.ace import ACE
 from actmat.methods.actmat import ACTMAT
+from actmat.methods.actmat_bounded import ACTMAT_BOUNDED
 from actmat.methods.actmat_ridge import ACTMAT_RIDGE
 from actmat.methods.adamerging import ADAMERGING
 from actmat.methods.aswudi import ASWUDI
@@ -51,6 +52,7 @@ METHODS: tuple[MergeMethod, ...] = (
     SCE,
     ACTMAT,
     ACTMAT_RIDGE,
+    ACTMAT_BOUNDED,
     TACT,
     ACE,
     WUDI,

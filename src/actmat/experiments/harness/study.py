@@ -42,6 +42,7 @@ def _variant(name: str, scale: float = 1.0, fields: Mapping[str, Any] | None = N
 
 
 _CAPPED = {"postprocess": {"norm_cap": "mean"}}
+_BOUNDED = {"postprocess": {"norm_cap": "average"}}
 
 VARIANTS: tuple[Candidate, ...] = (
     _variant("actmat"),
@@ -57,6 +58,9 @@ VARIANTS: tuple[Candidate, ...] = (
     _variant("scale=0.5", scale=0.5),
     _variant("ridge=0.1,scale=0.5", scale=0.5, filter="tikhonov", ridge=0.1),
     _variant("ridge=0.1,norm_cap=mean", fields=_CAPPED, filter="tikhonov", ridge=0.1),
+    _variant("norm_cap=average", fields=_BOUNDED),
+    _variant("ridge=0.1,norm_cap=average", fields=_BOUNDED, filter="tikhonov", ridge=0.1),
+    _variant("ridge=1,null=mean,norm_cap=average", fields=_BOUNDED, filter="tikhonov", ridge=1.0, null="mean"),
 )
 """Variants of the interference family: cut-offs, ridges, filters, what fills the null space, normaliser, trimming,
 power, scale, cap. With `null="mean"` a growing ridge leads from the paper's rule to the average."""
