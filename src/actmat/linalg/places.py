@@ -17,9 +17,10 @@ from actmat.linalg.threshold import PIECE_ON_DEVICE
 
 __all__ = ["PLACE", "HasRoom", "Streamed", "empty_result", "walk"]
 
-PLACE = 1 << 16
-"""Entries of a place, a multiple of 4: 256 KiB of float32, so that what a rule holds of eight or so stays in the
-cache of a core. Nothing that a rule gives depends on it."""
+PLACE = 1 << 18
+"""Entries of a place, a multiple of 4: 1 MiB of float32. Smaller ones stay in a core's own cache, but then operations
+are so short that two workers spend their time handing the interpreter's lock to each other: at 2^16 the second one
+brings nothing. Nothing that a rule gives depends on it."""
 
 
 @runtime_checkable
