@@ -140,6 +140,17 @@ def test_another_seed_validates_on_other_rows_and_tests_on_the_same(tmp_path) ->
     assert len({item.label for item in few.test}) > 1
 
 
+def test_the_first_training_rows_hold_all_labels_even_of_a_file_sorted_by_label(tmp_path) -> None:
+    """The base's mixture and the statistics take the first rows: of a sorted file they would see one answer alone."""
+    write_small_data(tmp_path)
+    rows = [{"text": f"review number {n}", "label": n // 30} for n in range(60)]
+    write_rows(tmp_path / "mr.train.jsonl", rows)
+    task = load_small(tmp_path, seed=0, n_validation=10, names=["mr"]).tasks[0]
+    assert len(task.train) == 50
+    assert 4 <= sum(item.label for item in task.train[:20]) <= 16
+    assert task.train != load_small(tmp_path, seed=1, n_validation=10, names=["mr"]).tasks[0].train
+
+
 def test_all_problems_of_the_data_come_at_once(tmp_path) -> None:
     write_small_data(tmp_path)
     (tmp_path / "mr.test.jsonl").unlink()

@@ -77,7 +77,8 @@ def load_small(
 
     Args:
         folder: where the files are.
-        seed: which training rows are the validation part.
+        seed: which training rows are the validation part, and the order of the others: the first ones are what the
+            base's mixture and the statistics see, and files may be sorted by label.
         n_validation: how many, per task.
         n_test: test rows per task, the same for all seeds; default: all. No text of the others is trained on.
         names: tasks to load; default: all. What is tested and the corpus always come from all tasks.
@@ -95,7 +96,7 @@ def load_small(
     for name, part in parts.items():
         order = torch.randperm(len(part["train"]), generator=generator_for(seed, f"validation {name}")).tolist()
         part["validation"] = [part["train"][n] for n in order[:n_validation]]
-        part["train"] = [part["train"][n] for n in sorted(order[n_validation:])]
+        part["train"] = [part["train"][n] for n in order[n_validation:]]
     held_out = {_bare(text) for part in parts.values() for p in ("validation", "test") for text, _ in part[p]}
     for part in parts.values():
         part["train"] = [row for row in part["train"] if _bare(row[0]) not in held_out]
