@@ -13,13 +13,15 @@ from tests.experiments.test_language_sources import numbered
 from tests.helpers.language import one_torch_thread, tiny_model, write_rows, write_small_data, written_tokenizer
 
 from actmat.errors import RecipeError
+from actmat.experiments.harness.merging import Candidate
 from actmat.experiments.harness.results import Score, read_scores
 from actmat.experiments.harness.settings import changed, names_of
-from actmat.experiments.language.exams import counts
-from actmat.experiments.language.models import load_model
+from actmat.experiments.language.exams import counts, examine, make_exams
+from actmat.experiments.language.models import load_model, load_tokenizer
 from actmat.experiments.language.report import balanced, score_file
 from actmat.experiments.language.settings import PaperSettings
 from actmat.experiments.language.small.suite import SmallSettings
+from actmat.experiments.language.small.tasks import load_small
 from actmat.experiments.suites import RunRequest, TableRequest, get_suite
 
 TINY_TRAINING = {
@@ -118,6 +120,37 @@ def test_a_second_run_makes_nothing_and_changes_no_score(small: Path, monkeypatc
         monkeypatch.setattr(f"actmat.experiments.language.{name}", None)
     get_suite("language-small").run(small_request(small))
     assert read_scores(score_file(small / "cache", "language-small")) == before
+
+
+def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(small: Path, monkeypatch) -> None:
+    rows = (Candidate("actmat", "actmat"), Candidate("average", "average"), Candidate("far", "actmat", scale=30.0))
+    monkeypatch.setattr("actmat.experiments.language.small.suite.VARIANTS", rows)
+    names = ["agnews", "subj", "trec", "mr"]
+    request = small_request(small, tasks=names, methods=None, settings=SMALL | {"splits": "1"})
+    text = get_suite("language-small").study(request)
+    stored = json.loads((small / "cache" / "study" / "language-small.json").read_text())
+    assert (small / "cache" / "study" / "language-small.md").read_text() == text
+    assert text.count("| `average` |") == 2
+    assert {(p["regime"], p["variant"]) for p in stored["points"]} == {
+        (r, v.name) for r in ("full", "lora") for v in rows
+    }
+    assert all(set(p["tasks"]) <= set(names) and len(p["tasks"]) == 2 for p in stored["points"])
+    # one point again, by hand, from the models that the cache holds
+    point = next(p for p in stored["points"] if (p["regime"], p["variant"]) == ("full", "average"))
+    cache, own = small / "cache", 0.0
+    folders = [p.parent for p in (cache / "experts").glob("*/key.json") if '"regime": "full"' in p.read_text()]
+    experts = {json.loads((f / "key.json").read_text())["task"]["task"]: f for f in folders}
+    data = load_small(small / "data", seed=0, n_validation=6, n_test=10)
+    exams = make_exams(load_tokenizer(experts["subj"]), data.tasks, max_length=48)
+    merged = load_model(experts[point["tasks"][0]])
+    states = [load_model(experts[t]).state_dict() for t in point["tasks"]]
+    merged.load_state_dict({n: (states[0][n] + states[1][n]) / 2 for n in states[0]})
+    for task in point["tasks"]:
+        expert = examine(load_model(experts[task]), exams[task].test)["correct"]
+        own += examine(merged, exams[task].test)["correct"] / expert / 2
+    assert point["test"] == pytest.approx(own)
+    monkeypatch.setattr("actmat.experiments.language.subsets.merge", None)
+    assert get_suite("language-small").study(request) == text, "a second run merges nothing"
 
 
 def test_embeddings_norms_and_biases_are_averaged_and_the_rule_acts_on_the_rest(small: Path) -> None:

@@ -122,6 +122,7 @@ SUITES: tuple[Suite, ...] = (
         "the same on a laptop: a small T5 from its tokenizer on, seven classification tasks",
         run=_lazy("language.small.suite", "run"),
         table=_lazy("language.small.suite", "table"),
+        study=_lazy("language.small.suite", "study"),
     ),
     Suite(
         "reasoning",

@@ -23,7 +23,7 @@ from actmat.experiments.language.experts import Made
 from actmat.experiments.language.models import load_model
 from actmat.methods import get_method
 
-__all__ = ["Setup", "compare"]
+__all__ = ["Setup", "compare", "merge", "row_key"]
 
 _VERSION = 1
 
@@ -135,7 +135,7 @@ def _merged(setup: Setup, rows: Sequence[Candidate], cache: Cache, stage: Stage)
     def make(folders: Mapping[str, Path]) -> None:
         _merge_and_test(setup, [by_name[name] for name in folders], folders, stage)
 
-    keys = {row.name: _row_key(setup, row) for row in rows}
+    keys = {row.name: row_key(setup, row) for row in rows}
     scores = []
     for name, place in cache.get_many("merged", keys, make).items():
         found = json.loads((place / "counts.json").read_text(encoding="utf-8"))
@@ -146,7 +146,8 @@ def _merged(setup: Setup, rows: Sequence[Candidate], cache: Cache, stage: Stage)
     return scores
 
 
-def _row_key(setup: Setup, row: Candidate) -> dict[str, Any]:
+def row_key(setup: Setup, row: Candidate) -> dict[str, Any]:
+    """All that determines the scores of a row."""
     measured = setup.statistics if get_method(row.method).needs_statistics else {}
     return {
         "version": _VERSION,
@@ -165,7 +166,7 @@ def _row_key(setup: Setup, row: Candidate) -> dict[str, Any]:
 
 def _merge_and_test(setup: Setup, rows: Sequence[Candidate], folders: Mapping[str, Path], stage: Stage) -> None:
     """Merge all at their default, test; choose each one's scale on validation, merge at that scale, test."""
-    acted = _merge(setup, rows, {row.name: folders[row.name] / "default" for row in rows})
+    acted = merge(setup, rows, {row.name: folders[row.name] / "default" for row in rows})
     base = load_model(setup.base[0], device=setup.device)
     found: dict[str, dict[str, Any]] = {}
     tuned = []
@@ -182,7 +183,7 @@ def _merge_and_test(setup: Setup, rows: Sequence[Candidate], folders: Mapping[st
         stage.log(f"{row.name} {setup.regime} seed {setup.seed}: scale {scale}, validation {scores}")
         stage.advance(0.5)
     if tuned:
-        _merge(setup, tuned, {row.name: folders[row.name] / "tuned" for row in tuned})
+        merge(setup, tuned, {row.name: folders[row.name] / "tuned" for row in tuned})
     for row in tuned:
         stage.say(f"{row.name} at {row.scale:g}")
         model = load_model(folders[row.name] / "tuned", device=setup.device)
@@ -195,7 +196,8 @@ def _merge_and_test(setup: Setup, rows: Sequence[Candidate], folders: Mapping[st
         stage.advance(0.5)
 
 
-def _merge(setup: Setup, rows: Sequence[Candidate], outs: Mapping[str, Path]) -> dict[str, tuple[str, ...]]:
+def merge(setup: Setup, rows: Sequence[Candidate], outs: Mapping[str, Path]) -> dict[str, tuple[str, ...]]:
+    """Merge all experts by all rows; returns the tensors on which each row's rule acted."""
     experts = {name: made[0] for name, made in setup.experts.items()}
     return merge_candidates(
         setup.base[0],

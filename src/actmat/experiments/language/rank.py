@@ -5,7 +5,8 @@
 Summed, not divided by the length. The encoder reads a prompt once, and keys and values of the cross-attention are
 computed once for all choices of a prompt.
 
-Shapes: `N` items, `B` items of a batch, `C` choices, `S` tokens of the prompt, `L` tokens of an answer, `V` vocabulary.
+Shapes: `N` items, `B` items of a batch, `C` choices, `S` tokens of the prompt, `L` tokens of an answer, `V` vocabulary,
+`K` tokens that are looked up in one distribution.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from actmat.experiments.language.tokens import IGNORED, Encoded, batches_by_leng
 
 __all__ = ["chosen", "score_choices"]
 
-MAX_TOKENS = 8192
-"""Prompt tokens per batch, after padding."""
+MAX_TOKENS, MAX_TOKENS_CPU = 8192, 2048
+"""Prompt tokens per batch, after padding; on a CPU fewer, so that what is computed on stays in its caches."""
 
 
 def chosen(
     model: Any,
     items: Sequence[Encoded],
     *,
-    max_tokens: int = MAX_TOKENS,
+    max_tokens: int | None = None,
     on_batch: Callable[[int], object] = lambda n: None,
 ) -> Tensor:
     """Position of the chosen answer of every item, `N`, the first of equals; on the CPU.
@@ -36,14 +37,15 @@ def chosen(
     Args:
         model: an encoder-decoder of transformers; it is left in its mode.
         items: what to ask.
-        max_tokens: size of a batch.
+        max_tokens: prompt tokens of a batch, after padding; default: what suits the model's device.
         on_batch: called with the number of items of each batch that is done.
     """
     found_N = torch.zeros(len(items), dtype=torch.long)
     was_training = model.training
+    most = max_tokens or (MAX_TOKENS_CPU if model.device.type == "cpu" else MAX_TOKENS)
     model.eval()
     try:
-        for batch in batches_by_length(items, max_tokens):
+        for batch in batches_by_length(items, most):
             scores_BC = score_choices(model, [items[n] for n in batch])
             found_N[batch] = scores_BC.argmax(1).cpu()
             on_batch(len(batch))
@@ -67,7 +69,8 @@ def score_choices(model: Any, items: Sequence[Encoded]) -> Tensor:
     encoded = model.get_encoder()(input_ids=ids_BS, attention_mask=mask_BS)
     start_B1 = torch.full((n_items, 1), config.decoder_start_token_id, device=device)
     first = model(encoder_outputs=encoded, attention_mask=mask_BS, decoder_input_ids=start_B1, use_cache=True)
-    logits_BCLV = first.logits[:, None].expand(-1, n_choices, -1, -1)
+    is_token_BCL, tokens_BCL = choices_BCL != IGNORED, choices_BCL.clamp(min=0)
+    logs_BC = _log_probabilities(first.logits.squeeze(1), tokens_BCL[..., 0])
     if longest > 1:
         cache = first.past_key_values
         cache.batch_repeat_interleave(n_choices)
@@ -75,17 +78,18 @@ def score_choices(model: Any, items: Sequence[Encoded]) -> Tensor:
         rest = model(
             encoder_outputs=encoded,
             attention_mask=mask_BS.repeat_interleave(n_choices, 0),
-            decoder_input_ids=choices_BCL[..., :-1].flatten(0, 1).clamp(min=0),
+            decoder_input_ids=tokens_BCL[..., :-1].flatten(0, 1),
             past_key_values=cache,
             use_cache=True,
         )
-        logits_BCLV = torch.cat([logits_BCLV, rest.logits.unflatten(0, (n_items, n_choices))], 2)
-    is_token_BCL = choices_BCL != IGNORED
-    logs_BCL = _log_probabilities(logits_BCLV, choices_BCL.clamp(min=0)).where(is_token_BCL, 0.0)
-    return logs_BCL.sum(2).masked_fill(~is_token_BCL.any(2), -torch.inf)
+        n_rows, n_steps, _ = rest.logits.shape
+        logs_NL = _log_probabilities(rest.logits.flatten(0, 1), tokens_BCL[..., 1:].reshape(n_rows * n_steps, 1))
+        logs_BCL = logs_NL.reshape(n_items, n_choices, n_steps)
+        logs_BC = logs_BC + logs_BCL.where(is_token_BCL[..., 1:], 0.0).sum(2)
+    return logs_BC.masked_fill(~is_token_BCL.any(2), -torch.inf)
 
 
-def _log_probabilities(logits_BCLV: Tensor, tokens_BCL: Tensor) -> Tensor:
-    """`log softmax(logits)[token]`, in float32 or better."""
-    wide_BCLV = logits_BCLV if logits_BCLV.dtype == torch.float64 else logits_BCLV.float()
-    return wide_BCLV.gather(3, tokens_BCL[..., None]).squeeze(3) - wide_BCLV.logsumexp(3)
+def _log_probabilities(logits_NV: Tensor, tokens_NK: Tensor) -> Tensor:
+    """`N V, N K -> N K`: `log softmax(logits)[token]`, in float32 or better."""
+    wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    return wide_NV.gather(1, tokens_NK) - wide_NV.logsumexp(1, keepdim=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from actmat.experiments.language.train import FineTuning
 
@@ -45,6 +46,10 @@ class LanguageSettings:
     samples: int = 320
     together: int = 4
     keep: bool = False
+
+    def decisive(self) -> Self:
+        """The same with all that changes no score at one value: how a run is made is no part of what it is."""
+        return replace(self, together=1, keep=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,14 @@ import torch
 from actmat.experiments.harness.merging import Candidate, candidates
 from actmat.experiments.harness.progress import Watch
 from actmat.experiments.harness.results import Regime, append_scores
-from actmat.experiments.harness.study import (
-    NEIGHBOURS,
-    VARIANTS,
-    Half,
-    Point,
-    compare_variants,
-    halves,
-    markdown_study,
-    subsets_within,
-)
+from actmat.experiments.harness.study import NEIGHBOURS, VARIANTS
+from actmat.experiments.harness.study_run import Answers, Subject, run_study
 from actmat.experiments.harness.training import generator_for
 from actmat.experiments.suites import RunRequest
 from actmat.experiments.vision.estimates import store_estimates
 from actmat.experiments.vision.experiment import Vision
 
-__all__ = ["CURVE_ROWS", "SAMPLE_COUNTS", "compare", "curve_file", "score_file", "study", "study_points", "subsets_of"]
+__all__ = ["CURVE_ROWS", "SAMPLE_COUNTS", "compare", "curve_file", "score_file", "study", "subsets_of"]
 
 CURVE_ROWS = ("average", "task_arithmetic", "ties", "tsv", "iso_c", "regmean", "actmat", "actmat_bounded")
 """Rows of the figure of accuracy against the number of experts, as far as they can run."""
@@ -80,20 +71,8 @@ def subsets_of(names: Sequence[str], size: int, n: int, seed: int) -> list[tuple
     return [everything[i] for i in order[:n]]
 
 
-def study_points(vision: Vision, regime: Regime, cuts: Sequence[Half]) -> list[Point]:
-    """All variants of the study on every subset within a half; see `harness.study`."""
-    own = vision.own_answers(regime)
-    points = []
-    for chosen in subsets_within(cuts):
-        for row, result in vision.merges(regime, (*VARIANTS, *NEIGHBOURS), only=chosen, tune=False).items():
-            (validation,) = result["validation"].values()
-            scores = (_of_expert(validation, own["validation"]), _of_expert(result["test"], own["test"]))
-            points.append(Point(regime, vision.seed, chosen, row, *scores))
-    return points
-
-
 def study(request: RunRequest, prepared: Callable[[int, Watch], Vision], splits: int = 2) -> str:
-    """The study over all seeds and regimes of a request: `study/<suite>.json` and `.md` below the cache.
+    """The study over all seeds and regimes of a request; see `harness.study_run`.
 
     Args:
         request: what is asked for.
@@ -103,35 +82,26 @@ def study(request: RunRequest, prepared: Callable[[int, Watch], Vision], splits:
     Returns:
         The tables, in Markdown.
     """
-    points: list[Point] = []
-    cuts: list[Half] = []
     with Watch(request.console, request.cache / "logs") as watch:
-        for seed in request.seeds:
-            vision = prepared(seed, watch)
-            cuts = halves([task.name for task in vision.tasks], splits)
-            for regime in request.regimes:
-                points += study_points(vision, regime, cuts)
-    family = [row.name for row in VARIANTS]
-    found = {
-        r: compare_variants([p for p in points if p.regime == r], cuts, choose_among=family) for r in request.regimes
-    }
-    text = "".join(f"**{regime}**\n\n{markdown_study(rows)}\n" for regime, rows in found.items())
-    folder = request.cache / "study"
-    folder.mkdir(parents=True, exist_ok=True)
-    data = {
-        "seeds": list(request.seeds),
-        "halves": [asdict(cut) for cut in cuts],
-        "comparisons": {regime: [c.to_json() for c in rows] for regime, rows in found.items()},
-        "points": [asdict(p) for p in points],
-    }
-    (folder / f"{request.suite}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    (folder / f"{request.suite}.md").write_text(text, encoding="utf-8")
-    return text
+        subjects = (
+            _subject(vision, regime)
+            for vision in (prepared(seed, watch) for seed in request.seeds)
+            for regime in request.regimes
+        )
+        family = [row.name for row in VARIANTS]
+        return run_study(request.suite, request.cache, subjects, splits, family)
 
 
-def _of_expert(counts: Mapping[str, Sequence[int]], own: Mapping[str, Sequence[int]]) -> float:
-    """Mean over tasks of the share divided by the expert's share."""
-    return sum((c[0] / c[1]) / (own[t][0] / own[t][1]) for t, c in counts.items()) / len(counts)
+def _subject(vision: Vision, regime: Regime) -> Subject:
+    def merged(subset: tuple[str, ...]) -> dict[str, Answers]:
+        found = vision.merges(regime, (*VARIANTS, *NEIGHBOURS), only=subset, tune=False)
+        return {
+            row: {"validation": next(iter(result["validation"].values())), "test": result["test"]}
+            for row, result in found.items()
+        }
+
+    names = tuple(task.name for task in vision.tasks)
+    return Subject(regime, vision.seed, names, vision.own_answers(regime), merged)
 
 
 def _points_of_subsets(vision: Vision, regime: Regime, rows: Sequence[Candidate], n: int) -> Iterator[dict[str, Any]]:

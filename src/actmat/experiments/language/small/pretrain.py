@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from actmat.experiments.harness.training import Schedule, descend, generator_for
+from actmat.experiments.harness.training import generator_for, warm_cosine
 from actmat.experiments.language.small.corruption import corrupt
 from actmat.experiments.language.tokens import Encoded
 from actmat.experiments.language.train import summed_loss
 
 __all__ = ["Architecture", "Pretraining", "new_model", "pretrain"]
+
+_LONGEST_GRADIENT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,10 @@ class Pretraining:
     """How the base is trained.
 
     Args:
-        updates: steps of AdamW; warm-up over a tenth, then half a cosine to zero.
+        updates: steps of Adafactor; warm-up over a tenth, then half a cosine to zero.
         batch_size: texts or questions per update.
-        learning_rate: its peak.
-        supervised: share of updates on questions, at most a half; they lie in the second half of the run.
+        learning_rate: its peak, relative to the size of each tensor.
+        supervised: share of updates on questions, over the whole run; the others are on texts.
         supervised_items: training items per task that the mixture may see.
         max_length: tokens of a prompt.
     """
@@ -88,8 +89,11 @@ def pretrain(
     seed: int,
     device: str = "cpu",
     on_step: Callable[[], object] = lambda: None,
-) -> list[float]:
-    """Train all weights; returns the loss per token of every update.
+) -> dict[str, list[float]]:
+    """Train all weights; returns the loss per token of every update, on texts and on questions.
+
+    By Adafactor, as T5 was: a step is relative to the root mean square of its tensor. T5's embeddings are eight times
+    as large as its other weights at this width, and steps of one size for all leave them where they were drawn.
 
     Args:
         model: it is changed.
@@ -103,16 +107,19 @@ def pretrain(
     """
     model.to(device).train()
     usable = [text for text in texts if len(text) >= 2]
-    losses: list[float] = []
-
-    def stream(first: int) -> Iterator[Tensor]:
-        for batch in _batches(usable, questions, sentinels, settings, model.config.eos_token_id, seed):
-            loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
-            losses.append(loss.item())
-            yield loss
-
-    schedule = Schedule(1, settings.batch_size, settings.learning_rate)
-    descend(list(model.parameters()), stream, settings.updates, schedule, on_step)
+    losses: dict[str, list[float]] = {"texts": [], "questions": []}
+    optimiser = torch.optim.Adafactor(model.parameters(), lr=settings.learning_rate)
+    for update, (kind, batch) in enumerate(
+        _batches(usable, questions, sentinels, settings, model.config.eos_token_id, seed)
+    ):
+        optimiser.param_groups[0]["lr"] = settings.learning_rate * warm_cosine(update, settings.updates)
+        loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
+        optimiser.step()
+        optimiser.zero_grad()
+        losses[kind].append(loss.item())
+        on_step()
     return losses
 
 
@@ -123,22 +130,20 @@ def _batches(
     settings: Pretraining,
     end: int,
     seed: int,
-) -> Iterator[list[Encoded]]:
-    """One batch per update, of texts or of questions, drawn from items of similar length."""
+) -> Iterator[tuple[str, list[Encoded]]]:
+    """One batch per update and its kind, "texts" or "questions", drawn from items of similar length."""
     spans = generator_for(seed, "spans")
     order = random.Random(f"{seed}/pretraining")
     of_texts, of_questions = (
         _similar(lengths, settings.batch_size, order)
         for lengths in ([min(len(t), settings.max_length) for t in texts], [len(q.prompt) for q in questions])
     )
-    for update in range(settings.updates):
-        rest = (settings.updates - update) / settings.updates
-        # twice the share during the second half of the run: what comes last is what is remembered
-        if rest <= 0.5 and order.random() < 2 * settings.supervised:
-            yield [questions[n] for n in next(of_questions)]
+    for _ in range(settings.updates):
+        if order.random() < settings.supervised:
+            yield "questions", [questions[n] for n in next(of_questions)]
         else:
             chosen = [texts[n][: settings.max_length - 1] for n in next(of_texts)]
-            yield [_corrupted(text, sentinels, end, spans) for text in chosen]
+            yield "texts", [_corrupted(text, sentinels, end, spans) for text in chosen]
 
 
 def _corrupted(text: Sequence[int], sentinels: Sequence[int], end: int, generator: torch.Generator) -> Encoded:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 
@@ -14,8 +16,11 @@ from actmat.experiments.harness.merging import candidates
 from actmat.experiments.harness.processes import placed
 from actmat.experiments.harness.progress import Watch, quiet_libraries
 from actmat.experiments.harness.settings import changed
-from actmat.experiments.language.chain import run_one
+from actmat.experiments.harness.study import VARIANTS
+from actmat.experiments.harness.study_run import Subject, run_study
+from actmat.experiments.language.chain import prepare, run_one
 from actmat.experiments.language.experts import Made
+from actmat.experiments.language.items import TextTask
 from actmat.experiments.language.measure import KINDS
 from actmat.experiments.language.models import load_tokenizer
 from actmat.experiments.language.report import say_left_out, show
@@ -23,11 +28,12 @@ from actmat.experiments.language.settings import ExpertSettings, LanguageSetting
 from actmat.experiments.language.small.pretrain import Architecture, Pretraining, new_model, pretrain
 from actmat.experiments.language.small.tasks import SMALL_TASKS, SmallData, load_small
 from actmat.experiments.language.small.tokenizer import sentinels, train_tokenizer
+from actmat.experiments.language.subsets import subject
 from actmat.experiments.language.tokens import encode
 from actmat.experiments.language.train import FineTuning
 from actmat.experiments.suites import RunRequest, TableRequest
 
-__all__ = ["SmallSettings", "run", "table"]
+__all__ = ["SmallSettings", "run", "study", "table"]
 
 _VERSION = 1
 _FULL = FineTuning(
@@ -52,6 +58,7 @@ class SmallSettings(LanguageSettings):
         pretraining: training of the base.
         n_validation: training rows per task that are kept for choosing settings.
         n_test: test rows per task, the same for all seeds.
+        splits: of the study: random cuts of the tasks into halves.
     """
 
     experts: ExpertSettings = field(default_factory=lambda: ExpertSettings(full=_FULL, lora=_LORA))
@@ -60,6 +67,11 @@ class SmallSettings(LanguageSettings):
     pretraining: Pretraining = field(default_factory=Pretraining)
     n_validation: int = 100
     n_test: int = 500
+    splits: int = 4
+
+    def decisive(self) -> Self:
+        """See `LanguageSettings`."""
+        return replace(LanguageSettings.decisive(self), splits=1)
 
 
 def run(request: RunRequest) -> None:
@@ -70,6 +82,39 @@ def run(request: RunRequest) -> None:
     Raises:
         MergeError: a task, a method or a setting is unknown, or data are missing.
     """
+    settings, folder, names = _checked(request)
+    rows = {regime: candidates(request.methods, regime, len(names), KINDS) for regime in request.regimes}
+    share, device = placed(request.device)
+    request = replace(request, device=device)
+    with Watch(request.console, request.cache / "logs") as watch:
+        for seed in request.seeds:
+            base, tasks = _prepared(request, settings, folder, names, seed, watch)
+            for regime in request.regimes:
+                run_one(request, settings, base, tasks, regime, rows[regime][0], seed=seed, watch=watch, share=share)
+    say_left_out(request.console, [left_out for _, left_out in rows.values()])
+
+
+def study(request: RunRequest) -> str:
+    """Variants of the interference family on subsets of the experts; see `actmat experiment study`.
+
+    Raises:
+        MergeError: a task or a setting is unknown, or data are missing.
+    """
+    settings, folder, names = _checked(request)
+    with Watch(request.console, request.cache / "logs") as watch:
+
+        def subjects() -> Iterator[Subject]:
+            for seed in request.seeds:
+                base, tasks = _prepared(request, settings, folder, names, seed, watch)
+                for regime in request.regimes:
+                    setup = prepare(request, settings, base, tasks, regime, VARIANTS, seed=seed, watch=watch)
+                    yield subject(setup, Cache(request.cache), watch)
+
+        return run_study(request.suite, request.cache, subjects(), settings.splits)
+
+
+def _checked(request: RunRequest) -> tuple[SmallSettings, Path, list[str]]:
+    """Settings, folder of the data and names of the tasks."""
     settings = changed(SmallSettings(), request.settings)
     known = [t.name for t in SMALL_TASKS]
     names = list(request.tasks or known)
@@ -78,22 +123,20 @@ def run(request: RunRequest) -> None:
         raise RecipeError(f"The tasks are {', '.join(known)}.", unknown)
     if request.models:
         raise RecipeError(f"{request.suite} trains its own base: leave --models out.")
-    folder = request.data
-    if folder is None:
+    if request.data is None:
         raise RecipeError(
             f"{request.suite} needs local data: --data FOLDER with {SMALL_TASKS[0].file}.train.jsonl, ..."
         )
-    rows = {regime: candidates(request.methods, regime, len(names), KINDS) for regime in request.regimes}
-    share, device = placed(request.device)
-    request = replace(request, device=device)
-    with Watch(request.console, request.cache / "logs") as watch:
-        for seed in request.seeds:
-            data = load_small(folder, seed=seed, n_validation=settings.n_validation, n_test=settings.n_test)
-            base = _base(data, settings, seed, request.device, Cache(request.cache), watch)
-            tasks = [task for task in data.tasks if task.name in names]
-            for regime in request.regimes:
-                run_one(request, settings, base, tasks, regime, rows[regime][0], seed=seed, watch=watch, share=share)
-    say_left_out(request.console, [left_out for _, left_out in rows.values()])
+    return settings, request.data, names
+
+
+def _prepared(
+    request: RunRequest, settings: SmallSettings, folder: Path, names: Sequence[str], seed: int, watch: Watch
+) -> tuple[Made, list[TextTask]]:
+    """The base of a seed, and the tasks that are asked for."""
+    data = load_small(folder, seed=seed, n_validation=settings.n_validation, n_test=settings.n_test)
+    base = _base(data, settings, seed, request.device, Cache(request.cache), watch)
+    return base, [task for task in data.tasks if task.name in names]
 
 
 def _base(data: SmallData, settings: SmallSettings, seed: int, device: str, cache: Cache, watch: Watch) -> Made:

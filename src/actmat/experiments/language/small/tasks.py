@@ -30,7 +30,7 @@ class SmallTask:
         name: column of the tables.
         file: first part of the names of its files.
         prompt: text with `{text}`.
-        answers: label in the file -> answer.
+        answers: label in the file -> answer, words of one token or two where the vocabulary is not tiny.
         cut: parts of a text that are layout of the file.
     """
 
@@ -41,15 +41,15 @@ class SmallTask:
     cut: tuple[str, ...] = ()
 
 
-_SENTIMENT = {0: "negative", 1: "positive"}
+_SENTIMENT = {0: "bad", 1: "good"}
 _TOPICS = {"World": "world", "Sports": "sports", "Business": "business", "Science or Technology": "technology"}
-_QUESTIONS = {0: "description", 1: "entity", 2: "abbreviation", 3: "person", 4: "place", 5: "number"}
+_QUESTIONS = {0: "meaning", 1: "thing", 2: "letters", 3: "person", 4: "place", 5: "number"}
 
 SMALL_TASKS: tuple[SmallTask, ...] = (
     SmallTask("agnews", "agnews", "news topic: {text}", _TOPICS, cut=("Title: ", "Text: ")),
-    SmallTask("subj", "subj", "opinion or fact: {text}", {0: "opinion", 1: "fact"}),
+    SmallTask("subj", "subj", "review or plot: {text}", {0: "review", 1: "plot"}),
     SmallTask("trec", "trec", "question about: {text}", _QUESTIONS),
-    SmallTask("sst2", "sst2", "film phrase: {text}", {"Bad": "negative", "Good": "positive"}, cut=("Text: ",)),
+    SmallTask("sst2", "sst2", "film phrase: {text}", {"Bad": "bad", "Good": "good"}, cut=("Text: ",)),
     SmallTask("mr", "mr", "film review: {text}", _SENTIMENT),
     SmallTask("cr", "custrev", "product review: {text}", _SENTIMENT),
     SmallTask("mpqa", "mpqa", "phrase: {text}", _SENTIMENT),
