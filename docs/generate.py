@@ -173,21 +173,31 @@ def flags(name: str) -> str:
 
 
 def settings(name: str) -> str:
-    """Settings of a suite, from its dataclass and the docstring of it: `vision_small` is `vision/small.py`."""
+    """Settings of a suite, from its dataclass and the docstrings of it: `vision_small` is `vision/small.py`."""
     module = importlib.import_module("actmat.experiments." + name.replace("_", "."))
     (declared,) = [c for n, c in vars(module).items() if n.endswith("Settings") and c.__module__ == module.__name__]
-    defaults = {f.name: f.default for f in dataclasses.fields(declared)}
-    text = inspect.cleandoc(declared.__doc__ or "").partition("Args:\n")[2]
-    lines = re.sub(r"\n {6,}", " ", text)  # a long line goes on, indented further
+    return table(["setting", "default", "meaning"], _settings(declared(), ""))
+
+
+def _settings(value: Any, prefix: str) -> list[list[str]]:
+    """A row per line below "Args:" of the dataclass and its parents; a field that is a dataclass has its own rows."""
+    kinds = [kind for kind in type(value).__mro__[::-1] if dataclasses.is_dataclass(kind)]
+    defaults = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     rows = []
-    for line in filter(None, lines.splitlines()):
-        names, _, meaning = line.strip().partition(": ")
-        listed = names.split(", ")
-        shown = [str(defaults.pop(n)) for n in listed]
-        rows.append([", ".join(f"`{n}`" for n in listed), ", ".join(f"`{v}`" for v in shown), meaning])
+    for kind in kinds:
+        text = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
+        for line in filter(None, re.sub(r"\n {6,}", " ", text).splitlines()):  # a long line goes on, indented further
+            names, _, meaning = line.strip().partition(": ")
+            listed = names.split(", ")
+            shown = [defaults.pop(n) for n in listed]
+            if dataclasses.is_dataclass(shown[0]):
+                rows += _settings(shown[0], f"{prefix}{listed[0]}.")
+            else:
+                cells = [", ".join(f"`{text}`" for text in some) for some in ([prefix + n for n in listed], shown)]
+                rows.append([*cells, meaning])
     if defaults:
-        raise ValueError(f"{declared.__name__} does not document {', '.join(defaults)}")
-    return table(["setting", "default", "meaning"], rows)
+        raise ValueError(f"{type(value).__name__} does not document {', '.join(defaults)}")
+    return rows
 
 
 def exits(_: str) -> str:

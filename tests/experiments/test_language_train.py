@@ -85,12 +85,24 @@ def test_training_learns_and_piece_size_changes_nothing_but_rounding(tmp_path) -
     assert sum(changed) / len(changed) < 1e-4
 
 
+def test_adafactor_moves_every_tensor_by_a_share_of_its_size(tmp_path) -> None:
+    one = replace(SETTINGS, max_updates=1, learning_rate=1e-2, optimiser="adafactor")
+    model, _ = fit(tmp_path, settings=one)
+    start = dict(tiny_model().named_parameters())
+    moved = {n: float((p - start[n]).norm() / start[n].norm()) for n, p in model.named_parameters()}
+    assert max(moved.values()) < 1.01e-2
+    assert moved["shared.weight"] > 1e-3  # only the embeddings of tokens that were seen move
+    assert all(share > 5e-3 for name, share in moved.items() if name.endswith("wi.weight"))
+
+
 class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, dropout: float) -> None:
+@pytest.mark.parametrize(("dropout", "optimiser"), [(0.0, "adamw"), (0.1, "adamw"), (0.0, "adafactor")])
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, dropout: float, optimiser) -> None:
+    chosen_settings = replace(SETTINGS, optimiser=optimiser)
+
     def model():
         made = tiny_model()
         for module in made.modules():
@@ -102,11 +114,11 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, dropout: float)
         if progress.update == 6:
             raise Interrupted
 
-    straight, done = fit(tmp_path / "straight", model())
+    straight, done = fit(tmp_path / "straight", model(), chosen_settings)
     with pytest.raises(Interrupted):
-        fit(tmp_path / "broken", model(), on_update=stop)
+        fit(tmp_path / "broken", model(), chosen_settings, on_update=stop)
     seen = []
-    again, done_again = fit(tmp_path / "broken", model(), on_update=lambda p: seen.append(p.update))
+    again, done_again = fit(tmp_path / "broken", model(), chosen_settings, on_update=lambda p: seen.append(p.update))
     assert seen == list(range(5, 13))  # from the validation at 4
     assert done_again == done
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), again.parameters(), strict=True))

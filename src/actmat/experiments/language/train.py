@@ -34,7 +34,9 @@ class FineTuning:
     """How experts are trained; the defaults are those of the paper's code.
 
     Args:
-        learning_rate: of AdamW without weight decay, constant.
+        learning_rate: constant.
+        optimiser: "adamw", without weight decay, or "adafactor", whose steps are relative to the size of each tensor,
+            as T5 was trained; not for LoRA, whose second factor begins at zero.
         batch_size: items per update.
         piece_tokens: prompt tokens that are computed at once, after padding; gradients are summed over pieces.
         max_updates: the run ends here at the latest.
@@ -45,6 +47,7 @@ class FineTuning:
     """
 
     learning_rate: float = 1e-4
+    optimiser: Literal["adamw", "adafactor"] = "adamw"
     batch_size: int = 1024
     piece_tokens: int = 8192
     max_updates: int = 75_000
@@ -119,7 +122,7 @@ def finetune(
     autocast = partial(torch.autocast, place.type, torch.bfloat16, enabled=settings.precision == "bf16")
     model.to(place)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    optimiser = _optimiser(settings, parameters)
     state = _State(folder, model, optimiser)
     progress = state.load()
     pad = model.config.pad_token_id
@@ -146,6 +149,12 @@ def finetune(
         on_update(progress)
     state.restore_best()
     return progress
+
+
+def _optimiser(settings: FineTuning, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    if settings.optimiser == "adafactor":
+        return torch.optim.Adafactor(parameters, lr=settings.learning_rate)
+    return torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0, fused=True)
 
 
 def _pieces(batch: Sequence[Encoded], piece_tokens: int) -> Iterator[list[Encoded]]:

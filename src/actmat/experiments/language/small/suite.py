@@ -35,18 +35,19 @@ from actmat.experiments.suites import RunRequest, TableRequest
 
 __all__ = ["SmallSettings", "run", "study", "table"]
 
-_VERSION = 1
+_VERSION = 2
 _FULL = FineTuning(
-    learning_rate=1e-3,
+    learning_rate=1e-2,
+    optimiser="adafactor",
     batch_size=32,
     piece_tokens=2048,
-    max_updates=1000,
-    validate_every=100,
+    max_updates=600,
+    validate_every=60,
     patience=4,
     precision="no",
-    max_length=40,
+    max_length=48,
 )
-_LORA = replace(_FULL, learning_rate=3e-3)
+_LORA = replace(_FULL, learning_rate=3e-3, optimiser="adamw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class SmallSettings(LanguageSettings):
     """
 
     experts: ExpertSettings = field(default_factory=lambda: ExpertSettings(full=_FULL, lora=_LORA))
-    together: int = 8
+    together: int = 16
     architecture: Architecture = field(default_factory=Architecture)
     pretraining: Pretraining = field(default_factory=Pretraining)
     n_validation: int = 100
