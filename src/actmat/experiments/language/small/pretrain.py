@@ -124,7 +124,7 @@ def pretrain(
         loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
-        optimiser.step()
+        optimiser.step()  # type: ignore[no-untyped-call]
         optimiser.zero_grad()
         losses[kind].append(loss.item())
         on_step()
