@@ -123,8 +123,11 @@ def test_a_second_run_makes_nothing_and_changes_no_score(small: Path, monkeypatc
 
 
 def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(small: Path, monkeypatch) -> None:
-    rows = (Candidate("actmat", "actmat"), Candidate("average", "average"), Candidate("far", "actmat", scale=30.0))
-    monkeypatch.setattr("actmat.experiments.language.small.suite.VARIANTS", rows)
+    family = (Candidate("actmat", "actmat"), Candidate("far", "actmat", scale=30.0))
+    neighbours = (Candidate("average", "average"), Candidate("regmean", "regmean"))
+    rows = (*family, *neighbours)
+    monkeypatch.setattr("actmat.experiments.language.small.suite.VARIANTS", family)
+    monkeypatch.setattr("actmat.experiments.language.small.suite.NEIGHBOURS", neighbours)
     names = ["agnews", "subj", "trec", "mr"]
     request = small_request(small, tasks=names, methods=None, settings=SMALL | {"splits": "1"})
     text = get_suite("language-small").study(request)

@@ -16,7 +16,7 @@ from actmat.experiments.harness.merging import candidates
 from actmat.experiments.harness.processes import placed
 from actmat.experiments.harness.progress import Watch, quiet_libraries
 from actmat.experiments.harness.settings import changed
-from actmat.experiments.harness.study import VARIANTS
+from actmat.experiments.harness.study import NEIGHBOURS, VARIANTS
 from actmat.experiments.harness.study_run import Subject, run_study
 from actmat.experiments.language.chain import prepare, run_one
 from actmat.experiments.language.experts import Made
@@ -63,12 +63,12 @@ class SmallSettings(LanguageSettings):
     """
 
     experts: ExpertSettings = field(default_factory=lambda: ExpertSettings(full=_FULL, lora=_LORA))
-    together: int = 16
+    together: int = 24
     architecture: Architecture = field(default_factory=Architecture)
     pretraining: Pretraining = field(default_factory=Pretraining)
     n_validation: int = 100
     n_test: int = 500
-    splits: int = 4
+    splits: int = 2
 
     def decisive(self) -> Self:
         """See `LanguageSettings`."""
@@ -102,16 +102,17 @@ def study(request: RunRequest) -> str:
         MergeError: a task or a setting is unknown, or data are missing.
     """
     settings, folder, names = _checked(request)
+    rows, family = (*VARIANTS, *NEIGHBOURS), [row.name for row in VARIANTS]
     with Watch(request.console, request.cache / "logs") as watch:
 
         def subjects() -> Iterator[Subject]:
             for seed in request.seeds:
                 base, tasks = _prepared(request, settings, folder, names, seed, watch)
                 for regime in request.regimes:
-                    setup = prepare(request, settings, base, tasks, regime, VARIANTS, seed=seed, watch=watch)
+                    setup = prepare(request, settings, base, tasks, regime, rows, seed=seed, watch=watch)
                     yield subject(setup, Cache(request.cache), watch)
 
-        return run_study(request.suite, request.cache, subjects(), settings.splits)
+        return run_study(request.suite, request.cache, subjects(), settings.splits, family)
 
 
 def _checked(request: RunRequest) -> tuple[SmallSettings, Path, list[str]]:
