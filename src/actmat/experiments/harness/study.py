@@ -165,7 +165,7 @@ def halves(tasks: Sequence[str], splits: int, seed: int = 0) -> list[Half]:
 def subsets_within(cuts: Sequence[Half]) -> list[tuple[str, ...]]:
     """All pairs that lie in a half, and all halves, each once."""
     sides = dict.fromkeys(side for cut in cuts for side in (cut.choose, cut.report))
-    return list(dict.fromkeys(s for side in sides for n in (2, len(side)) for s in combinations(side, n)))
+    return list(dict.fromkeys(s for side in sides for n in (2, len(side)) if n > 1 for s in combinations(side, n)))
 
 
 def compare_variants(
