@@ -22,7 +22,17 @@ from actmat.experiments.vision.experiment import Vision
 
 __all__ = ["CURVE_ROWS", "SAMPLE_COUNTS", "compare", "curve_file", "score_file", "study", "subsets_of"]
 
-CURVE_ROWS = ("average", "task_arithmetic", "ties", "tsv", "iso_c", "regmean", "actmat", "actmat_bounded")
+CURVE_ROWS = (
+    "average",
+    "task_arithmetic",
+    "ties",
+    "tsv",
+    "iso_c",
+    "regmean",
+    "actmat",
+    "actmat_ridge",
+    "actmat_bounded",
+)
 """Rows of the figure of accuracy against the number of experts, as far as they can run."""
 
 SAMPLE_COUNTS = (1, 4, 16, 64, 320)

@@ -121,7 +121,7 @@ def _by_number(points: Sequence[Mapping[str, Any]], regime: str, path: Path) -> 
     axes.set_ylabel("% of the expert's accuracy")
     axes.set_title(f"{_TITLES[regime]}: mean over the sampled subsets", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=7, frameon=False, ncols=2)
+    axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _save(plt, figure, path)
 
 
@@ -139,6 +139,8 @@ def _by_samples(points: Sequence[Mapping[str, Any]], lines: Sequence[Line], regi
         for line in lines:
             if (line.method, line.scale) == (name, "default"):
                 axes.axhline(100 * line.average.value, color="black", ls=style, lw=1, label=f"{name}, no data")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - 0.05 * (high - low), high)  # a line at the very edge is hidden by the axis
     axes.set_xscale("log")
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
