@@ -65,7 +65,7 @@ class MinimiserGap:
         errors: `||C_t - C^_t||_F` of every expert.
         distances: `||D^ - D_t||_2` of every expert.
         residual: `||sum_t (D^ - D_t) C^_t||_F`, zero for the exact minimiser of the estimated problem.
-        smallest: `l_min`, smallest eigenvalue of `sum_t C_t` above rounding.
+        smallest: `l_min`, smallest eigenvalue of `sum_t C_t` above rounding; infinite where all inputs are zero.
         trace_inverse: `tr((sum_t C_t)^+)`.
     """
 
@@ -110,7 +110,7 @@ def minimiser_gap(
         errors.append(float(torch.linalg.matrix_norm(gram.double() - estimate.double())))
         distances.append(float(torch.linalg.matrix_norm(difference_OI, 2)))
         residual_OI += difference_OI @ estimate.double()
-    smallest = float(values_I[kept].min()) if bool(kept.any()) else math.nan
+    smallest = float(values_I[kept].min()) if bool(kept.any()) else math.inf  # no input, no direction to differ in
     residual = float(torch.linalg.matrix_norm(residual_OI))
     weighted = sum(e * d for e, d in zip(errors, distances, strict=True)) + residual
     return MinimiserGap(
