@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,30 @@ def test_plan_lists_what_adapters_change(tmp_path: Path) -> None:
     assert len(changed) == 6
     assert all("in factored form" in t.reason for t in changed)
     assert any("changes 6 tensors" in n for n in plan.notes)
+
+
+def test_where_deltas_cannot_be_walked_the_plan_pays_for_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DARE streams full experts; what adapters form is held whole, and so are all deltas on an accelerator."""
+    monkeypatch.setattr(sys.modules["actmat.plan.cost"], "PLACE", 16)  # smaller than the tiny tensors
+    base = tmp_path / "base"
+    tiny("llama").save_pretrained(base)
+    for name in ("m", "n"):
+        tiny("llama").save_pretrained(tmp_path / name)
+    save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
+    full = api.plan(base, [tmp_path / "m", tmp_path / "n"], method="dare", scope="all")
+    mixed = api.plan(base, [tmp_path / "m", tmp_path / "a"], method="dare", scope="all")
+    device = api.plan(base, [tmp_path / "m", tmp_path / "n"], method="dare", scope="all", device="cuda")
+    assert isinstance(full, MergePlan)
+    assert isinstance(mixed, MergePlan)
+    adapted = {t.name for t in mixed.tensors if t.action == "merge"}
+    assert adapted
+    for one, two, three in zip(full.tensors, mixed.tensors, device.tensors, strict=True):
+        if one.name not in adapted:
+            continue
+        more = 4 * 2 * (math.prod(one.shape) - 16)  # two deltas in float32, whole rather than in places of 16 entries
+        assert two.peak_bytes - one.peak_bytes == more == three.peak_bytes - one.peak_bytes
 
 
 def test_nan_in_an_adapter_leaves_nothing(tmp_path: Path) -> None:

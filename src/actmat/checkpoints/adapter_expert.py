@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["AdapterExpert", "Piece"]
+__all__ = ["AdapterExpert", "Piece", "is_formed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +163,8 @@ class AdapterExpert(Checkpoint):
         if piece.bias:
             return (piece.module.bias,) if piece.module.bias is not None else ()
         return piece.module.a, piece.module.b
+
+
+def is_formed(expert: Checkpoint, source: str) -> TypeGuard[AdapterExpert]:
+    """Whether the expert's delta of this tensor is formed (a product of factors, or zeros), not read and subtracted."""
+    return isinstance(expert, AdapterExpert) and source not in expert.full

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.adapter_expert import AdapterExpert
+from actmat.checkpoints.adapter_expert import AdapterExpert, is_formed
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
@@ -20,6 +20,7 @@ from actmat.engine.factored import part_factors
 from actmat.engine.memory import Scratch
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.places import PLACE
+from actmat.plan.adapter_experts import can_walk
 from actmat.plan.model import TensorPlan
 from actmat.plan.parts import CHUNK, Part
 
@@ -129,7 +130,7 @@ class TensorReader:
         `hold` lays it into the worker's room, where it is overwritten by the next part; else its memory is its own.
         """
         expert, source = self._experts[t], self.item.sources[t]
-        if isinstance(expert, AdapterExpert) and source not in expert.full:
+        if is_formed(expert, source):
             formed = expert.delta(source, part.start, part.stop, self.compute_dtype)
             return formed.view(part.shape).to(self.device), expert.touches(source)
         if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
@@ -146,10 +147,8 @@ class TensorReader:
 
     @property
     def can_walk(self) -> bool:
-        """Whether deltas may be read place by place: what adapters store gives the same bits for whole parts alone."""
-        places = zip(self._experts, self.item.sources, strict=False)
-        formed = any(isinstance(e, AdapterExpert) and source not in e.full for e, source in places)
-        return self.device.type == "cpu" and not formed
+        """See `plan.adapter_experts.can_walk`."""
+        return can_walk(self.device.type, self._experts, self.item.sources)
 
     def place(self, t: int, start: int, base_raw: Tensor) -> tuple[Tensor, bool]:
         """Delta of expert `t` from entry `start` on, as far as `base_raw` goes; the next overwrites it."""
@@ -219,7 +218,7 @@ class TensorReader:
     def hashes(self) -> tuple[str, tuple[str, ...]]:
         """Content hashes of the base's tensor and of each expert's; all parts must have been read."""
         found = tuple(
-            e.hash_of(s) if isinstance(e, AdapterExpert) and s not in e.full else h.hexdigest()
+            e.hash_of(s) if is_formed(e, s) else h.hexdigest()
             for e, s, h in zip(self._experts, self.item.sources, self._hashes, strict=False)
         )
         return self._base_hash.hexdigest(), found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.adapter import Adapter
-from actmat.checkpoints.adapter_expert import AdapterExpert
+from actmat.checkpoints.adapter_expert import AdapterExpert, is_formed
 from actmat.checkpoints.base import Checkpoint
 from actmat.engine.deltas import Findings
 from actmat.engine.ties import content_hash
@@ -152,7 +152,7 @@ def check_models(
     ):
         if file is None:
             continue
-        on_base = isinstance(expert, AdapterExpert) and source not in expert.full
+        on_base = is_formed(expert, source)
         if isinstance(expert, AdapterExpert) and not on_base:
             continue  # the adapter's own tensor: its hash was compared with the adapter's
         name, found = (item.name, base_hash) if on_base else (source, digest)

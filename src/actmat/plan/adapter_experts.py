@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actmat.checkpoints.adapter_expert import AdapterExpert
+from actmat.checkpoints.adapter_expert import AdapterExpert, is_formed
 from actmat.checkpoints.base import Checkpoint
 from actmat.errors import RecipeError
 from actmat.methods import get_method
@@ -13,7 +13,7 @@ from actmat.plan.choose import Decision
 from actmat.plan.model import MethodCall, TensorPlan
 from actmat.recipe import Recipe
 
-__all__ = ["adapter_notes", "is_factored", "read_bytes", "untouched"]
+__all__ = ["adapter_notes", "can_walk", "is_factored", "read_bytes", "untouched"]
 
 
 def untouched(decision: Decision, sources: Sequence[str | None], experts: Sequence[Checkpoint]) -> Decision:
@@ -34,9 +34,17 @@ def is_factored(recipe: Recipe, call: MethodCall, experts: Sequence[Checkpoint],
     if method.survey is not None and method.survey.applies(call.options):
         return False  # the survey of a full model sees dense deltas, and both must see the same
     for expert, source in zip(experts, sources, strict=True):
-        if not isinstance(expert, AdapterExpert) or source in expert.full:
+        if not is_formed(expert, source):
             return False
     return not why_not_factored(call, len(experts))
+
+
+def can_walk(device: str, experts: Sequence[Checkpoint], sources: Sequence[str]) -> bool:
+    """Whether the deltas of a tensor may be read place by place.
+
+    What adapters store gives the same bits for whole parts alone, and a place is too small a task for an accelerator.
+    """
+    return device == "cpu" and not any(is_formed(e, s) for e, s in zip(experts, sources, strict=False))
 
 
 def read_bytes(expert: Checkpoint, source: str) -> int:

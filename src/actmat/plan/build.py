@@ -17,7 +17,7 @@ from actmat.errors import AlignmentError, MergeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.methods.user import is_user_method, user_method_hash
-from actmat.plan.adapter_experts import adapter_notes, is_factored, read_bytes, untouched
+from actmat.plan.adapter_experts import adapter_notes, can_walk, is_factored, read_bytes, untouched
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import tensor_peak_bytes
@@ -71,10 +71,11 @@ def build_plan(
         problems += error.problems
     if problems:
         raise AlignmentError(_headline(problems), problems)
+    kind = torch.device(device).type
     tensors, problems = assign_pools(
-        _tensor_plans(recipe, base, experts, alignment, decided),
+        _tensor_plans(recipe, base, experts, alignment, decided, kind),
         recipe.pool,
-        lambda item: _pooled_peak(recipe, item, len(experts)),
+        lambda item: _pooled_peak(recipe, item, experts, kind),
     )
     if problems:
         raise AlignmentError(_headline(problems), problems)
@@ -128,6 +129,7 @@ def _tensor_plans(
     experts: Sequence[Checkpoint],
     alignment: Alignment,
     decided: Mapping[str, Decision],
+    device: str,
 ) -> tuple[TensorPlan, ...]:
     depth: dict[str, float] = {}
     if recipe.postprocess.lines is not None:
@@ -147,9 +149,10 @@ def _tensor_plans(
         peak = spec.nbytes
         if call is not None:
             method = get_method(call.method)
-            key = (method.name, spec.shape, spec.dtype, decision.layout, tuple(map(str, call.options.items())))
+            walks = can_walk(device, experts, sources)
+            key = (method.name, spec.shape, spec.dtype, decision.layout, tuple(map(str, call.options.items())), walks)
             if key not in peaks:
-                peaks[key] = _peak(recipe, method, spec, decision.layout, call.options, len(experts))
+                peaks[key] = _peak(recipe, method, spec, decision.layout, call.options, len(experts), walks)
             peak = peaks[key]
         factored = call is not None and is_factored(recipe, call, experts, sources)
         if factored:
@@ -182,10 +185,11 @@ def _tensor_plans(
     return tuple(out)
 
 
-def _pooled_peak(recipe: Recipe, item: TensorPlan, n_experts: int) -> int:
+def _pooled_peak(recipe: Recipe, item: TensorPlan, experts: Sequence[Checkpoint], device: str) -> int:
     assert item.call is not None, "only merged tensors are pooled"
     spec = TensorSpec(item.name, item.shape, item.base_dtype, "")
-    return _peak(recipe, get_method(item.call.method), spec, item.layout, item.call.options, n_experts)
+    walks = can_walk(device, experts, item.sources)
+    return _peak(recipe, get_method(item.call.method), spec, item.layout, item.call.options, len(experts), walks)
 
 
 def _peak(
@@ -195,10 +199,12 @@ def _peak(
     layout: TensorLayout,
     options: Mapping[str, Any],
     n_experts: int,
+    walks: bool,
 ) -> int:
     parts = cut(spec.shape, layout, granularity(method, recipe.postprocess))
     caps = recipe.postprocess
-    return tensor_peak_bytes(parts, method, n_experts, options, spec.itemsize, recipe.compute_dtype, caps=caps)
+    itemsize, dtype = spec.itemsize, recipe.compute_dtype
+    return tensor_peak_bytes(parts, method, n_experts, options, itemsize, dtype, caps=caps, walks=walks)
 
 
 def _out_dtype(recipe: Recipe, spec: TensorSpec) -> str:

@@ -43,15 +43,19 @@ def part_peak_bytes(
     compute_dtype: str,
     *,
     caps: Postprocess | None = None,
+    walks: bool = True,
 ) -> int:
-    """Peak of one call, in bytes; `caps` look at the deltas again after the rule, and may decompose the result."""
+    """Peak of one call, in bytes; `caps` look at the deltas again after the rule, and may decompose the result.
+
+    `walks`: whether a rule that streams is given its deltas place by place here (`adapter_experts.can_walk`).
+    """
     width = int(torch_dtype(compute_dtype).itemsize)
     capped = caps is not None and caps.caps
     raw = part.numel * base_itemsize + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
     matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
     alive = (1 if method.one_pass and len(matrices) == 1 and not capped else n_experts) * part.numel
-    if method.streams(options) and not capped:
+    if walks and method.streams(options) and not capped:
         alive = n_experts * min(part.numel, PLACE)
     alive += part.numel if method.uses_base(options) else 0
     workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
@@ -72,10 +76,14 @@ def tensor_peak_bytes(
     compute_dtype: str,
     *,
     caps: Postprocess | None = None,
+    walks: bool = True,
 ) -> int:
     """Peak over the parts of a tensor, in bytes."""
     shapes = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in parts}.values()
-    return max(part_peak_bytes(p, method, n_experts, options, base_itemsize, compute_dtype, caps=caps) for p in shapes)
+    return max(
+        part_peak_bytes(p, method, n_experts, options, base_itemsize, compute_dtype, caps=caps, walks=walks)
+        for p in shapes
+    )
 
 
 def _has_singular_values(part: Part) -> bool:
