@@ -18,7 +18,14 @@ from actmat.errors import CheckpointError
 from actmat.experiments.harness.cache import Cache
 from actmat.experiments.vision import clip
 from actmat.experiments.vision.clip import clip_base, clip_source
-from actmat.experiments.vision.open_clip import CONFIG, WEIGHTS, is_open_clip, transformers_config, translated
+from actmat.experiments.vision.open_clip import (
+    CONFIG,
+    WEIGHTS,
+    clip_model,
+    is_open_clip,
+    transformers_config,
+    translated,
+)
 
 VOCABULARY = 190  # that of the tiny tokenizer
 SIZES = {
@@ -126,9 +133,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(("act", "quick"), [(nn.GELU, False), (QuickGELU, True)])
 def test_images_and_texts_have_the_same_features(act, quick):
     ours = model_of(act)
-    theirs = CLIPModel.from_pretrained(
-        None, config=transformers_config({**SIZES, "quick_gelu": quick}), state_dict=translated(state_of(ours))
-    ).eval()
+    theirs = clip_model({**SIZES, "quick_gelu": quick}, state_of(ours)).eval()
     rng = torch.Generator().manual_seed(1)
     pixels = torch.randn(3, 3, 32, 32, generator=rng)
     ids = torch.randint(1, VOCABULARY - 2, (3, 7), generator=rng)
@@ -199,6 +204,42 @@ def test_other_models_are_named_with_what_is_odd():
     assert "text_cfg.hf_model_name" in str(caught.value)
     with pytest.raises(CheckpointError, match=r"visual\.attn_pool\.query"):
         translated({**state_of(model_of()), "visual.attn_pool.query": torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("tower", "key", "value"),
+    [
+        ("vision_cfg", "no_ln_pre", True),
+        ("vision_cfg", "pool_type", "avg"),
+        ("vision_cfg", "attentional_pool", True),
+        ("text_cfg", "hf_tokenizer_name", "bert-base-uncased"),
+        ("text_cfg", "no_causal_mask", True),
+        ("text_cfg", "proj_bias", True),
+    ],
+)
+def test_what_would_change_the_forward_pass_is_refused(tower, key, value):
+    with pytest.raises(CheckpointError, match=rf"{tower}\.{key}: {value!r}"):
+        transformers_config({**SIZES, tower: {**SIZES[tower], key: value}})
+
+
+def test_what_is_off_or_usual_is_accepted():
+    vision = {**SIZES["vision_cfg"], "timm_model_name": None, "pool_type": "tok", "patch_dropout": 0.5}
+    transformers_config({**SIZES, "vision_cfg": vision, "text_cfg": {**SIZES["text_cfg"], "pool_type": "argmax"}})
+    with pytest.raises(CheckpointError, match=r"image_size: \[32, 48\] is not one number"):
+        transformers_config({**SIZES, "vision_cfg": {**vision, "image_size": [32, 48]}})
+
+
+def test_weights_that_do_not_fit_are_all_named():
+    """Nothing is left at its random start: transformers would only warn."""
+    state = state_of(model_of())
+    del state["visual.ln_pre.weight"]
+    state["ln_final.bias"] = torch.zeros(25)
+    state["transformer.resblocks.2.ln_1.bias"] = torch.zeros(24)
+    with pytest.raises(CheckpointError) as caught:
+        clip_model(SIZES, state)
+    assert "vision_model.pre_layrnorm.weight (32,) is missing" in str(caught.value)
+    assert "final_layer_norm.bias has the shape (25,), the configuration wants (24,)" in str(caught.value)
+    assert "text_model.encoder.layers.2.layer_norm1.bias has no place" in str(caught.value)
 
 
 def test_names_of_the_package(folder, tmp_path, monkeypatch):

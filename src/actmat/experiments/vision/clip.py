@@ -24,13 +24,7 @@ from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat.experiments.harness.cache import Cache, file_digest, library_versions
 from actmat.experiments.vision.backbones import ClipHead, save_head
 from actmat.experiments.vision.images import ImageTask
-from actmat.experiments.vision.open_clip import (
-    from_package,
-    is_open_clip,
-    read_open_clip,
-    transformers_config,
-    translated,
-)
+from actmat.experiments.vision.open_clip import clip_model, from_package, is_open_clip, read_open_clip
 from actmat.experiments.vision.sources import HubSet
 
 __all__ = [
@@ -138,16 +132,16 @@ def clip_source(cache: Cache, location: str) -> tuple[Path, str]:
     key = {"version": _VERSION, "source": identity, "libraries": library_versions(*packages)}
 
     def make(out: Path) -> None:
-        from transformers import AutoTokenizer, CLIPModel
+        from transformers import AutoTokenizer
 
         sizes, tensors = from_package(location) if packaged else read_open_clip(folder)
-        config = transformers_config(sizes)
-        CLIPModel.from_pretrained(None, config=config, state_dict=translated(tensors)).save_pretrained(out)
+        model = clip_model(sizes, tensors)
+        model.save_pretrained(out)
         words = folder if not packaged and (folder / "tokenizer_config.json").is_file() else _TOKENIZER
         tokenizer = AutoTokenizer.from_pretrained(words)
-        if len(tokenizer) != config.text_config.vocab_size:
+        if len(tokenizer) != (n_tokens := model.config.text_config.vocab_size):
             raise CheckpointError(
-                f"'{location}' has {config.text_config.vocab_size} tokens, the tokenizer '{words}' {len(tokenizer)}. "
+                f"'{location}' has {n_tokens} tokens, the tokenizer '{words}' {len(tokenizer)}. "
                 "Put the model's own tokenizer (tokenizer.json, tokenizer_config.json) into its folder."
             )
         tokenizer.save_pretrained(out)

@@ -25,10 +25,26 @@ from torch import Tensor
 
 from actmat.errors import CheckpointError
 
-__all__ = ["CONFIG", "WEIGHTS", "from_package", "is_open_clip", "read_open_clip", "transformers_config", "translated"]
+__all__ = [
+    "CONFIG",
+    "WEIGHTS",
+    "clip_model",
+    "from_package",
+    "is_open_clip",
+    "read_open_clip",
+    "transformers_config",
+    "translated",
+]
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 _HEAD_WIDTH = 64
+_SIZES = {
+    "": {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_scale"},
+    "vision_cfg.": {"image_size", "layers", "width", "head_width", "mlp_ratio", "patch_size", "patch_dropout"},
+    "text_cfg.": {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio"},
+}
+"""What is taken over, or concerns training alone. All else changes the forward pass, and is odd unless it is off."""
+_USUAL = {"vision_cfg.pool_type": "tok", "text_cfg.pool_type": "argmax", "text_cfg.proj_type": "linear"}
 _BLOCK = {
     "ln_1.": "layer_norm1.",
     "ln_2.": "layer_norm2.",
@@ -122,9 +138,19 @@ def transformers_config(sizes: Mapping[str, Any]) -> Any:
     from transformers import CLIPConfig
 
     vision, text = sizes["vision_cfg"], sizes["text_cfg"]
-    odd = [f"vision_cfg.{k}" for k in ("timm_model_name", "attentional_pool", "ls_init_value") if vision.get(k)]
-    odd += [f"text_cfg.{k}" for k in ("hf_model_name", "ls_init_value", "embed_cls") if text.get(k)]
+    parts = (("", sizes), ("vision_cfg.", vision), ("text_cfg.", text))
+    odd = [
+        f"{where}{key}: {value!r}"
+        for where, part in parts
+        for key, value in part.items()
+        if key not in _SIZES[where] and value and value != _USUAL.get(where + key)
+    ]
     odd += ["vision_cfg.layers: a ResNet"] if not isinstance(vision["layers"], int) else []
+    odd += [
+        f"vision_cfg.{k}: {vision[k]!r} is not one number"
+        for k in ("image_size", "patch_size")
+        if not isinstance(vision[k], int)
+    ]
     if odd:
         raise CheckpointError("Only CLIP with two plain transformers can be taken over from open_clip.", odd)
     act = "quick_gelu" if sizes.get("quick_gelu") else "gelu"
@@ -178,6 +204,30 @@ def translated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if unknown:
         raise CheckpointError("These tensors are not of a CLIP with two plain transformers.", unknown)
     return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def clip_model(sizes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """`transformers.CLIPModel` with open_clip's weights, every one of its own taken from there.
+
+    Raises:
+        CheckpointError: the model is another kind, or tensors are missing, too many, or of another shape.
+    """
+    from transformers import CLIPModel
+
+    found = translated(tensors)
+    model = CLIPModel(transformers_config(sizes))
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    problems = [f"{name} {shape} is missing" for name, shape in wanted.items() if name not in found]
+    problems += [f"{name} has no place in the model that the configuration describes" for name in found.keys() - wanted]
+    problems += [
+        f"{name} has the shape {tuple(tensor.shape)}, the configuration wants {wanted[name]}"
+        for name, tensor in found.items()
+        if name in wanted and tuple(tensor.shape) != wanted[name]
+    ]
+    if problems:
+        raise CheckpointError("Weights and configuration of this open_clip model do not fit together.", problems)
+    model.load_state_dict(found)
+    return model
 
 
 def _block(name: str, tensor: Tensor, found: dict[str, Tensor]) -> bool:
