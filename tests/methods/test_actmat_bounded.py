@@ -9,6 +9,7 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.linalg.caps import cap_delta
+from actmat.linalg.interference import Rule
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.actmat import merge as merge_actmat
 from actmat.methods.actmat_bounded import merge, merge_lowrank
@@ -88,3 +89,8 @@ def test_factors_that_meet_the_bound():
 def test_weights_of_nothing_are_refused():
     with pytest.raises(ValueError, match="sum of the weights, which is zero"):
         merge(random_deltas(2, 4, 4), weights=[0.0, 0.0])
+
+
+def test_a_bound_without_a_fill_is_refused():
+    with pytest.raises(ValueError, match="needs a fill"):
+        Rule(bounded=True)

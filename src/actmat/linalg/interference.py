@@ -70,6 +70,10 @@ class Rule:
     per_trace: bool = False
     bounded: bool = False
 
+    def __post_init__(self) -> None:
+        if self.bounded and self.null == "zero":
+            raise ValueError("a bounded rule needs a fill to be bounded by: null='sum' or 'mean', not 'zero'")
+
     def moments_key(self) -> Hashable:
         """What the accumulated state depends on."""
         return ("interference", self.estimator, self.null != "zero", self.solver, self.off_diagonal, self.per_trace)
