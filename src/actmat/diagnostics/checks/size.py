@@ -38,8 +38,8 @@ def _plain_sum(facts: Facts) -> Outcome:
             f"In {len(hits)} of {len(facts.measures)} matrices the experts are low-rank with nearly orthogonal row "
             f"spaces. There an interference rule has nothing to weigh and gives about the plain sum: the merged norm "
             f"is {merged / total:.3g} of the sum's, {merged / mean:.3g} of the mean expert's. Such merges of adapters "
-            "often do worse than the average: scale down (--scale 0.3 to 0.5), cap (postprocess: norm_cap: mean), or "
-            "merge by average",
+            "often do worse than the average: scale down (--scale 0.3 to 0.5), cap (postprocess: norm_cap: average), "
+            "or merge by average",
             [m.name for m in hits],
         )
     return clear("low-rank experts with nearly orthogonal row spaces are not merged at the size of their sum")
@@ -65,7 +65,7 @@ def _far_out(facts: Facts) -> Outcome:
     if merged > FAR * mean:
         return found(
             f"The merged delta has {words}: the model is moved farther than any expert was. Lower the scale, cap the "
-            "norm (postprocess: norm_cap: mean), or use actmat_ridge, which inflates less",
+            "norm (postprocess: norm_cap: average), or use actmat_bounded, which is never longer than the average",
             [m.name for m in facts.measures if m.merged_norm > FAR * _mean_norm(m)],
         )
     return clear(f"the merged delta has {words}" if words else "the deltas cancel in the sum")
