@@ -6,12 +6,13 @@ import pytest
 import torch
 from tests.helpers.demo import TINY_ENCODER, some_photographs
 
+from actmat.engine.resources import one_thread
 from actmat.experiments.demo.evaluate import correct, features
 from actmat.experiments.demo.model import new_encoder
 from actmat.experiments.demo.tasks import Examples
 from actmat.experiments.demo.train import finetune, pretrain
 from actmat.experiments.harness.heads import fit_head
-from actmat.experiments.harness.training import Schedule, generator_for, one_thread, steps_of, warm_cosine
+from actmat.experiments.harness.training import Schedule, generator_for, steps_of, warm_cosine
 
 
 def bright_or_dark(n=128):

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.helpers.grams import record_inputs
-from tests.helpers.language import one_torch_thread, some_items, tiny_model, written_tokenizer
+from tests.helpers.language import some_items, tiny_model, written_tokenizer
 from tests.tolerances import F32_PRODUCT, relative_error
 
+from actmat.engine.resources import one_thread
 from actmat.experiments.harness.cache import Cache
 from actmat.experiments.harness.merging import Candidate
 from actmat.experiments.harness.progress import Watch
@@ -37,7 +38,7 @@ def measured(tmp_path_factory) -> tuple[Path, Path]:
     written_tokenizer(root / "expert")
     words = [Item("x", ("a", "b"), 0)]
     exam = Exam(TextTask("t", words, words, words), ITEMS, [], [], 16)
-    with one_torch_thread(), Watch() as watch:
+    with one_thread(), Watch() as watch:
         found = measure_experts(
             *((root / "expert", "b"), {"t": (root / "expert", "e")}, {"t": exam}),
             samples=4,

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.helpers.language import TINY, one_torch_thread, some_items, tiny_model, write_rows, write_small_data
+from tests.helpers.language import TINY, some_items, tiny_model, write_rows, write_small_data
 
+from actmat.engine.resources import one_thread
 from actmat.errors import CheckpointError
 from actmat.experiments.language.models import load_tokenizer
 from actmat.experiments.language.small.corruption import corrupt, span_lengths
@@ -171,7 +172,7 @@ def test_all_problems_of_the_data_come_at_once(tmp_path) -> None:
 
 
 def test_pretraining_lowers_the_loss_of_both_kinds_of_batches() -> None:
-    with one_torch_thread():
+    with one_thread():
         chosen = Pretraining(updates=80, batch_size=8, learning_rate=5e-2, supervised=0.5, max_length=16)
         texts = [[40 + (n + k) % 20 for k in range(14)] for n in range(60)]
         seen: list[int] = []
@@ -189,7 +190,7 @@ def test_pretraining_lowers_the_loss_of_both_kinds_of_batches() -> None:
 
 
 def test_questions_alone_or_texts_alone() -> None:
-    with one_torch_thread():
+    with one_thread():
         for share, kind in ((1.0, "questions"), (0.0, "texts")):
             chosen = Pretraining(updates=3, batch_size=4, supervised=share, max_length=16)
             losses = pretrain(tiny_model(), [[40, 41, 42, 43]] * 9, some_items(9), [284, 285], chosen, seed=0)
@@ -198,7 +199,7 @@ def test_questions_alone_or_texts_alone() -> None:
 
 def test_a_step_is_relative_to_the_size_of_its_tensor() -> None:
     """With steps of one size, embeddings (eight times the other weights) would stay where they were drawn."""
-    with one_torch_thread():
+    with one_thread():
         model, start = tiny_model(), {n: t.clone() for n, t in tiny_model().state_dict().items()}
         chosen = Pretraining(updates=4, batch_size=8, learning_rate=1e-2, supervised=1.0)
         pretrain(model, [], some_items(40), [284, 285], chosen, seed=0)

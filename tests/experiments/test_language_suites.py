@@ -10,8 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 from tests.experiments.test_language_sources import numbered
-from tests.helpers.language import one_torch_thread, tiny_model, write_rows, write_small_data, written_tokenizer
+from tests.helpers.language import tiny_model, write_rows, write_small_data, written_tokenizer
 
+from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
 from actmat.experiments.harness.merging import Candidate
 from actmat.experiments.harness.results import Score, read_scores
@@ -55,7 +56,7 @@ METHODS = ("average", "task_arithmetic", "knots_tsv", "actmat", "regmean", "fish
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
-    with one_torch_thread():
+    with one_thread():
         yield
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.helpers.language import one_torch_thread, some_items, tiny_model
+from tests.helpers.language import some_items, tiny_model
 from tests.tolerances import F32_PRODUCT, relative_error
 
+from actmat.engine.resources import one_thread
 from actmat.experiments.language.models import add_lora, is_adapter_folder, load_model, trained
 from actmat.experiments.language.rank import chosen
 from actmat.experiments.language.train import FineTuning, Progress, batch_at, finetune, summed_loss
@@ -32,7 +33,7 @@ TRAIN, VALIDATION = some_items(40, seed=1), some_items(16, seed=2)
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    with one_torch_thread():
+    with one_thread():
         yield
 
 

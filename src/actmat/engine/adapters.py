@@ -23,10 +23,9 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.apply import generator_for
-from actmat.engine.local import one_thread_each
 from actmat.engine.memory import Budget
 from actmat.engine.naming import named_errors
-from actmat.engine.resources import Resources
+from actmat.engine.resources import Resources, one_thread
 from actmat.engine.statistics import RuleStatistics, check_adapters
 from actmat.engine.survey import SurveyKey, survey_key
 from actmat.engine.watch import WATCHED, SinkSource, Watch
@@ -95,7 +94,7 @@ def execute_adapters(
         job.done[item.name] = record
         progress(item.name, sum(t.numel() * t.itemsize for t in tensors.values()))
 
-    with one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
+    with one_thread(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
         for job in jobs:
             todo = [t for t in job.plan.tensors if t.name not in job.done]
             surveys = _surveys(job.plan, adapters) if todo else {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,31 +37,32 @@ def apply_rule(
     Raises:
         NumericalError, RecipeError: from the rule, with the name of the tensor.
     """
-    with _named(variant):
-        return _finite(_apply_to_part(variant, part, deltas, base_raw, reader, states).reshape(-1), variant)
+
+    def call(deltas: Sequence[Tensor], label: str, index: int) -> Merged:
+        return _call(variant, deltas, _needs(variant, label, index, part, base_raw, reader), index, states)
+
+    with named_errors("tensor", variant.item.name, variant.call.method):
+        if variant.method.acts_on != "matrix":
+            merged = call(deltas, part.label, 0)
+            if variant.method.acts_on == "tensor":
+                _note(variant, part.label, merged.stats)
+            value = _cap_pieces(variant, merged.value, deltas, part)
+        elif variant.item.factored:
+            value = _merge_factored(variant, part, reader)
+        else:
+            value = _merge_matrices(variant, part, deltas, call)
+        return _finite(value.reshape(-1), variant)
 
 
-def _apply_to_part(
-    variant: Variant,
-    part: Part,
-    deltas: Sequence[Tensor],
-    base_raw: Tensor,
-    reader: TensorReader,
-    states: dict[Any, Any],
+def _merge_matrices(
+    variant: Variant, part: Part, deltas: Sequence[Tensor], call: Callable[[Sequence[Tensor], str, int], Merged]
 ) -> Tensor:
-    if variant.method.acts_on != "matrix":
-        merged = _apply(variant, deltas, part.label, 0, part, base_raw, reader, states)
-        if variant.method.acts_on == "tensor":
-            _note(variant, part.label, merged.stats)
-        return _cap_pieces(variant, merged.value, deltas, part)
-    if variant.item.factored:
-        return _merge_factored(variant, part, reader)
     split = [part.layout.to_matrices(d) for d in deltas] if not _is_single(part) else None
     values = []
     for k in range(len(part.layout.matrix_shapes(part.shape))):
         matrices = deltas if split is None else [s[k] for s in split]
         label = _label(part, k)
-        merged = _apply(variant, matrices, label, k, part, base_raw, reader, states)
+        merged = call(matrices, label, k)
         _note(variant, label, merged.stats)
         values.append(_cap(variant, merged.value, matrices, part.layout, label))
     return part.layout.from_matrices(values, part.shape)
@@ -105,25 +105,15 @@ def _finite(value: Tensor, variant: Variant) -> Tensor:
     return value
 
 
-def _named(variant: Variant) -> contextlib.AbstractContextManager[None]:
-    return named_errors("tensor", variant.item.name, variant.call.method)
-
-
 def _is_single(part: Part) -> bool:
     layout = part.layout
     return not layout.blocks and layout.orientation == "OI" and len(part.shape) == 2
 
 
-def _apply(
-    variant: Variant,
-    deltas: Sequence[Tensor],
-    label: str,
-    index: int,
-    part: Part,
-    base_raw: Tensor,
-    reader: TensorReader,
-    states: dict[Any, Any],
-) -> Merged:
+def _needs(
+    variant: Variant, label: str, index: int, part: Part, base_raw: Tensor, reader: TensorReader
+) -> dict[str, Any]:
+    """What the rule takes beside deltas and options, for matrix `index` of the part."""
     method, call = variant.method, variant.call
     needs: dict[str, Any] = {}
     if method.is_weighted:
@@ -138,6 +128,13 @@ def _apply(
     if method.needs_statistics and variant.statistics is not None:
         given = variant.statistics.of_part(method, variant.item, part, index, reader.compute_dtype, reader.device)
         needs["statistics"] = given
+    return needs
+
+
+def _call(
+    variant: Variant, deltas: Sequence[Tensor], needs: Mapping[str, Any], index: int, states: dict[Any, Any]
+) -> Merged:
+    method, call = variant.method, variant.call
     if method.stages is None:
         return method.merge(deltas, **needs, **call.options)
     key = (method.stages.key(call.options), str(call.weights), index)

@@ -7,9 +7,8 @@ threaded BLAS may split sums differently), and two workers scale better than one
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.engine.deltas import Findings, TensorReader
 from actmat.engine.memory import Budget, Scratch
 from actmat.engine.pool import merge_pool
-from actmat.engine.resources import Resources
+from actmat.engine.resources import Resources, one_thread
 from actmat.engine.statistics import FOREIGN, RuleStatistics, check_models
 from actmat.engine.survey import SurveyKey, run_surveys, survey_key
 from actmat.engine.tensor import merge_tensor, room_bytes
@@ -30,7 +29,7 @@ from actmat.errors import CheckpointError, StatisticsError
 from actmat.plan.measured import Measured
 from actmat.plan.model import MergePlan, TensorPlan
 
-__all__ = ["Job", "execute", "one_thread_each"]
+__all__ = ["Job", "execute"]
 
 
 @dataclass
@@ -123,7 +122,7 @@ def execute(
         for group in unit:
             progress(group[0][1].name, max(p.read_bytes + p.write_bytes for _, p in group))
 
-    with one_thread_each(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
+    with one_thread(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
         unfinished = [j.plan for j in jobs if any(job is j for unit in units for group in unit for job, _ in group)]
         found = run_surveys(unfinished, lambda item: reader_for(item, Findings(tolerated=True)), pool)
         surveys = {id(p): f for p, f in zip(unfinished, found, strict=True)}
@@ -224,14 +223,3 @@ def _finish(group: Group, records: Sequence[TensorRecord]) -> None:
         for name in (item.name, *item.aliases):
             job.done[name] = row if name == item.name else row | {"name": name, "seconds": 0.0}
             job.on_record(job.done[name])
-
-
-@contextlib.contextmanager
-def one_thread_each() -> Iterator[None]:
-    """One BLAS thread per worker for the duration of the block; torch has no narrower switch than the process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

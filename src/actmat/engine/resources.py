@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from actmat.plan.adapter_model import AdapterPlan
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import MergePlan
 
-__all__ = ["Resources", "check_device", "share_resources"]
+__all__ = ["Resources", "check_device", "one_thread", "share_resources"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +91,18 @@ def share_resources(
             f"the process itself {format_size(BASELINE_BYTES)}: allow at least {format_size(BASELINE_BYTES + largest)}."
         )
     return Resources(workers, limit - BASELINE_BYTES, device)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch's operations use one thread inside, and their former number afterwards.
+
+    For workers side by side, and for tensors so small that more threads are slower. PyTorch has no narrower switch than
+    the process.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -12,7 +12,8 @@ import torch
 from tests.tolerances import F32_PRODUCT, F32_SOLVE
 from torch import Tensor
 
-from actmat.experiments.harness.training import Schedule, one_thread
+from actmat.engine.resources import one_thread
+from actmat.experiments.harness.training import Schedule
 from actmat.experiments.reasoning.small.evaluate import answers, right_answers
 from actmat.experiments.reasoning.small.model import Size, load_model, new_model, new_tokenizer, save_model
 from actmat.experiments.reasoning.small.puzzles import PUZZLES, Puzzle

@@ -47,8 +47,9 @@ def drift(
         CheckpointError: no demo there.
         RecipeError: an unknown task or layer.
     """
+    from actmat.engine.resources import one_thread
     from actmat.experiments.demo.train import finetune_in_place
-    from actmat.experiments.harness.training import generator_for, one_thread, steps_of
+    from actmat.experiments.harness.training import generator_for, steps_of
 
     models = load_demo(demo)
     examples = models.data[models.task(task).name].train

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
 from actmat.experiments.demo.data import Split, load_photographs, moved_views, split_photographs
 from actmat.experiments.demo.evaluate import correct, features, majority_correct
@@ -29,7 +30,7 @@ from actmat.experiments.demo.tasks import LOOKS, TASKS, Task, TaskData, pose_spl
 from actmat.experiments.demo.train import finetune, pretrain
 from actmat.experiments.harness.heads import Head, fit_head, save_heads
 from actmat.experiments.harness.merging import Candidate, choose_methods, merge_candidates
-from actmat.experiments.harness.training import generator_for, one_thread, side_by_side, steps_of
+from actmat.experiments.harness.training import generator_for, side_by_side, steps_of
 from actmat.version import __version__
 
 __all__ = ["run_demo"]

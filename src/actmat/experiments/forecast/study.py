@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from actmat.engine.resources import one_thread
 from actmat.experiments.forecast.models import FAMILIES, Family, train
 from actmat.experiments.forecast.rows import SCALES, SUBSETS, UNLABELLED, Row, measure, rules
 from actmat.experiments.harness.cache import Cache, library_versions
-from actmat.experiments.harness.training import one_thread
 
 __all__ = ["VERSION", "measured", "read_rows", "rows_of"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,6 @@ __all__ = [
     "Schedule",
     "descend",
     "generator_for",
-    "one_thread",
     "side_by_side",
     "steps_of",
     "warm_cosine",
@@ -70,17 +68,6 @@ class Schedule:
 def generator_for(seed: int, purpose: str) -> torch.Generator:
     """A generator of its own for every purpose, so that adding a draw in one place changes no other place."""
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{purpose}".encode()))
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch's operations use one thread inside, and their former number afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def steps_of(schedule: Schedule, n_examples: int) -> int:

@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from actmat.engine.resources import one_thread
 from actmat.experiments.harness.cache import Cache, code_digest, library_versions
 from actmat.experiments.harness.heads import Head
 from actmat.experiments.harness.merging import SCALES, Candidate, best_scale, merge_candidates, merging_code, rescaled
 from actmat.experiments.harness.progress import Stage, Watch
 from actmat.experiments.harness.results import Regime, Score
-from actmat.experiments.harness.training import Schedule, one_thread, side_by_side, steps_of
+from actmat.experiments.harness.training import Schedule, side_by_side, steps_of
 from actmat.experiments.vision.backbones import Backbone, ClipHead, load_head, read_tensors
 from actmat.experiments.vision.evaluate import Counts, load_expert, mean_share, right_answers
 from actmat.experiments.vision.finetune import Precision, finetune

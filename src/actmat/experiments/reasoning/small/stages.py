@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from actmat.engine.resources import one_thread
 from actmat.experiments.harness.cache import Cache, digest, library_versions
 from actmat.experiments.harness.merging import Candidate, best_scale, merge_candidates, merging_code, rescaled
 from actmat.experiments.harness.progress import Watch
-from actmat.experiments.harness.training import one_thread
 from actmat.experiments.reasoning.measure import measure, needs_statistics
 from actmat.experiments.reasoning.small.evaluate import right_answers
 from actmat.experiments.reasoning.small.model import load_model, save_model
