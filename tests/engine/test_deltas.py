@@ -185,3 +185,28 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes(monkeypatch
         for delta, found in zip(expected, whole, strict=True):
             assert torch.equal(found, delta), "apart from the room for the result"
     assert walked.reader.hashes() == held.reader.hashes()
+
+
+def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas_module, "PLACE", 4)
+    base, good, bad = torch.ones(11), torch.arange(11.0), torch.arange(11.0)
+    bad[6] = NAN
+    setup = Setup(base, good, bad, tolerated=True)
+    part = cut((11,), VECTOR, "tensor")[0]
+    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    walks = [[[p.clone() for p in pieces] for _, pieces in deltas.walk()] for _ in range(3)]
+    for walk in walks:
+        assert torch.equal(torch.cat([pieces[0] for pieces in walk]), good - base)
+        assert torch.cat([pieces[1] for pieces in walk])[6] == 0, "what is not finite is left out every time"
+    assert setup.findings.count("w") == 1
+    assert setup.reader.hashes() == (digest(base), (digest(good), digest(bad)))
+
+
+def test_what_a_rule_did_not_look_at_is_hashed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas_module, "PLACE", 4)
+    base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
+    setup = Setup(base, one, two)
+    part = cut((11,), VECTOR, "tensor")[0]
+    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    next(deltas.walk())  # given up after a place
+    assert setup.reader.hashes() == (digest(base), (digest(one), digest(two)))

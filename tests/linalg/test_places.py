@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +15,33 @@ from torch import Tensor
 from actmat.linalg import places
 from actmat.linalg.election import elect, masked_sum
 from actmat.linalg.masks import Drop
-from actmat.linalg.places import PLACE, empty_result, walk
+from actmat.linalg.places import PLACE, Streamed, empty_result, preceded_by, walk
 from actmat.linalg.threshold import true_indices
+from actmat.methods import METHODS, get_method
 
 
-class OneBuffer(list[Tensor]):
-    """Deltas that come through one buffer per expert, overwritten at every place, as an engine reads them."""
+class OneBuffer(Sequence[Tensor]):
+    """Deltas that come through one buffer per expert, overwritten at every place, and in no other way."""
+
+    def __init__(self, deltas: list[Tensor]) -> None:
+        self._deltas = deltas
+        self.shape, self.dtype = tuple(deltas[0].shape), deltas[0].dtype
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def __getitem__(self, t: Any) -> Any:
+        raise AssertionError("a rule that streams asked for a whole delta")
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        buffers = [torch.empty(16) for _ in self]
-        for start in range(0, self[0].numel(), 16):
-            size = min(16, self[0].numel() - start)
-            yield start, [b[:size].copy_(d.flatten()[start : start + size]) for b, d in zip(buffers, self, strict=True)]
+        buffers, numel = [torch.empty(16, dtype=self.dtype) for _ in self._deltas], self._deltas[0].numel()
+        for start in range(0, numel, 16):
+            size = min(16, numel - start)
+            both = zip(buffers, self._deltas, strict=True)
+            yield start, [b[:size].copy_(d.flatten()[start : start + size]) for b, d in both]
 
     def result(self) -> Tensor:
-        return torch.full(self[0].shape, float("nan"))
+        return torch.full(self.shape, float("nan"), dtype=self.dtype)
 
 
 @pytest.mark.parametrize("size", [0, 1, 11, 12, 25])
@@ -64,6 +77,62 @@ def test_streamed_deltas_give_the_bits_of_held_ones(density: float) -> None:
         assert torch.equal(masked_sum(streamed, masks, scales), masked_sum(deltas, masks, scales))
         found = elect(streamed, masks, scales=scales, counts=[1.0] * 3)
         assert torch.equal(found, elect(deltas, masks, scales=scales, counts=[1.0] * 3))
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("ties", {}),
+    ("ties", {"variant": "mergekit", "density": [0.1, 1.0, 0.5]}),
+    ("ties", {"variant": "actmat", "weights": [1.0, 2.0, 0.5], "reduce": "sum"}),
+    ("dare", {"rule": "ties"}),
+    ("dare", {"rule": "average", "density": 0.7}),
+    ("model_stock", {}),
+    ("karcher", {}),
+    ("karcher", {"include_base": True, "weights": [1.0, 2.0, 3.0]}),
+    ("slerp", {"t": 0.3}),
+]
+
+
+@pytest.mark.parametrize("n_experts", [1, 3])
+@pytest.mark.parametrize(("name", "options"), CALLS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_rules_that_stream_ask_for_places_alone(name: str, options: dict[str, Any], n_experts: int) -> None:
+    """The same bits, whatever hands the deltas over; places of 16 against one of all 91 entries."""
+    method, n_experts = get_method(name), 2 if name == "slerp" and n_experts > 1 else n_experts
+    deltas = [d.float().mul(8).round() for d in random_deltas(n_experts, 7, 13)]  # many equal magnitudes
+    given = {k: v[:n_experts] if isinstance(v, list) else v for k, v in options.items()}
+    assert method.streams(method.resolve_options({k: v for k, v in given.items() if k != "weights"}))
+
+    def merged(source: Sequence[Tensor]) -> Tensor:
+        needs: dict[str, Any] = {}
+        if "base" in method.needs:
+            needs["base"] = torch.arange(91.0).reshape(7, 13) / 30
+        if method.is_random:
+            needs["generator"] = torch.Generator().manual_seed(5)
+        return method.merge(source, **needs, **given).value
+
+    streamed = OneBuffer(deltas)
+    assert isinstance(streamed, Streamed)
+    expected, found = merged(deltas), merged(streamed)
+    if name in ("model_stock", "karcher", "slerp"):  # sums of float64, of another number of addends
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_every_rule_that_streams_is_among_the_calls() -> None:
+    streaming = {m.name for m in METHODS if m.streams_when is not None}
+    assert streaming == {name for name, _ in CALLS}
+
+
+def test_a_tensor_before_streamed_deltas_is_walked_with_them() -> None:
+    deltas = [d.float() for d in random_deltas(2, 5, 9)]
+    first = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    basis = preceded_by(first, OneBuffer(deltas))
+    assert len(basis) == 3
+    assert isinstance(basis, Streamed)
+    for t, expected in enumerate([first, *deltas]):
+        pieces = [p[t].clone() for _, p in walk(basis)]
+        assert torch.equal(torch.cat(pieces), expected.flatten())
+    assert preceded_by(first, deltas) == [first, *deltas]
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,7 +15,7 @@ from actmat.methods import METHODS, get_method
 from actmat.methods.contract import ActsOn
 from actmat.plan import parts as parts_module
 from actmat.plan.cost import MATRIX_BYTES, part_peak_bytes, tensor_peak_bytes
-from actmat.plan.parts import CHUNK, cut, granularity
+from actmat.plan.parts import CHUNK, HELD_BYTES, cut, granularity, streams
 from actmat.recipe import Postprocess
 
 LINEAR = TensorLayout(Role.LINEAR, "")
@@ -141,6 +141,17 @@ def test_a_rule_that_streams_pays_for_a_place_of_each_expert() -> None:
     more = peak("dare", (4096, 4096), experts=12) - peak("dare", (4096, 4096), experts=2)
     assert more <= 10 * 4 * 2 * PLACE, "a place of each delta and of each vote"
     assert peak("dare", (4096, 4096), caps=NORM_CAP) > peak("dare", (4096, 4096)) + 2 * 4 * 4096**2
+
+
+def test_a_rule_that_walks_again_is_given_small_deltas_whole() -> None:
+    ties, dare = get_method("ties"), get_method("dare")
+    for entries, held in ((HELD_BYTES // 12, True), (HELD_BYTES // 12 + 1, False)):
+        assert streams(ties, ties.resolve_options({}), entries, 3, 4) == (not held)
+        assert streams(dare, dare.resolve_options({}), entries, 3, 4)
+    stock = get_method("model_stock")
+    assert not streams(stock, stock.resolve_options({"filter_wise": True}), HELD_BYTES, 3, 4)
+    more = peak("ties", (2**15, 2**14), experts=3) - peak("ties", (2**12, 2**12), experts=3)
+    assert more <= (2**29 - 2**24) * (2 + 4) - 2**24 * 12 + 2**26, "the base and the result grow, deltas do not"
 
 
 def test_a_cap_on_singular_values_pays_for_their_decomposition() -> None:

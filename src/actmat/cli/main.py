@@ -70,7 +70,7 @@ app.add_typer(analyze)
 def _keep_pages_warm() -> None:
     """Ask for huge pages, and let malloc keep what is freed: a merge is bound by memory, and page faults cost a fifth.
 
-    Buffers of a pass are some 0.5 MB: by its defaults glibc gives their pages back after each pass. This is for a
+    Buffers of a pass are 0.5 to 2 MB: by its defaults glibc gives their pages back after each pass. This is for a
     process of our own only, so it stands here and not in the library. Elsewhere than on glibc it does nothing.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch when it is imported
@@ -78,7 +78,7 @@ def _keep_pages_warm() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         trim_threshold, mmap_threshold = -1, -3
         mallopt(trim_threshold, 32 << 20)
-        mallopt(mmap_threshold, 1 << 20)
+        mallopt(mmap_threshold, 4 << 20)
 
 
 def main() -> None:

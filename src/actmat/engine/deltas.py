@@ -6,6 +6,7 @@ base while they are in the cache, so that no second copy of a tensor ever exists
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -107,6 +108,7 @@ class TensorReader:
         self._hashes = [ContentHash() for _ in experts]
         self._base_dtype = torch_dtype(item.base_dtype)
         self._wide_key: tuple[int, int] | None = None
+        self._finite = [True for _ in experts]  # so far; what was read once and found so is not looked at again
 
     def read_base(self, part: Part) -> Tensor:
         """Entries of the part as stored, flat; reading the next part overwrites all that was read of this one."""
@@ -168,17 +170,27 @@ class TensorReader:
         return self.scratch.room.take(part.numel, self.compute_dtype).view(part.shape)
 
     def _piece(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
+        """Write the delta to `out`; whether a first look at it finds anything but zeros."""
         dtype = torch_dtype(self.item.expert_dtypes[t])
-        raw = self.scratch.take("expert", out.numel(), dtype)
-        data = raw_bytes(raw)
-        self._experts[t].read_into(self.item.sources[t], start * raw.itemsize, data)
-        self._hashes[t].update(data)
+        raw, new = self._read(t, start, out.numel())
         if dtype == base_raw.dtype and _same_bits(raw, base_raw):
             out.zero_()
             return False
         torch.sub(out.copy_(raw), self.wide_base(start, base_raw), out=out)
-        self._check(out, raw, base_raw, t)
+        if not new and self._finite[t]:
+            return False
+        self._check(out, raw, base_raw, t, note=new)
         return bool(out[:64].any()) or bool(out.any())  # bits may differ where values do not: -0.0, another dtype
+
+    def _read(self, t: int, start: int, numel: int) -> tuple[Tensor, bool]:
+        """Entries of expert `t` as stored, hashed when they are read for the first time, and whether they are."""
+        raw = self.scratch.take("expert", numel, torch_dtype(self.item.expert_dtypes[t]))
+        data = raw_bytes(raw)
+        self._experts[t].read_into(self.item.sources[t], start * raw.itemsize, data)
+        new = start * raw.itemsize == self._hashes[t].size
+        if new:
+            self._hashes[t].update(data)
+        return raw, new
 
     def wide_base(self, start: int, base_raw: Tensor) -> Tensor:
         """A piece of the base (from entry `start` on) in the compute dtype; not to be written to.
@@ -194,29 +206,37 @@ class TensorReader:
             self._wide_key = key
         return wide
 
-    def _check(self, delta: Tensor, raw: Tensor, base_raw: Tensor, t: int) -> None:
-        """Note non-finite entries and count the expert as unchanged there.
+    def _check(self, delta: Tensor, raw: Tensor, base_raw: Tensor, t: int, *, note: bool) -> None:
+        """Note non-finite entries, once each, and count the expert as unchanged there.
 
         Unless they are tolerated, the merge fails in the end; going on with zeros finds all of them first.
 
         A sum is finite only if every entry is (or it overflows, which the exact count then clears): one cheap pass.
         """
-        if bool(torch.isfinite(delta.sum())):
+        if math.isfinite(delta.sum()):
             return
+        self._finite[t] = False
         bad = ~torch.isfinite(raw)
         bad_base = ~torch.isfinite(base_raw)
         if raw.dtype == base_raw.dtype:  # the same non-finite bits in both are unchanged, no one's mistake
             kept = bad & (_bits(raw) == _bits(base_raw))
             delta.masked_fill_(kept, 0.0)
             bad, bad_base = bad & ~kept, bad_base & ~kept
-        if n := int((bad & ~bad_base).sum()):
+        if note and (n := int((bad & ~bad_base).sum())):
             self._findings.add(self.item.name, f"expert '{self._labels[t]}'", n)
-        if t == 0 and (n := int(bad_base.sum())):
+        if note and t == 0 and (n := int(bad_base.sum())):
             self._findings.add(self.item.name, "the base", n)
         delta.masked_fill_(bad | bad_base, 0.0)
 
     def hashes(self) -> tuple[str, tuple[str, ...]]:
-        """Content hashes of the base's tensor and of each expert's; all parts must have been read."""
+        """Content hashes of the base's tensor and of each expert's; all parts of the base must have been read.
+
+        What a rule did not look at is read now.
+        """
+        for t, (expert, source) in enumerate(zip(self._experts, self.item.sources, strict=False)):
+            width = torch_dtype(self.item.expert_dtypes[t]).itemsize
+            while not is_formed(expert, source) and (start := self._hashes[t].size // width) < self.item.numel:
+                self._read(t, start, min(CHUNK, self.item.numel - start))
         found = tuple(
             e.hash_of(s) if is_formed(e, s) else h.hexdigest()
             for e, s, h in zip(self._experts, self.item.sources, self._hashes, strict=False)
@@ -264,12 +284,22 @@ class LazyDeltas(Sequence[Tensor]):
         return (self[t] for t in range(self._n))
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `linalg.places.Streamed`."""
+        """See `linalg.places.Streamed`; the first walk hashes what it reads."""
         for start in range(0, self._base_raw.numel(), PLACE):
             base_P = self._base_raw[start : start + PLACE]
             found = [self._reader.place(t, self._part.start + start, base_P) for t in range(self._n)]
             self.changed |= any(changed for _, changed in found)
             yield start, [delta_P for delta_P, _ in found]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `linalg.places.Streamed`."""
+        return self._part.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `linalg.places.Streamed`."""
+        return self._reader.compute_dtype
 
     def result(self) -> Tensor:
         """See `linalg.places.Streamed`."""

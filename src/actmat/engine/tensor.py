@@ -21,7 +21,7 @@ from actmat.engine.output import write_piece
 from actmat.engine.variant import TensorRecord, Variant
 from actmat.engine.watch import Seen
 from actmat.plan.model import TensorPlan
-from actmat.plan.parts import CHUNK, Part, cut
+from actmat.plan.parts import CHUNK, Part, cut, streams
 
 __all__ = ["merge_tensor", "room_bytes"]
 
@@ -111,8 +111,9 @@ def _looks_once(variant: Variant, part: Part, reader: TensorReader) -> bool:
     """Whether the deltas of the part are looked at once: one pass over one matrix, and nobody measures them after."""
     if variant.postprocess.caps or variant.watch is not None:
         return False
-    if variant.method.streams(variant.call.options):
-        return reader.can_walk
+    width = reader.compute_dtype.itemsize
+    if reader.can_walk and streams(variant.method, variant.call.options, part.numel, reader.n_experts, width):
+        return True
     several = variant.method.acts_on == "matrix" and len(part.layout.matrix_shapes(part.shape)) > 1
     return variant.method.one_pass and not several
 

@@ -147,8 +147,11 @@ def _agreeing(
         if t == 0:
             torch.threshold(agreeing_P, 0, 0, out=out_P)  # unlike `clamp_min`, it gives +0 for -0
             if divisor_P is not None and counts is not None:
-                torch.sign(out_P, out=divisor_P).mul_(counts[0])
-            out_P.mul_(mix[0])
+                torch.sign(out_P, out=divisor_P)
+                if counts[0] != 1:
+                    divisor_P.mul_(counts[0])
+            if mix[0] != 1:
+                out_P.mul_(mix[0])
             continue
         out_P.add_(agreeing_P.clamp_min_(0), alpha=mix[t])
         if divisor_P is not None and counts is not None:

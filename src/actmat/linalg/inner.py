@@ -2,7 +2,7 @@
 
 Rules that look at a tensor as one long vector (slerp, Karcher mean, Model Stock) need nothing but the `T x T` matrix
 of inner products and one weighted sum: two passes over memory, whatever they compute in between.
-Shapes: `T` tensors of equal shape, `L` entries of a piece.
+Shapes: `T` tensors of equal shape, `P` entries of a place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actmat.linalg.places import PLACE
+from actmat.linalg.places import PLACE, empty_result, walk
 
 __all__ = ["PIECE", "frobenius_norm64", "inner_products", "inner_workspace", "one_pass_sum", "weighted_sum"]
 
@@ -22,20 +22,21 @@ PIECE = 1 << 14
 
 
 def inner_products(tensors: Sequence[Tensor]) -> Tensor:
-    """`G[s, t] = <X_s, X_t>` over all entries, accumulated in float64 (`T x T`, on the CPU).
+    """`G[s, t] = <X_s, X_t>` over all entries, accumulated in float64 (`T x T`, on the CPU); one walk.
 
     float64 because angles between fine-tuned models are small: `1 - cos` near 1e-7 is lost in a float32 sum.
     """
-    flat = [x.reshape(-1) for x in tensors]
-    size = flat[0].numel()
-    rows_TL = torch.empty((len(flat), min(PIECE, size)), dtype=torch.float64, device=flat[0].device)
-    gram_TT = torch.zeros((len(flat), len(flat)), dtype=torch.float64, device=flat[0].device)
-    for start in range(0, size, PIECE):
-        piece_TL = rows_TL[:, : min(PIECE, size - start)]
-        for row, x in zip(piece_TL, flat, strict=True):
-            row.copy_(x[start : start + PIECE])
-        gram_TT.addmm_(piece_TL, piece_TL.mT)
-    return gram_TT.cpu()
+    gram_TT = rows_TP = None
+    for _, pieces_TP in walk(tensors):
+        if gram_TT is None or rows_TP is None:
+            count, like_P = len(pieces_TP), pieces_TP[0]
+            rows_TP = torch.empty((count, like_P.numel()), dtype=torch.float64, device=like_P.device)
+            gram_TT = torch.zeros((count, count), dtype=torch.float64, device=like_P.device)
+        place_TP = rows_TP[:, : pieces_TP[0].numel()]
+        for row_P, piece_P in zip(place_TP, pieces_TP, strict=True):
+            row_P.copy_(piece_P)
+        gram_TT.addmm_(place_TP, place_TP.mT)
+    return torch.zeros((len(tensors), len(tensors)), dtype=torch.float64) if gram_TT is None else gram_TT.cpu()
 
 
 def frobenius_norm64(tensor: Tensor) -> float:
@@ -47,15 +48,16 @@ def frobenius_norm64(tensor: Tensor) -> float:
 
 
 def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], out: Tensor | None = None) -> Tensor:
-    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); tensors whose coefficient is zero are not read."""
-    if out is None:
-        out = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); one walk, or none where all coefficients are zero."""
+    out = empty_result(tensors) if out is None else out
     into = out.view(-1)
-    terms = [(c, x.reshape(-1)) for c, x in zip(coefficients, tensors, strict=True) if c != 0]
-    for start in range(0, into.numel(), PLACE):
-        piece = into[start : start + PLACE].zero_()
-        for c, x in terms:
-            piece.add_(x[start : start + PLACE], alpha=c)
+    if not any(coefficients):
+        return out.zero_()
+    for start, pieces_TP in walk(tensors):
+        piece = into[start : start + pieces_TP[0].numel()].zero_()
+        for c, x in zip(coefficients, pieces_TP, strict=True):
+            if c != 0:
+                piece.add_(x, alpha=c)
     return out
 
 
@@ -73,4 +75,4 @@ def one_pass_sum(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def inner_workspace(entries: int, n_tensors: int) -> int:
     """Elements of float32 that `inner_products` and one `weighted_sum` hold at their peak, the sum included."""
-    return entries + 2 * n_tensors * min(PIECE, max(1, entries))
+    return entries + 2 * n_tensors * min(PLACE, max(1, entries))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from actmat.linalg.threshold import PIECE, Cut, kth_magnitudes, pieces, true_indices
+from actmat.linalg.places import shape_and_dtype, walk
+from actmat.linalg.threshold import PIECE, Cut, StreamedCut, kth_magnitudes, outer_cut, pieces, true_indices
 
 __all__ = [
     "Band",
@@ -29,6 +31,7 @@ __all__ = [
     "random_int16",
     "random_int32",
     "top_trims",
+    "top_trims_each",
 ]
 
 
@@ -48,9 +51,9 @@ class Keep:
         out_P.copy_(piece_P)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Trim:
-    """Keeps entries with `|x| >= cut`; of those equal to it, only up to flat index `last_equal` when that is given.
+    """Keeps entries with `|x| >= cut`; of those equal to it, only the first `quota` in storage order, when it is given.
 
     `level` is what `hardshrink` needs to do so in one vectorised step: it keeps `|x| > level`, so `level` is the
     largest float below the cut; below zero it keeps all, infinite it keeps none.
@@ -58,22 +61,32 @@ class Trim:
 
     cut: float
     level: float
-    last_equal: int | None = None
+    quota: int | None = None
+    _left: int = 0
 
     @classmethod
-    def at(cls, cut: float, dtype: torch.dtype, last_equal: int | None = None) -> Trim:
+    def at(cls, cut: float, dtype: torch.dtype, quota: int | None = None) -> Trim:
         """The trim at a magnitude of that dtype."""
         if cut == 0 or math.isinf(cut):
             return cls(cut, -1.0 if cut == 0 else math.inf)
         below = torch.nextafter(torch.tensor(cut, dtype=dtype), torch.tensor(0.0, dtype=dtype))
-        return cls(cut, float(below.item()), last_equal)
+        return cls(cut, float(below.item()), quota)
 
     def apply(self, piece_P: Tensor, start: int, out_P: Tensor) -> None:
-        """See `Mask`."""
+        """See `Mask`; a piece at `start = 0` begins the quota anew."""
         torch.hardshrink(piece_P, self.level, out=out_P)
-        if self.last_equal is not None and start + piece_P.numel() > self.last_equal + 1:
-            late_P = out_P[max(0, self.last_equal + 1 - start) :]
-            late_P.addcmul_(late_P, late_P.abs().eq_(self.cut), value=-1)  # x - x, a fifteenth of `masked_fill_`
+        if self.quota is None:
+            return
+        self._left = self.quota if start == 0 else self._left
+        equal_P, late = out_P.abs().eq_(self.cut), 0
+        if self._left > 0:
+            count = int(equal_P.sum(dtype=torch.float64 if equal_P.itemsize < 4 else None))
+            if count <= self._left:
+                self._left -= count
+                return
+            late, self._left = int(true_indices(equal_P.bool())[self._left]), 0
+        late_P = out_P[late:]
+        late_P.addcmul_(late_P, equal_P[late:], value=-1)  # x - x, a fifteenth of `masked_fill_`
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,23 +238,32 @@ def top_trims(flat_N: Tensor, ranks: Sequence[int], *, exact: bool) -> list[tupl
         ranks: how many entries to keep.
         exact: keep exactly `k`, the first in storage order among equal magnitudes; else all that equal the k-th.
     """
-    out = []
-    for cut in kth_magnitudes(flat_N, ranks):
-        surplus = exact and cut.value > 0 and cut.above + cut.equal > cut.rank
-        last = _index_of_equal(flat_N, cut.value, cut.rank - cut.above) if surplus else None
-        out.append((Trim.at(cut.value, flat_N.dtype, last), cut))
-    return out
+    return [(_trim_at(cut, flat_N.dtype, exact=exact), cut) for cut in kth_magnitudes(flat_N, ranks)]
 
 
-def _index_of_equal(flat_N: Tensor, value: float, nth: int) -> int:
-    """Flat index of the `nth` entry (from 1) whose magnitude is `value`."""
-    for start, piece_P in pieces(flat_N):
-        equal_P = piece_P.abs().eq_(value)
-        count = int(equal_P.sum(dtype=torch.float64 if equal_P.itemsize < 4 else None))
-        if count >= nth:
-            return start + int(true_indices(equal_P.bool())[nth - 1])
-        nth -= count
-    raise AssertionError("the cut counted fewer equal entries than it found")
+def top_trims_each(deltas: Sequence[Tensor], ranks: Sequence[int], *, exact: bool) -> list[tuple[Trim, Cut]]:
+    """The mask of the `k` largest magnitudes of each delta, with a `k` of its own; deltas may be streamed."""
+    shape, dtype = shape_and_dtype(deltas)
+    total = math.prod(shape)
+    selections = [StreamedCut(partial(_of_any_total, k), None if 0 < k < total else outer_cut(k, total)) for k in ranks]
+    while any(selection.cut is None for selection in selections):
+        for _, pieces_TP in walk(deltas):
+            for selection, piece_P in zip(selections, pieces_TP, strict=True):
+                selection.observe(piece_P)
+        for selection in selections:
+            selection.advance()
+    cuts = [selection.cut for selection in selections if selection.cut is not None]
+    return [(_trim_at(cut, dtype, exact=exact), cut) for cut in cuts]
+
+
+def _of_any_total(rank: int, total: int) -> int:
+    del total
+    return rank
+
+
+def _trim_at(cut: Cut, dtype: torch.dtype, *, exact: bool) -> Trim:
+    surplus = exact and cut.value > 0 and cut.above + cut.equal > cut.rank
+    return Trim.at(cut.value, dtype, cut.rank - cut.above if surplus else None)
 
 
 def l1_factors(flats_TN: Sequence[Tensor], masks: Sequence[Mask]) -> list[float]:

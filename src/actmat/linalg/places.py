@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.linalg.threshold import PIECE_ON_DEVICE
 
-__all__ = ["PLACE", "HasRoom", "Streamed", "empty_result", "walk"]
+__all__ = ["PLACE", "HasRoom", "Streamed", "copy_of_one", "empty_result", "preceded_by", "shape_and_dtype", "walk"]
 
 PLACE = 1 << 18
 """Entries of a place, a multiple of 4: 1 MiB of float32. Smaller ones stay in a core's own cache, but then operations
@@ -33,14 +33,22 @@ class HasRoom(Protocol):
 
 @runtime_checkable
 class Streamed(HasRoom, Protocol):
-    """Deltas that can be walked over."""
+    """Deltas that can be walked over, as often as a rule needs; each walk reads and subtracts anew."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of every delta."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of every delta."""
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
         """`(start, pieces_TP)` of consecutive places; a piece is overwritten by that of the next place."""
 
 
 def walk(deltas: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    """`(start, pieces_TP)` of consecutive places of the flattened deltas: all experts at a place, each place once."""
+    """`(start, pieces_TP)` of consecutive places of the flattened deltas: all experts at a place, in storage order."""
     if isinstance(deltas, Streamed):
         yield from deltas.walk()
         return
@@ -48,6 +56,49 @@ def walk(deltas: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     size = PLACE if flats_TN[0].device.type == "cpu" else PIECE_ON_DEVICE
     for start in range(0, flats_TN[0].numel(), size):
         yield start, [flat_N[start : start + size] for flat_N in flats_TN]
+
+
+def shape_and_dtype(deltas: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a delta, without reading one."""
+    if isinstance(deltas, Streamed):
+        return deltas.shape, deltas.dtype
+    return tuple(deltas[0].shape), deltas[0].dtype
+
+
+class _Preceded(Sequence[Tensor]):
+    """`first` and the streamed deltas after it."""
+
+    def __init__(self, first: Tensor, deltas: Sequence[Tensor]) -> None:
+        self._first = first
+        self._deltas = deltas
+        self.shape, self.dtype = shape_and_dtype(deltas)
+
+    def __len__(self) -> int:
+        return 1 + len(self._deltas)
+
+    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
+        return self._first if t == 0 else self._deltas[t - 1]
+
+    def result(self) -> Tensor:
+        return empty_result(self._deltas)
+
+    def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
+        first_N = self._first.reshape(-1)
+        for start, pieces_TP in walk(self._deltas):
+            yield start, [first_N[start : start + pieces_TP[0].numel()], *pieces_TP]
+
+
+def preceded_by(first: Tensor, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`[first, *deltas]`, streamed where the deltas are."""
+    return _Preceded(first, deltas) if isinstance(deltas, Streamed) else [first, *deltas]
+
+
+def copy_of_one(deltas: Sequence[Tensor]) -> Tensor:
+    """The first delta, bit by bit, in a tensor of its own."""
+    out = empty_result(deltas)
+    for start, pieces_TP in walk(deltas):
+        out.view(-1)[start : start + pieces_TP[0].numel()].copy_(pieces_TP[0])
+    return out
 
 
 def empty_result(deltas: Sequence[Tensor]) -> Tensor:

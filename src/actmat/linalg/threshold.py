@@ -21,7 +21,16 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-__all__ = ["PIECE", "Cut", "StreamedCut", "kth_magnitudes", "pieces", "selection_workspace", "true_indices"]
+__all__ = [
+    "PIECE",
+    "Cut",
+    "StreamedCut",
+    "kth_magnitudes",
+    "outer_cut",
+    "pieces",
+    "selection_workspace",
+    "true_indices",
+]
 
 PIECE = 1 << 17  # entries: 512 KiB of float32; the few buffers of a pass stay in a core's cache
 PIECE_ON_DEVICE = 1 << 24  # on accelerators launches, not caches, set the size
@@ -71,16 +80,16 @@ def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
         one `Cut` per rank, exact for every input (ties, zeros, subnormal numbers).
     """
     total, shifts = flat_N.numel(), _shifts(flat_N.dtype)
-    top_counts = _count(flat_N, shifts[0], None) if any(0 < k < total for k in ranks) else None
+    top_counts = _counts(flat_N, shifts[0], None) if any(0 < k < total for k in ranks) else None
     cuts = []
     for k in ranks:
         if top_counts is None or not 0 < k < total:
-            cuts.append(_outer_cut(k, total))
+            cuts.append(outer_cut(k, total))
             continue
         counts = top_counts
         bits, above = _locate(counts, k)
         for shift in shifts[1:]:
-            counts = _count(flat_N, shift, bits)
+            counts = _counts(flat_N, shift, bits)
             digit, larger = _locate(counts, k - above)
             bits, above = (bits << DIGIT) | digit, above + larger
         equal = int(counts[bits & (counts.numel() - 1)])
@@ -107,7 +116,7 @@ class StreamedCut:
     _bits: int = 0
     _above: int = 0
     _total: int = 0
-    _counts: Tensor | None = None
+    _histogram: _Histogram | None = None
     _lock: Lock = field(default_factory=Lock)
 
     def observe(self, flat_N: Tensor) -> None:
@@ -126,27 +135,31 @@ class StreamedCut:
                 "convert all deltas to the compute dtype first"
             )
         shift = _shifts(flat_N.dtype)[self._round]
-        counts = _count(flat_N, shift, None if self._round == 0 else self._bits)
+        histogram = _Histogram(shift, None if self._round == 0 else self._bits)
+        histogram.add(flat_N)
         with self._lock:
-            self._counts = counts if self._counts is None else self._counts + counts
+            if self._histogram is None:
+                self._histogram = histogram
+            else:
+                self._histogram.join(histogram)
 
     def advance(self) -> bool:
         """End a round: True when another pass is needed, False when `cut` is known."""
         if self.cut is not None:
             return False
         if self._round == 0:
-            self._total = 0 if self._counts is None else int(self._counts.sum())
+            self._total = 0 if self._histogram is None else int(self._histogram.counts().sum())
             k = self.rank(self._total)
             if not 0 < k < self._total:
-                self.cut = _outer_cut(k, self._total)
+                self.cut = outer_cut(k, self._total)
                 return False
-        assert self._counts is not None, "every round sees the same pieces"
+        assert self._histogram is not None, "every round sees the same pieces"
         assert self._dtype is not None
-        k = self.rank(self._total)
-        digit, larger = _locate(self._counts, k - self._above)
-        equal = int(self._counts[digit])
+        k, counts = self.rank(self._total), self._histogram.counts()
+        digit, larger = _locate(counts, k - self._above)
+        equal = int(counts[digit])
         self._bits, self._above = (self._bits << DIGIT) | digit, self._above + larger
-        self._round, self._counts = self._round + 1, None
+        self._round, self._histogram = self._round + 1, None
         if self._round < len(_shifts(self._dtype)):
             return True
         self.cut = Cut(_from_bits(self._bits, self._dtype), k, self._above, equal, self._total)
@@ -168,31 +181,65 @@ def _magnitude_bits(piece_N: Tensor) -> Tensor:
     return piece_N.view(kind) & torch.iinfo(kind).max
 
 
-def _count(flat_N: Tensor, shift: int, prefix: int | None) -> Tensor:
+class _Histogram:
     """Histogram of the digit at `shift`, of all entries or of those whose higher bits are `prefix`; on the CPU.
 
     Entries with the prefix are few as a rule, so they are gathered from several pieces before they are counted, all
     but those whose digit is 0: differences of 16-bit floats are short numbers, so that a bin may hold a tenth of all
     entries, each with digit 0 (or all of them, in a delta that is mostly zero). These are counted where they are.
     """
-    bins = 1 << (DIGIT - 1) if prefix is None else 1 << DIGIT
-    counts = torch.zeros(bins, dtype=torch.int64, device=flat_N.device)
-    waiting: list[Tensor] = []
-    for _, piece_N in pieces(flat_N):
-        bits_N = _magnitude_bits(piece_N)
-        if prefix is None:
-            counts += torch.bincount(bits_N.bitwise_right_shift_(shift), minlength=bins)
-            continue
-        offset_N = bits_N.sub_(prefix << (shift + DIGIT))  # from the first number of the bin on
-        counts[0] += _at_least(offset_N, 0) - _at_least(offset_N, 1 << shift)
-        digit_N = offset_N.clamp_(0, 1 << (shift + DIGIT)).bitwise_right_shift_(shift).bitwise_and_(0xFFFF)
-        waiting.append(digit_N[true_indices(digit_N.bool())])  # outside the bin both ends have digit 0
-        if sum(w.numel() for w in waiting) >= PIECE:
-            counts += torch.bincount(torch.cat(waiting), minlength=bins)
-            waiting.clear()
-    if waiting:
-        counts += torch.bincount(torch.cat(waiting), minlength=bins)
-    return counts.cpu()
+
+    def __init__(self, shift: int, prefix: int | None) -> None:
+        self._shift = shift
+        self._prefix = prefix
+        self._bins = 1 << (DIGIT - 1) if prefix is None else 1 << DIGIT
+        self._counts: Tensor | None = None
+        self._with_digit_0 = 0
+        self._waiting: list[Tensor] = []
+
+    def add(self, flat_N: Tensor) -> None:
+        """Count the entries of a tensor."""
+        for _, piece_N in pieces(flat_N):
+            bits_N = _magnitude_bits(piece_N)
+            if self._prefix is None:
+                self._tally(bits_N.bitwise_right_shift_(self._shift))
+                continue
+            above = self._shift + DIGIT
+            offset_N = bits_N.sub_(self._prefix << above)  # from the first number of the bin on
+            self._with_digit_0 += int(_at_least(offset_N, 0) - _at_least(offset_N, 1 << self._shift))
+            digit_N = offset_N.clamp_(0, 1 << above).bitwise_right_shift_(self._shift).bitwise_and_(0xFFFF)
+            self._waiting.append(digit_N[true_indices(digit_N.bool())])  # outside the bin both ends have digit 0
+            self._flush(PIECE)
+
+    def join(self, other: _Histogram) -> None:
+        """Count what another one of the same digit and prefix has counted; it is used up."""
+        if other._counts is not None:
+            self._counts = other._counts if self._counts is None else self._counts.add_(other._counts)
+        self._with_digit_0 += other._with_digit_0
+        self._waiting += other._waiting
+        self._flush(PIECE)
+
+    def counts(self) -> Tensor:
+        """Entries per digit, so far."""
+        self._flush(0)
+        found = torch.zeros(self._bins, dtype=torch.int64) if self._counts is None else self._counts.cpu().clone()
+        found[0] += self._with_digit_0
+        return found
+
+    def _flush(self, limit: int) -> None:
+        if self._waiting and sum(w.numel() for w in self._waiting) >= limit:
+            self._tally(torch.cat(self._waiting))
+            self._waiting.clear()
+
+    def _tally(self, digits_N: Tensor) -> None:
+        found = torch.bincount(digits_N, minlength=self._bins)
+        self._counts = found if self._counts is None else self._counts.add_(found)
+
+
+def _counts(flat_N: Tensor, shift: int, prefix: int | None) -> Tensor:
+    histogram = _Histogram(shift, prefix)
+    histogram.add(flat_N)
+    return histogram.counts()
 
 
 def _at_least(numbers_N: Tensor, low: int) -> Tensor:
@@ -224,7 +271,7 @@ def _from_bits(bits: int, dtype: torch.dtype) -> float:
     return float(torch.tensor([bits], dtype=INTEGERS[dtype.itemsize]).view(dtype).item())
 
 
-def _outer_cut(k: int, total: int) -> Cut:
+def outer_cut(k: int, total: int) -> Cut:
     """The two ranks that need no look at the data: nothing is kept, or everything is."""
     if k <= 0:
         return Cut(math.inf, 0, 0, 0, total)

@@ -186,7 +186,9 @@ class MergeMethod:
         max_experts: most experts that the rule is defined for, or None.
         base_when: `options -> bool`, under which options the rule looks at the base; None: under all, if it takes it.
         streams_when: `options -> bool`, under which options the rule takes the deltas through `linalg.places.walk`
-            alone, once, so that the engine reads them place by place and holds none; None: under none.
+            alone, as often as it needs to, so that the engine reads them place by place and holds none; None: under
+            none.
+        walks_again: of a rule that streams, whether it walks more than once: small deltas are then better held.
     """
 
     name: str
@@ -207,6 +209,7 @@ class MergeMethod:
     max_experts: int | None = None
     base_when: Callable[[Mapping[str, Any]], bool] | None = None
     streams_when: Callable[[Mapping[str, Any]], bool] | None = None
+    walks_again: bool = False
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -231,7 +234,7 @@ class MergeMethod:
         return self.needs_base and (self.base_when is None or self.base_when(options))
 
     def streams(self, options: Mapping[str, Any]) -> bool:
-        """Whether a call with these options walks over the deltas place by place, once."""
+        """Whether a call with these options walks over the deltas place by place, and holds none."""
         return self.streams_when is not None and self.streams_when(options)
 
     @property

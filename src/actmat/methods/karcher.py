@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.linalg.places import empty_result
+from actmat.linalg.places import copy_of_one, empty_result, preceded_by
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["KARCHER", "merge", "sphere_mean"]
@@ -44,8 +44,8 @@ def merge(
     if sum(share) <= 0:
         raise ValueError("karcher: the weights must have a positive sum")
     if len(deltas) == 1 and not include_base:
-        return Merged(deltas[0].clone(memory_format=torch.contiguous_format), {"iterations": 0})
-    basis = [base, *deltas]
+        return Merged(copy_of_one(deltas), {"iterations": 0})
+    basis = preceded_by(base, deltas)
     points_KB = torch.eye(len(basis), dtype=torch.float64)
     points_KB[:, 0] = 1.0  # W_t = W_0 + D_t in the basis (W_0, D_1, ..., D_T)
     if include_base:
@@ -112,4 +112,6 @@ KARCHER = MergeMethod(
     laws=frozenset({"permutation", "single", "identical", "left_orthogonal", "right_orthogonal", "zeros"}),
     workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),  # and the base
     flops="T^2 N^2",
+    streams_when=lambda options: True,
+    walks_again=True,
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import PIECE, inner_products, weighted_sum
-from actmat.linalg.places import empty_result
+from actmat.linalg.places import copy_of_one, empty_result, shape_and_dtype
 from actmat.methods.contract import Merged, MergeMethod
 
 __all__ = ["MODEL_STOCK", "merge"]
@@ -34,8 +34,8 @@ def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
             one-dimensional tensor is one filter.
     """
     if len(deltas) == 1:
-        return Merged(deltas[0].clone(memory_format=torch.contiguous_format), {"cosine": 1.0, "ratio": 1.0})
-    if filter_wise and deltas[0].dim() > 1:
+        return Merged(copy_of_one(deltas), {"cosine": 1.0, "ratio": 1.0})
+    if filter_wise and len(shape_and_dtype(deltas)[0]) > 1:
         return _merge_filters(deltas)
     cosine = _mean_cosine(inner_products(deltas))
     ratio = float(_ratio(cosine, len(deltas)))
@@ -103,4 +103,6 @@ MODEL_STOCK = MergeMethod(
     ),
     workspace=_workspace,
     flops="T^2 N^2",
+    streams_when=lambda options: not options["filter_wise"],  # places do not end where filters do
+    walks_again=True,
 )

@@ -5,6 +5,7 @@ F. Wan et al., "FuseChat: knowledge fusion of chat models", 2024.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Annotated
@@ -31,7 +32,7 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Annotated[float, Bounds(0, 1
     masks: list[Mask] = [Keep()] * len(deltas)
     if select_topk < 1:
         variance_N, trim = _selection(deltas, select_topk)
-        masks = [Where(variance_N, trim)] * len(deltas)
+        masks = [Where(variance_N, dataclasses.replace(trim)) for _ in deltas]
     energies = [_energy(delta, mask) for delta, mask in zip(deltas, masks, strict=True)]
     total = math.fsum(energies)
     share = [e / total for e in energies] if total > 0 else [1 / len(deltas)] * len(deltas)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.linalg.places import empty_result
+from actmat.linalg.places import empty_result, preceded_by
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["SLERP", "merge"]
@@ -40,7 +40,7 @@ def merge(
     """
     if len(deltas) > 2:
         raise ValueError(f"slerp: a path has two ends, so one expert (with the base) or two, not {len(deltas)}")
-    basis = [base, *deltas]  # W_0, D_1 (, D_2); an end is a row of coordinates in it
+    basis = preceded_by(base, deltas)  # W_0, D_1 (, D_2); an end is a row of coordinates in it
     ends = torch.eye(3, dtype=torch.float64)[:2, : len(basis)] if len(deltas) == 1 else torch.eye(3).double()[1:]
     ends[:, 0] = 1.0
     gram = ends @ inner_products(basis) @ ends.mT
@@ -68,4 +68,6 @@ SLERP = MergeMethod(
     workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),  # and the base
     flops="N^2",
     max_experts=2,
+    streams_when=lambda options: True,
+    walks_again=True,
 )

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.linalg.election import ZeroSign, elect, piece_workspace, sign_balance
-from actmat.linalg.masks import Trim, top_trims
+from actmat.linalg.masks import Trim, top_trims_each
+from actmat.linalg.places import shape_and_dtype
 from actmat.linalg.threshold import Cut, StreamedCut
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod, Survey
@@ -86,16 +87,15 @@ def merge(
                 "ties: trim='global' ranks the entries of a whole model, but this call sees one tensor and was given "
                 "no survey of the model. Merge checkpoints, or use trim='tensor' for single tensors."
             )
-        masks = [Trim.at(cut, deltas[0].dtype) for cut in survey.cuts]
+        masks = [Trim.at(cut, shape_and_dtype(deltas)[1]) for cut in survey.cuts]
         kept = sum(survey.kept) / len(deltas)
     else:
-        masks, kept = [], 0.0
-        for delta, d in zip(deltas, densities, strict=True):
-            rank = kept_entries(d, delta.numel(), variant=variant)
-            exact = variant != "original"
-            ((mask, cut),) = top_trims(delta.reshape(-1), [rank], exact=exact)
-            masks.append(mask)
-            kept += (cut.rank / max(cut.total, 1) if exact else cut.fraction) / len(deltas)
+        shape, _ = shape_and_dtype(deltas)
+        exact = variant != "original"
+        ranks = [kept_entries(d, math.prod(shape), variant=variant) for d in densities]
+        trims = top_trims_each(deltas, ranks, exact=exact)
+        masks = [mask for mask, _ in trims]
+        kept = sum((c.rank / max(c.total, 1) if exact else c.fraction) / len(deltas) for _, c in trims)
     share = [1.0] * len(deltas) if weights is None else list(weights)
     value = elect(
         deltas,
@@ -178,6 +178,8 @@ TIES = MergeMethod(
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
     workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
     flops="T N^2",
+    streams_when=lambda options: True,
+    walks_again=True,
     survey=Survey(
         applies=lambda options: options["trim"] == "global",
         start=_start,

@@ -21,7 +21,7 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
 from actmat.linalg.places import PLACE
 from actmat.methods.contract import MergeMethod
-from actmat.plan.parts import CHUNK, Part
+from actmat.plan.parts import CHUNK, Part, streams
 from actmat.recipe import Postprocess
 
 __all__ = ["BASELINE_BYTES", "part_peak_bytes", "statistics_bytes", "tensor_peak_bytes"]
@@ -55,7 +55,7 @@ def part_peak_bytes(
     matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
     alive = (1 if method.one_pass and len(matrices) == 1 and not capped else n_experts) * part.numel
-    if walks and method.streams(options) and not capped:
+    if walks and not capped and streams(method, options, part.numel, n_experts, width):
         alive = n_experts * min(part.numel, PLACE)
     alive += part.numel if method.uses_base(options) else 0
     workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)

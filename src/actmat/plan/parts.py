@@ -10,17 +10,21 @@ A part is a contiguous range of the stored bytes, so that every byte is read onc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.contract import ActsOn, MergeMethod
 from actmat.recipe import Postprocess
 
-__all__ = ["CHUNK", "Part", "cut", "granularity"]
+__all__ = ["CHUNK", "HELD_BYTES", "Part", "cut", "granularity", "streams"]
 
 CHUNK = 1 << 19
 """Entries of a flat piece: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
+
+HELD_BYTES = 1 << 28
+"""Deltas of a part that are held for a rule that walks over them several times, rather than read each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,16 @@ class Part:
 def granularity(method: MergeMethod, postprocess: Postprocess) -> ActsOn:
     """What one call must see: caps measure whole tensors, also those of a rule on entries."""
     return "tensor" if method.acts_on == "elementwise" and postprocess.caps else method.acts_on
+
+
+def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_experts: int, itemsize: int) -> bool:
+    """Whether a rule takes deltas of `numel` entries place by place, if the engine can read them so.
+
+    One that walks over them several times is given them whole where that costs at most `HELD_BYTES`: a place that is
+    read again is also converted and subtracted again.
+    """
+    held = method.walks_again and n_experts * numel * itemsize <= HELD_BYTES
+    return method.streams(options) and not held
 
 
 def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Part]:
