@@ -13,14 +13,12 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from actmat.linalg.threshold import PIECE_ON_DEVICE
+from actmat.linalg.threshold import PIECE, PIECE_ON_DEVICE
 
 __all__ = ["PLACE", "HasRoom", "Streamed", "copy_of_one", "empty_result", "preceded_by", "shape_and_dtype", "walk"]
 
-PLACE = 1 << 18
-"""Entries of a place, a multiple of 4: 1 MiB of float32. Smaller ones stay in a core's own cache, but then operations
-are so short that two workers spend their time handing the interpreter's lock to each other: at 2^16 the second one
-brings nothing. Nothing that a rule gives depends on it."""
+PLACE = PIECE
+"""Entries of a place, a multiple of 4."""
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from actmat.experiments.harness.cache import Cache, digest
@@ -19,54 +20,12 @@ from actmat.experiments.language.report import score_file
 from actmat.experiments.language.settings import LanguageSettings
 from actmat.experiments.suites import RunRequest
 
-__all__ = ["prepare", "run_one"]
+__all__ = ["Chain"]
 
 
-def run_one(
-    request: RunRequest,
-    settings: LanguageSettings,
-    base: Made,
-    tasks: Sequence[TextTask],
-    regime: Regime,
-    rows: Sequence[Candidate],
-    *,
-    seed: int,
-    watch: Watch,
-    model: str = "",
-    also: Any = None,
-    share: tuple[int, int] | None = None,
-) -> None:
-    """Train, measure, merge, test; scores are added to the suite's file as they become known.
-
-    Args:
-        request, settings, base, tasks, regime, rows, seed, watch, model, also: see `prepare`.
-        share: number of this process and how many there are: it first trains its share of the experts, and only the
-            first process goes on when all are there.
-    """
-    if share is not None:
-        process, n_processes = share
-        mine = tasks[process::n_processes]
-        _experts(request, settings, base, _exams(settings, base, mine, regime), regime, seed=seed, watch=watch)
-        if process:
-            return
-    setup = prepare(*(request, settings, base, tasks, regime, rows), seed=seed, watch=watch, model=model, also=also)
-    compare(setup, Cache(request.cache), watch, score_file(request.cache, request.suite))
-
-
-def prepare(
-    request: RunRequest,
-    settings: LanguageSettings,
-    base: Made,
-    tasks: Sequence[TextTask],
-    regime: Regime,
-    rows: Sequence[Candidate],
-    *,
-    seed: int,
-    watch: Watch,
-    model: str = "",
-    also: Any = None,
-) -> Setup:
-    """Everything up to the merges: experts, and statistics where a row needs them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """All that one family of experts goes through.
 
     Args:
         request: what was asked for.
@@ -80,53 +39,72 @@ def prepare(
         model: name of the base in tables.
         also: what else decided the numbers, beside settings and test items: part of the digest in every score.
     """
-    exams = _exams(settings, base, tasks, regime)
-    experts = _experts(request, settings, base, exams, regime, seed=seed, watch=watch)
-    statistics = measure_experts(
-        *(base, experts if needs_statistics(rows) else {}, exams),
-        samples=settings.samples,
-        seed=seed,
-        device=request.device,
-        cache=Cache(request.cache),
-        watch=watch,
-    )
-    key = {"settings": settings.decisive(), "also": also, "tests": [exam.key("test") for exam in exams.values()]}
-    return Setup(
-        suite=request.suite,
-        model=model,
-        regime=regime,
-        seed=seed,
-        settings=digest(key),
-        base=base,
-        experts=experts,
-        exams=exams,
-        rows=rows,
-        statistics=statistics,
-        together=settings.together,
-        keep=settings.keep,
-        threads=request.threads,
-        device=request.device,
-    )
 
+    request: RunRequest
+    settings: LanguageSettings
+    base: Made
+    tasks: Sequence[TextTask]
+    regime: Regime
+    rows: Sequence[Candidate]
+    seed: int
+    watch: Watch
+    model: str = ""
+    also: Any = None
 
-def _exams(settings: LanguageSettings, base: Made, tasks: Sequence[TextTask], regime: Regime) -> dict[str, Exam]:
-    return make_exams(load_tokenizer(base[0]), tasks, max_length=settings.experts.of(regime).max_length)
+    def run(self, share: tuple[int, int] | None = None) -> None:
+        """Train, measure, merge, test; scores are added to the suite's file as they become known.
 
+        Args:
+            share: number of this process and how many there are: it first trains its share of the experts, and only
+                the first process goes on when all are there.
+        """
+        if share is not None:
+            process, n_processes = share
+            self._experts(self._exams(self.tasks[process::n_processes]))
+            if process:
+                return
+        cache = Cache(self.request.cache)
+        compare(self.prepare(), cache, self.watch, score_file(self.request.cache, self.request.suite))
 
-def _experts(
-    request: RunRequest,
-    settings: LanguageSettings,
-    base: Made,
-    exams: Mapping[str, Exam],
-    regime: Regime,
-    *,
-    seed: int,
-    watch: Watch,
-) -> dict[str, Made]:
-    return train_experts(
-        *(base, exams, regime, settings.experts),
-        seed=seed,
-        device=request.device,
-        cache=Cache(request.cache),
-        watch=watch,
-    )
+    def prepare(self) -> Setup:
+        """Everything up to the merges: experts, and statistics where a row needs them."""
+        exams = self._exams(self.tasks)
+        experts = self._experts(exams)
+        statistics = measure_experts(
+            *(self.base, experts if needs_statistics(self.rows) else {}, exams),
+            samples=self.settings.samples,
+            seed=self.seed,
+            device=self.request.device,
+            cache=Cache(self.request.cache),
+            watch=self.watch,
+        )
+        tests = [exam.key("test") for exam in exams.values()]
+        return Setup(
+            suite=self.request.suite,
+            model=self.model,
+            regime=self.regime,
+            seed=self.seed,
+            settings=digest({"settings": self.settings.decisive(), "also": self.also, "tests": tests}),
+            base=self.base,
+            experts=experts,
+            exams=exams,
+            rows=self.rows,
+            statistics=statistics,
+            together=self.settings.together,
+            keep=self.settings.keep,
+            threads=self.request.threads,
+            device=self.request.device,
+        )
+
+    def _exams(self, tasks: Sequence[TextTask]) -> dict[str, Exam]:
+        max_length = self.settings.experts.of(self.regime).max_length
+        return make_exams(load_tokenizer(self.base[0]), tasks, max_length=max_length)
+
+    def _experts(self, exams: Mapping[str, Exam]) -> dict[str, Made]:
+        return train_experts(
+            *(self.base, exams, self.regime, self.settings.experts),
+            seed=self.seed,
+            device=self.request.device,
+            cache=Cache(self.request.cache),
+            watch=self.watch,
+        )

@@ -14,7 +14,7 @@ from actmat.experiments.harness.processes import placed
 from actmat.experiments.harness.progress import Watch
 from actmat.experiments.harness.results import Regime
 from actmat.experiments.harness.settings import changed
-from actmat.experiments.language.chain import run_one
+from actmat.experiments.language.chain import Chain
 from actmat.experiments.language.experts import Made
 from actmat.experiments.language.measure import KINDS
 from actmat.experiments.language.models import load_model, load_tokenizer
@@ -56,15 +56,19 @@ def run(request: RunRequest) -> None:
             base = prepare_base(MODELS.get(model, model), Cache(request.cache), watch)
             for regime in request.regimes:
                 for seed in request.seeds:
-                    chosen = rows[regime][0]
-                    run_one(
-                        *(request, settings, base, tasks, regime, chosen),
+                    chain = Chain(
+                        request=request,
+                        settings=settings,
+                        base=base,
+                        tasks=tasks,
+                        regime=regime,
+                        rows=rows[regime][0],
                         seed=seed,
                         watch=watch,
                         model=model,
                         also={"base": base[1]},
-                        share=share,
                     )
+                    chain.run(share)
     say_left_out(request.console, [left_out for _, left_out in rows.values()])
 
 

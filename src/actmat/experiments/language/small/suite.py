@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -12,13 +12,14 @@ from rich.console import Console
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.experiments.harness.cache import Cache, digest, library_versions
-from actmat.experiments.harness.merging import candidates
+from actmat.experiments.harness.merging import Candidate, candidates
 from actmat.experiments.harness.processes import placed
 from actmat.experiments.harness.progress import Watch, quiet_libraries
+from actmat.experiments.harness.results import Regime
 from actmat.experiments.harness.settings import changed
 from actmat.experiments.harness.study import NEIGHBOURS, VARIANTS
-from actmat.experiments.harness.study_run import Subject, run_study
-from actmat.experiments.language.chain import prepare, run_one
+from actmat.experiments.harness.study_run import run_study
+from actmat.experiments.language.chain import Chain
 from actmat.experiments.language.experts import Made
 from actmat.experiments.language.items import TextTask
 from actmat.experiments.language.measure import KINDS
@@ -88,10 +89,8 @@ def run(request: RunRequest) -> None:
     share, device = placed(request.device)
     request = replace(request, device=device)
     with Watch(request.console, request.cache / "logs") as watch:
-        for seed in request.seeds:
-            base, tasks = _prepared(request, settings, folder, names, seed, watch)
-            for regime in request.regimes:
-                run_one(request, settings, base, tasks, regime, rows[regime][0], seed=seed, watch=watch, share=share)
+        for chain in _chains(request, settings, folder, names, {r: chosen for r, (chosen, _) in rows.items()}, watch):
+            chain.run(share)
     say_left_out(request.console, [left_out for _, left_out in rows.values()])
 
 
@@ -104,15 +103,33 @@ def study(request: RunRequest) -> str:
     settings, folder, names = _checked(request)
     rows, family = (*VARIANTS, *NEIGHBOURS), [row.name for row in VARIANTS]
     with Watch(request.console, request.cache / "logs") as watch:
+        chains = _chains(request, settings, folder, names, dict.fromkeys(request.regimes, rows), watch)
+        subjects = (subject(chain.prepare(), Cache(request.cache), watch) for chain in chains)
+        return run_study(request.suite, request.cache, subjects, settings.splits, family)
 
-        def subjects() -> Iterator[Subject]:
-            for seed in request.seeds:
-                base, tasks = _prepared(request, settings, folder, names, seed, watch)
-                for regime in request.regimes:
-                    setup = prepare(request, settings, base, tasks, regime, rows, seed=seed, watch=watch)
-                    yield subject(setup, Cache(request.cache), watch)
 
-        return run_study(request.suite, request.cache, subjects(), settings.splits, family)
+def _chains(
+    request: RunRequest,
+    settings: SmallSettings,
+    folder: Path,
+    names: Sequence[str],
+    rows: Mapping[Regime, Sequence[Candidate]],
+    watch: Watch,
+) -> Iterator[Chain]:
+    """One for each seed and regime; the base of a seed is made when its first one is asked for."""
+    for seed in request.seeds:
+        base, tasks = _prepared(request, settings, folder, names, seed, watch)
+        for regime in request.regimes:
+            yield Chain(
+                request=request,
+                settings=settings,
+                base=base,
+                tasks=tasks,
+                regime=regime,
+                rows=rows[regime],
+                seed=seed,
+                watch=watch,
+            )
 
 
 def _checked(request: RunRequest) -> tuple[SmallSettings, Path, list[str]]:
