@@ -9,6 +9,7 @@ with a `...` line is left alone as long as it still fits.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -39,6 +40,7 @@ def recorded(page: str, run: Run) -> str:
 
 def main() -> None:
     """Command line."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # pages run in forks of a process with torch, whose threads do not survive one
     chosen = [Path(p).resolve() for p in sys.argv[1:]] or [p for p in pages() if p.exists()]
     with tempfile.TemporaryDirectory() as temporary:
         models = Path(temporary) / "models"

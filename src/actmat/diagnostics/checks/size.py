@@ -65,8 +65,8 @@ def _far_out(facts: Facts) -> Outcome:
     if merged > FAR * mean:
         return found(
             f"The merged delta has {words}: the model is moved farther than any expert was. Compare, on validation "
-            "data, with a lower scale, a cap (postprocess: norm_cap: average), or actmat_bounded, which is never longer "
-            "than the average",
+            "data, with a lower scale, a cap (postprocess: norm_cap: average), or actmat_bounded, which is never "
+            "longer than the average",
             [m.name for m in facts.measures if m.merged_norm > FAR * _mean_norm(m)],
         )
     return clear(f"the merged delta has {words}" if words else "the deltas cancel in the sum")
