@@ -284,7 +284,7 @@ def _processor() -> str:
 def write_result(name: str, rows: Sequence[dict[str, Any]], **more: Any) -> Path:
     """`results/NAME.json`: rows of a table, the command that made them, the machine and its load."""
     RESULTS.mkdir(exist_ok=True)
-    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *without_places(sys.argv[1:])])
     result = {
         "benchmark": name,
         "command": command,
@@ -299,6 +299,19 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], **more: Any) -> Path
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def without_places(arguments: Sequence[str]) -> list[str]:
+    """A command line without the paths of one machine: `--flag /some/where` becomes `--flag FLAG`.
+
+    The interpreter of a peer, which is made where none is given, is left out.
+    """
+    said: list[str] = []
+    for flag, value in zip(["", *arguments], arguments, strict=False):
+        if flag == "--mergekit-python" or value == "--mergekit-python":
+            continue
+        said.append(flag.strip("-").upper().replace("-", "_") if value.startswith("/") else value)
+    return said
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:

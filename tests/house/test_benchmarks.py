@@ -188,3 +188,11 @@ def test_spectra_are_what_they_are_called() -> None:
     assert (values[0] / values[9]).item() == pytest.approx(10, rel=1e-3)
     assert torch.linalg.cond(flat) < 50
     assert flat.norm().item() == pytest.approx(steep.norm().item(), rel=0.1)
+
+
+def test_a_recorded_command_holds_no_path_of_this_machine() -> None:
+    given = ["--methods", "ties", "--mergekit-python", "/a/bin/python", "--work", "/some/where", "--repeats", "2"]
+    assert common.without_places(given) == ["--methods", "ties", "--work", "WORK", "--repeats", "2"]
+    recorded = [json.loads(f.read_text())["command"] for f in (ROOT / "benchmarks" / "results").glob("*.json")]
+    assert recorded
+    assert not [command for command in recorded if " /" in command]
