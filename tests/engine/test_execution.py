@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.adapters import tiny
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, expert_of
 from torch import Tensor
 
@@ -274,3 +275,28 @@ def test_however_deltas_are_read_the_rule_gives_its_bits(
             assert torch.allclose(value, base + expected, rtol=1e-6, atol=1e-9), name
         else:
             assert torch.equal(value, base + expected), name
+
+
+@pytest.mark.parametrize("method", ["actmat", "iso_c", "tsv", "wudi"])
+def test_large_transposed_matrices_give_the_bytes_of_small_ones(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger than a piece, the deltas of a one-pass rule lie over one another; stored transposed, each is turned."""
+    model = tiny("gpt2")
+    model.save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+        model.save_pretrained(tmp_path / f"e{seed}")
+    experts = [tmp_path / "e1", tmp_path / "e2"]
+    found = []
+    for chunk in (1 << 19, 16):
+        for module in ("deltas", "tensor", "output"):
+            monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", chunk)
+        actmat.merge(tmp_path / "base", experts, out=tmp_path / f"m{chunk}", method=method, threads=1, durable=False)
+        found.append(load_file(tmp_path / f"m{chunk}" / "model.safetensors"))
+    assert any("c_fc" in name for name in found[0])
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name

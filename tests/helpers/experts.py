@@ -134,6 +134,23 @@ class LazyDeltas(Sequence[Tensor]):
             yield self[index]
 
 
+class Overlaid(Sequence[Tensor]):
+    """Deltas that lie over one another, as an engine reads them: asking for one destroys the one before it."""
+
+    def __init__(self, deltas: Sequence[Tensor]) -> None:
+        self._source = deltas
+        self._buffer = torch.empty_like(deltas[0])
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._buffer.copy_(self._source[index])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
+
+
 class OnePass(Sequence[Tensor]):
     """Deltas that are made when asked for; asking twice for one, or out of order, fails."""
 

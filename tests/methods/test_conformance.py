@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.helpers.experts import Experts, LazyDeltas, merged, usable_experts
+from tests.helpers.experts import Experts, LazyDeltas, Overlaid, merged, usable_experts
 from tests.helpers.memory import peak_bytes
 from tests.helpers.survey import call, run_survey
 from tests.tolerances import relative_error
@@ -209,6 +209,18 @@ def test_one_pass_rules_read_each_delta_once_and_hold_one(method: MergeMethod) -
     assert lazy.reads == [1] * len(experts.deltas)
     assert lazy.alive_before_read <= 1, "an earlier delta is still held while the next is read"
     assert torch.equal(out.value, merged(method, experts))
+
+
+@those(one_pass=True)
+def test_one_pass_rules_keep_nothing_of_a_delta(method: MergeMethod) -> None:
+    """An engine lays each delta over the one before it."""
+    experts = Experts.random(usable_experts(method, 4), (8, 11))
+    for variant in [{}, *literal_variants(method)]:
+        options = method.resolve_options(variant)
+        survey = run_survey(method, {"weight": experts.deltas}, options)
+        given = {"base": experts.base, "statistics": experts.statistics, "survey": survey}
+        expected = call(method, experts.deltas, options, **given).value
+        assert torch.equal(call(method, Overlaid(experts.deltas), options, **given).value, expected), variant
 
 
 @those(is_random=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,15 +57,36 @@ def apply_rule(
 def _merge_matrices(
     variant: Variant, part: Part, deltas: Sequence[Tensor], call: Callable[[Sequence[Tensor], str, int], Merged]
 ) -> Tensor:
-    split = [part.layout.to_matrices(d) for d in deltas] if not _is_single(part) else None
+    count = len(part.layout.matrix_shapes(part.shape))
+    split = [part.layout.to_matrices(d) for d in deltas] if count > 1 else None
     values = []
-    for k in range(len(part.layout.matrix_shapes(part.shape))):
-        matrices = deltas if split is None else [s[k] for s in split]
+    for k in range(count):
+        if split is not None:
+            matrices: Sequence[Tensor] = [s[k] for s in split]
+        else:  # deltas that are read when they are asked for lie over one another: one matrix at a time
+            matrices = deltas if _is_single(part) else _OneMatrix(deltas, part.layout)
         label = _label(part, k)
         merged = call(matrices, label, k)
         _note(variant, label, merged.stats)
         values.append(_cap(variant, merged.value, matrices, part.layout, label))
     return part.layout.from_matrices(values, part.shape)
+
+
+class _OneMatrix(Sequence[Tensor]):
+    """The only matrix of each delta, made when it is asked for."""
+
+    def __init__(self, deltas: Sequence[Tensor], layout: TensorLayout) -> None:
+        self._deltas = deltas
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
+        return self._layout.to_matrices(self._deltas[t])[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[t] for t in range(len(self)))
 
 
 def _merge_factored(variant: Variant, part: Part, reader: TensorReader) -> Tensor:

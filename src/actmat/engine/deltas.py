@@ -126,10 +126,11 @@ class TensorReader:
         """The deltas of a part, read when asked for, each once."""
         return LazyDeltas(self, part, base_raw, len(self._experts))
 
-    def load(self, t: int, part: Part, base_raw: Tensor, *, hold: bool = False) -> tuple[Tensor, bool]:
+    def load(self, t: int, part: Part, base_raw: Tensor, into: Tensor | None = None) -> tuple[Tensor, bool]:
         """Delta of expert `t` on this part, shaped like it, and whether it is anything but zero.
 
-        `hold` lays it into the worker's room, where it is overwritten by the next part; else its memory is its own.
+        `into`: where to lay it, if it is read and larger than a piece; by default the worker's room, where the next
+        part overwrites it.
         """
         expert, source = self._experts[t], self.item.sources[t]
         if is_formed(expert, source):
@@ -137,15 +138,17 @@ class TensorReader:
             return formed.view(part.shape).to(self.device), expert.touches(source)
         if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
             delta = self.scratch.take(("delta", t), part.numel, self.compute_dtype)
-        elif hold:
-            delta = self.scratch.room.take(part.numel, self.compute_dtype)
         else:
-            delta = torch.empty(part.numel, dtype=self.compute_dtype)
+            delta = self.buffer(part) if into is None else into
         changed = False
         for low in range(0, part.numel, CHUNK):
             high = min(low + CHUNK, part.numel)
             changed |= self._piece(t, part.start + low, base_raw[low:high], delta[low:high])
         return delta.view(part.shape).to(self.device), changed
+
+    def buffer(self, part: Part) -> Tensor:
+        """Memory for one delta of the part, flat, overwritten by what is read of the next part."""
+        return self.scratch.room.take(part.numel, self.compute_dtype)
 
     @property
     def can_walk(self) -> bool:
@@ -254,7 +257,10 @@ class TensorReader:
 
 
 class LazyDeltas(Sequence[Tensor]):
-    """Deltas of one part; every item is read when it is asked for, and may be asked for once."""
+    """Deltas of one part; every item is read when it is asked for, and may be asked for once.
+
+    A rule that takes them so looks at one at a time: each is laid over the one before it.
+    """
 
     def __init__(self, reader: TensorReader, part: Part, base_raw: Tensor, n: int) -> None:
         self._reader = reader
@@ -262,6 +268,7 @@ class LazyDeltas(Sequence[Tensor]):
         self._base_raw = base_raw
         self._n = n
         self._seen: set[int] = set()
+        self._buffer: Tensor | None = None
         self.changed = False
 
     def __len__(self) -> int:
@@ -273,10 +280,12 @@ class LazyDeltas(Sequence[Tensor]):
         if t in self._seen:
             raise RuntimeError("a rule declared one_pass asked for a delta twice; declare one_pass=False")
         self._seen.add(t)
-        return self._read(t)
+        if self._buffer is None and self._part.numel > CHUNK:
+            self._buffer = self._reader.buffer(self._part)
+        return self._read(t, self._buffer)
 
-    def _read(self, t: int, *, hold: bool = False) -> Tensor:
-        delta, changed = self._reader.load(t, self._part, self._base_raw, hold=hold)
+    def _read(self, t: int, into: Tensor | None = None) -> Tensor:
+        delta, changed = self._reader.load(t, self._part, self._base_raw, into)
         self.changed |= changed
         return delta
 
@@ -307,7 +316,7 @@ class LazyDeltas(Sequence[Tensor]):
 
     def hold(self) -> Sequence[Tensor]:
         """All deltas, read now; they are overwritten when the next part is read."""
-        return HeldDeltas((self._read(t, hold=True) for t in range(self._n)), self.result)
+        return HeldDeltas((self._read(t) for t in range(self._n)), self.result)
 
 
 class HeldDeltas(list[Tensor]):

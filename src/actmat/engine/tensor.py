@@ -109,13 +109,18 @@ def _parts_to_read(item: TensorPlan, wanted: Sequence[tuple[Part, ...]]) -> Sequ
 
 def _looks_once(variant: Variant, part: Part, reader: TensorReader) -> bool:
     """Whether the deltas of the part are looked at once: one pass over one matrix, and nobody measures them after."""
+    return _deltas_held(variant, part, reader) < 2
+
+
+def _deltas_held(variant: Variant, part: Part, reader: TensorReader) -> int:
+    """How many deltas of the part are in memory at a time: none that is walked over, one, or all."""
     if variant.postprocess.caps or variant.watch is not None:
-        return False
+        return max(2, reader.n_experts)
     width = reader.compute_dtype.itemsize
     if reader.can_walk and streams(variant.method, variant.call.options, part.numel, reader.n_experts, width):
-        return True
+        return 0
     several = variant.method.acts_on == "matrix" and len(part.layout.matrix_shapes(part.shape)) > 1
-    return variant.method.one_pass and not several
+    return 1 if variant.method.one_pass and not several else max(2, reader.n_experts)
 
 
 def room_bytes(variants: Sequence[Variant], reader: TensorReader) -> int:
@@ -130,7 +135,9 @@ def room_bytes(variants: Sequence[Variant], reader: TensorReader) -> int:
     for part in _parts_to_read(variants[0].item, list(dict.fromkeys(v.parts for v in merging))):
         if part.numel <= CHUNK or not merging:
             continue
-        held = 0 if len(merging) == 1 and _looks_once(merging[0], part, reader) else reader.n_experts
+        held = reader.n_experts
+        if len(merging) == 1:
+            held = min(held, _deltas_held(merging[0], part, reader))
         base = torch_dtype(variants[0].item.base_dtype).itemsize
         converted = any(v.method.uses_base(v.call.options) for v in merging)
         largest = max(largest, Room.bytes_for((base, part.numel), *[(width, part.numel)] * (held + converted + 1)))
