@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.linalg.inner import PIECE, inner_products, weighted_sum
+from actmat.linalg.inner import PIECE, inner_products, inner_workspace, weighted_sum
 from actmat.linalg.places import copy_of_one, empty_result, shape_and_dtype
 from actmat.methods.contract import Merged, MergeMethod
 
@@ -78,8 +78,10 @@ def _ratio(cosine: Tensor, count: int) -> Tensor:
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    entries = math.prod(shape)
     widest = max(PIECE, shape[-1] if shape else 1)
-    return math.prod(shape) + 4 * n_experts * min(widest, max(1, math.prod(shape)))
+    filters = entries + 4 * n_experts * min(widest, max(1, entries))
+    return filters if options["filter_wise"] else inner_workspace(entries, n_experts)
 
 
 MODEL_STOCK = MergeMethod(

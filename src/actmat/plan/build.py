@@ -71,7 +71,7 @@ def build_plan(
         problems += error.problems
     if problems:
         raise AlignmentError(_headline(problems), problems)
-    kind = torch.device(device).type
+    kind = device.partition(":")[0]
     tensors, problems = assign_pools(
         _tensor_plans(recipe, base, experts, alignment, decided, kind),
         recipe.pool,
