@@ -41,7 +41,7 @@ def test_a_gzipped_copy_is_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_broken_copy_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"HumanEvalPlus\.jsonl\.gz or HumanEvalPlus\.jsonl"):
+    with pytest.raises(CheckpointError, match=r"HumanEvalPlus-OriginFmt\.jsonl\.gz or .* or HumanEvalPlus\.jsonl\."):
         BY_NAME["humaneval_plus"].load(DATA)
     (tmp_path / "gsm8k_test.jsonl").write_text('{"question": ')
     with pytest.raises(CheckpointError, match="no file of JSON lines"):
@@ -49,6 +49,51 @@ def test_a_missing_or_broken_copy_is_told(tmp_path: Path) -> None:
     (tmp_path / "HumanEval.jsonl.gz").write_bytes(b"not gzip")
     with pytest.raises(CheckpointError, match="no file of JSON lines"):
         BY_NAME["humaneval"].load(tmp_path)
+
+
+def test_problems_that_lack_a_field_are_told_with_the_file_that_has_it(tmp_path: Path) -> None:
+    """EvalPlus releases two files: one with inputs for its own program, one with a test per problem."""
+    inputs = {"prompt": "def f(x):\n", "entry_point": "f", "base_input": [[1]], "plus_input": [[2]]}
+    (tmp_path / "HumanEvalPlus.jsonl").write_text("\n".join(json.dumps(inputs) for _ in range(3)))
+    with pytest.raises(CheckpointError, match="take HumanEvalPlus-OriginFmt") as caught:
+        BY_NAME["humaneval_plus"].load(tmp_path)
+    assert list(caught.value.problems) == ["'test' is missing in 3 of 3"]
+    (tmp_path / "HumanEvalPlus-OriginFmt.jsonl").write_text(json.dumps(inputs | {"test": "def check(f):\n    pass\n"}))
+    assert len(BY_NAME["humaneval_plus"].load(tmp_path)) == 1
+    (tmp_path / "aime24.jsonl").write_text('{"ID": "2024-I-1", "Problem": "1 + 1", "Answer": 2}\n{"Problem": "2"}')
+    with pytest.raises(CheckpointError) as caught:
+        BY_NAME["aime24"].load(tmp_path)
+    assert list(caught.value.problems) == ["'answer' is missing in 1 of 2"]
+    (tmp_path / "gsm8k_test.jsonl").write_text("")
+    with pytest.raises(CheckpointError, match="0 problems of GSM8K"):
+        BY_NAME["gsm8k"].load(tmp_path)
+
+
+PLUS = """
+import numpy as np
+
+def same(found, wanted, atol):
+    if atol:
+        assert np.allclose(found, wanted, rtol=1e-07, atol=atol)
+    else:
+        assert found == wanted, (found, wanted)
+
+def check(candidate):
+    for given, wanted in zip([[[1.0, 2.0]], [[4.0]]], [1.5, 4.0]):
+        same(candidate(*given), wanted, 1e-6)
+"""
+
+
+@pytest.mark.parametrize(("body", "passes"), [("sum(xs) / len(xs)", True), ("sum(xs) / 2", False)])
+def test_tests_of_the_extended_benchmark_may_use_numpy(body: str, passes: bool) -> None:
+    """Its tests compare arrays by numpy, which must load within the limits of the fence."""
+    plus = BY_NAME["humaneval_plus"]
+    try:
+        plus.ready([])
+    except MergeError as error:
+        pytest.skip(str(error))
+    problem = {"prompt": "def mean(xs):\n", "entry_point": "mean", "test": PLUS}
+    assert plus.mark(problem, f"    return {body}\n") == {"humaneval_plus": passes}
 
 
 def test_unknown_benchmarks_are_named_together() -> None:

@@ -194,6 +194,20 @@ def test_the_papers_figures_stand_beside_an_average_over_the_same_benchmarks(tmp
     assert "one run and no intervals" in text
 
 
+def test_problems_that_nobody_can_solve_stand_under_the_table(tmp_path: Path) -> None:
+    papers_run(tmp_path)
+    assert "published solution" not in shown(tmp_path)
+    path = tmp_path / "scores" / "reasoning.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["task"].startswith("humaneval_plus"):
+            row["detail"]["unsolvable"] = ["HumanEval/32"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = " ".join(shown(tmp_path).split())
+    assert "humaneval_plus: the published solution of HumanEval/32 fails its own test" in text
+    assert text.count("fails its own test") == 1
+
+
 def test_without_all_five_the_papers_average_is_not_shown(cache: Path) -> None:
     text = shown(cache)
     assert "not the paper's five" in " ".join(text.split())

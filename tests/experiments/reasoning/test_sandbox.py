@@ -33,11 +33,15 @@ def fenced(*names: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = set(Path(tempfile.gettempdir()).glob("actmat-sandbox-*"))
+def nothing_is_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The guard and its folders have a place of their own here: tests that run beside these have guards, too."""
+    place = tmp_path_factory.mktemp("place")
+    shutil.copytree(run._GUARD.parent, place / "guard", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(run, "_GUARD", place / "guard" / "guard.py")
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
     yield
-    assert set(Path(tempfile.gettempdir()).glob("actmat-sandbox-*")) <= before
-    assert not processes("guard.py")
+    assert not list(place.glob("actmat-sandbox-*"))
+    assert not processes(str(place))
 
 
 def processes(word: str) -> list[str]:

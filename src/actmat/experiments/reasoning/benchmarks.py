@@ -61,6 +61,8 @@ class Benchmark:
         prompt: text that the model continues.
         mark: scores of one answer; the first name is that of the benchmark.
         ready: raises what is missing on this machine, before anything is generated.
+        fields: what every problem must have, in any case.
+        hint: where a copy with these fields is.
     """
 
     name: str
@@ -73,25 +75,36 @@ class Benchmark:
     prompt: Callable[[Problem], str]
     mark: Callable[[Problem, str], Marks]
     ready: Callable[[Sequence[Problem]], None] = lambda problems: None
+    fields: tuple[str, ...] = ("prompt",)
+    hint: str = "Fetch it again."
 
     def load(self, data: Path | None) -> list[Problem]:
         """All problems, from a local copy in `data` or, without that, from the hub.
 
         Raises:
-            CheckpointError: there is no such file, or a line of it is no JSON.
+            CheckpointError: there is no such file, a line of it is no JSON, or problems lack a field.
         """
         if data is None:
             from datasets import load_dataset
 
             path, name, split = self.hub
-            return [dict(row) for row in load_dataset(path, name, split=split)]
+            return self._complete([dict(row) for row in load_dataset(path, name, split=split)], f"{path} on the hub")
         for file in self.files:
             if (data / file).is_file():
-                return _read(data / file)
+                return self._complete(_read(data / file), str(data / file))
         raise CheckpointError(
             f"There is no copy of {self.title} in {data}. Expected {' or '.join(self.files)}; "
             "without --data it comes from the hub."
         )
+
+    def _complete(self, problems: list[Problem], where: str) -> list[Problem]:
+        have = [{key.lower() for key in problem} for problem in problems]
+        lacking = {f: sum(f not in keys for keys in have) for f in self.fields}
+        wrong = [f"'{f}' is missing in {n} of {len(have)}" for f, n in lacking.items() if n]
+        if wrong or not problems:
+            found = f"{len(problems)} problems of {self.title} were found in {where}"
+            raise CheckpointError(f"{found}; each must have {', '.join(self.fields)}. {self.hint}", wrong)
+        return problems
 
 
 def _read(path: Path) -> list[Problem]:
@@ -145,6 +158,7 @@ def _mark_gsm8k(problem: Problem, answer: str) -> Marks:
     return {name: same_number(number, wanted) for name, number in said.items()}
 
 
+_CODE_FIELDS = ("prompt", "entry_point", "test")
 _CODE = Sampling(20, 0.8, 0.95, 1024, _CODE_STOPS)
 _AIME = Sampling(32, 0.6, 0.95, 16384, ("\nProblem:",))
 _NEXT_QUESTION = ("\nQuestion:",)
@@ -161,6 +175,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         lambda problem: str(problem["prompt"]),
         _mark_code("humaneval", Limits()),
         lambda problems: require_protections(),
+        _CODE_FIELDS,
     ),
     Benchmark(
         "humaneval_plus",
@@ -168,11 +183,13 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         "code",
         _CODE,
         (1, 10),
-        ("HumanEvalPlus.jsonl.gz", "HumanEvalPlus.jsonl"),
+        tuple(f"HumanEvalPlus{kind}.jsonl{gz}" for kind in ("-OriginFmt", "") for gz in (".gz", "")),
         ("evalplus/humanevalplus", None, "test"),
         lambda problem: str(problem["prompt"]),
         _mark_code("humaneval_plus", Limits(timeout_s=30.0)),
         lambda problems: require_protections(),
+        _CODE_FIELDS,
+        "Of the release of EvalPlus take HumanEvalPlus-OriginFmt.jsonl.gz: the other file holds inputs, but no tests.",
     ),
     Benchmark(
         "aime24",
@@ -184,6 +201,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         ("Maxwell-Jia/AIME_2024", None, "train"),
         _aime_prompt,
         _mark_aime("aime24"),
+        fields=("problem", "answer"),
     ),
     Benchmark(
         "aime25",
@@ -195,6 +213,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         ("math-ai/aime25", None, "test"),
         _aime_prompt,
         _mark_aime("aime25"),
+        fields=("problem", "answer"),
     ),
     Benchmark(
         "ifeval",
@@ -207,6 +226,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         lambda problem: str(problem["prompt"]),
         _mark_ifeval,
         check_sentence_model,
+        ("prompt", "instruction_id_list", "kwargs"),
     ),
     Benchmark(
         "gsm8k",
@@ -218,6 +238,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         ("openai/gsm8k", "main", "test"),
         _gsm8k_prompt,
         _mark_gsm8k,
+        fields=("question", "answer"),
     ),
 )
 

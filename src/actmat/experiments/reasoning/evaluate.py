@@ -7,7 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Exam:
         benchmarks: each with the problems that are asked.
         seed: of the answers.
         device: where models compute.
+        unsolvable: benchmark -> problems whose published solution fails their own test; for the table.
     """
 
     cache: Cache
@@ -54,6 +55,7 @@ class Exam:
     benchmarks: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]]
     seed: int
     device: str
+    unsolvable: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def asked(self, benchmark: Benchmark) -> Benchmark:
         """The benchmark as this run samples it; `@k` beyond the number of answers falls to that number."""

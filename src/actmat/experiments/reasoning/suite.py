@@ -22,6 +22,7 @@ from actmat.experiments.harness.table import Figure, Line, average_table, markdo
 from actmat.experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
 from actmat.experiments.reasoning.evaluate import Counts, Exam, identity_of
 from actmat.experiments.reasoning.measure import measure, needs_statistics
+from actmat.experiments.reasoning.published import unsolvable
 from actmat.experiments.reasoning.scoring import at, scores_at_k
 from actmat.experiments.reasoning.settings import ReasoningSettings
 from actmat.experiments.reasoning.table import Columns, at_k_table, markdown
@@ -73,8 +74,13 @@ def run(request: RunRequest) -> list[Score]:
         asked.append((benchmark, problems))
     scores: list[Score] = []
     with Watch(request.console, request.cache / "logs") as watch:
+        cache = Cache(request.cache)
+        code = [(b, problems) for b, problems in asked if b.skill == "code"]
+        failing = {b.name: unsolvable(b, problems, cache, watch, request.threads) for b, problems in code}
+        for line in _doubts(failing):
+            console.print(line, highlight=False)
         for seed in request.seeds:
-            exam = Exam(Cache(request.cache), watch, settings, asked, seed, request.device)
+            exam = Exam(cache, watch, settings, asked, seed, request.device, failing)
             for found in _seed(exam, rows, prompts, request):
                 append_scores(_scores_path(request.cache), found)
                 scores += found
@@ -116,6 +122,15 @@ def _prompts(settings: ReasoningSettings) -> dict[str, list[str]]:
     if problems:
         raise CheckpointError("The prompts for statistics cannot be read.", problems)
     return found
+
+
+def _doubts(failing: Mapping[str, Sequence[str]]) -> list[str]:
+    """One line per benchmark that has problems which no answer can solve."""
+    return [
+        f"{name}: the published solution of {', '.join(ids)} fails its own test; wrong for every model"
+        for name, ids in failing.items()
+        if ids
+    ]
 
 
 def _scores_path(cache: Path) -> Path:
@@ -196,6 +211,7 @@ def _lines(exam: Exam, settings: str) -> Callable[..., Iterable[Score]]:
         for benchmark, _ in exam.benchmarks:
             sampling = exam.asked(benchmark).sampling
             how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_tokens}
+            known = {"unsolvable": list(ids)} if (ids := exam.unsolvable.get(benchmark.name)) else {}
             for name, right_N in found.get(benchmark.name, {}).items():
                 yield from scores_at_k(
                     right_N,
@@ -207,7 +223,7 @@ def _lines(exam: Exam, settings: str) -> Callable[..., Iterable[Score]]:
                     seed=exam.seed,
                     model=exam.settings.base,
                     settings=settings,
-                    detail={**how, **detail},
+                    detail={**how, **known, **detail},
                 )
 
     return lines
@@ -226,7 +242,9 @@ def table(request: TableRequest) -> list[Line]:
         raise RecipeError(f"There are no scores in {request.cache}. First: actmat experiment run {NAME}")
     scores = [s for s in scores if s.settings == scores[-1].settings]
     console = request.console or Console(quiet=True)
-    columns, said = _columns(scores), _sampling(scores)
+    columns = _columns(scores)
+    failing = {s.task.partition("@")[0]: s.detail.get("unsolvable", ()) for s in scores}
+    said = [*_sampling(scores), *_doubts(failing)]
     there = {s.task for s in scores}
     averaged = [at(name, 1) for name in AVERAGED if at(name, 1) in there]
     whole = len(averaged) == len(AVERAGED)
