@@ -123,6 +123,24 @@ def test_a_second_run_makes_nothing_and_changes_no_score(small: Path, monkeypatc
     assert read_scores(score_file(small / "cache", "language-small")) == before
 
 
+def test_training_on_a_cpu_takes_one_thread_whatever_the_machine_has(tmp_path: Path, monkeypatch) -> None:
+    """Sums that are split among other numbers of threads would train other weights under the same key."""
+    write_small_data(tmp_path / "data")
+
+    def stopped(*args, **settings) -> None:
+        raise InterruptedError(f"threads: {torch.get_num_threads()}")
+
+    monkeypatch.setattr("actmat.experiments.language.small.suite.pretrain", stopped)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(InterruptedError, match="threads: 1"):
+            get_suite("language-small").run(small_request(tmp_path))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(small: Path, monkeypatch) -> None:
     family = (Candidate("actmat", "actmat"), Candidate("far", "actmat", scale=30.0))
     neighbours = (Candidate("average", "average"), Candidate("regmean", "regmean"))

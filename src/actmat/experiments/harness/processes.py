@@ -1,10 +1,21 @@
-"""Several processes on one experiment, each with a GPU of its own."""
+"""Several processes on one experiment, each with a GPU of its own; one thread each on a CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
-__all__ = ["placed"]
+from actmat.engine.resources import one_thread
+
+__all__ = ["one_thread_on", "placed"]
+
+
+def one_thread_on(device: str) -> contextlib.AbstractContextManager[None]:
+    """One thread per operation on a CPU, nothing elsewhere.
+
+    Runs go side by side there; and sums that are split among other numbers of threads would train other weights.
+    """
+    return one_thread() if device == "cpu" else contextlib.nullcontext()
 
 
 def placed(device: str) -> tuple[tuple[int, int] | None, str]:

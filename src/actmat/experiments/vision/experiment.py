@@ -5,7 +5,6 @@ Every stage's key holds the digests of the stages before it, so that a change an
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actmat.engine.resources import one_thread
 from actmat.experiments.harness.cache import Cache, code_digest, library_versions
 from actmat.experiments.harness.heads import Head
 from actmat.experiments.harness.merging import SCALES, Candidate, best_scale, merge_candidates, merging_code, rescaled
+from actmat.experiments.harness.processes import one_thread_on
 from actmat.experiments.harness.progress import Stage, Watch
 from actmat.experiments.harness.results import Regime, Score
 from actmat.experiments.harness.training import Schedule, side_by_side, steps_of
@@ -369,11 +368,6 @@ class Vision:
             )
             for task, (right, total) in counts.items()
         ]
-
-
-def one_thread_on(device: str) -> Any:
-    """One thread per operation on a CPU, where runs go side by side; nothing elsewhere."""
-    return one_thread() if device == "cpu" else contextlib.nullcontext()
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from actmat.errors import RecipeError
 from actmat.experiments.harness.cache import Cache, digest, library_versions
 from actmat.experiments.harness.heads import fit_head
+from actmat.experiments.harness.processes import one_thread_on
 from actmat.experiments.harness.progress import Watch, quiet_libraries
 from actmat.experiments.harness.results import Regime
 from actmat.experiments.harness.settings import changed
@@ -21,7 +22,7 @@ from actmat.experiments.vision.backbones import PLAIN_SCALE, Backbone, save_head
 from actmat.experiments.vision.compare import compare
 from actmat.experiments.vision.compare import study as study_variants
 from actmat.experiments.vision.evaluate import features
-from actmat.experiments.vision.experiment import Vision, one_thread_on
+from actmat.experiments.vision.experiment import Vision
 from actmat.experiments.vision.images import ImageTask, Limits, prepare_task
 from actmat.experiments.vision.pretrain import VitSizes, pretrain
 from actmat.experiments.vision.sources import local_task

@@ -13,7 +13,7 @@ from rich.console import Console
 from actmat.errors import RecipeError, did_you_mean
 from actmat.experiments.harness.cache import Cache, digest, library_versions
 from actmat.experiments.harness.merging import Candidate, candidates
-from actmat.experiments.harness.processes import placed
+from actmat.experiments.harness.processes import one_thread_on, placed
 from actmat.experiments.harness.progress import Watch, quiet_libraries
 from actmat.experiments.harness.results import Regime
 from actmat.experiments.harness.settings import changed
@@ -36,7 +36,7 @@ from actmat.experiments.suites import RunRequest, TableRequest
 
 __all__ = ["SmallSettings", "run", "study", "table"]
 
-_VERSION = 2
+_VERSION = 3
 _FULL = FineTuning(
     learning_rate=1e-2,
     optimiser="adafactor",
@@ -88,7 +88,7 @@ def run(request: RunRequest) -> None:
     rows = {regime: candidates(request.methods, regime, len(names), KINDS) for regime in request.regimes}
     share, device = placed(request.device)
     request = replace(request, device=device)
-    with Watch(request.console, request.cache / "logs") as watch:
+    with one_thread_on(device), Watch(request.console, request.cache / "logs") as watch:
         for chain in _chains(request, settings, folder, names, {r: chosen for r, (chosen, _) in rows.items()}, watch):
             chain.run(share)
     say_left_out(request.console, [left_out for _, left_out in rows.values()])
@@ -102,7 +102,7 @@ def study(request: RunRequest) -> str:
     """
     settings, folder, names = _checked(request)
     rows, family = (*VARIANTS, *NEIGHBOURS), [row.name for row in VARIANTS]
-    with Watch(request.console, request.cache / "logs") as watch:
+    with one_thread_on(request.device), Watch(request.console, request.cache / "logs") as watch:
         chains = _chains(request, settings, folder, names, dict.fromkeys(request.regimes, rows), watch)
         subjects = (subject(chain.prepare(), Cache(request.cache), watch) for chain in chains)
         return run_study(request.suite, request.cache, subjects, settings.splits, family)
