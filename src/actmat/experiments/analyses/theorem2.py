@@ -124,11 +124,15 @@ class Theorem2Result(Analysis):
             NumericalError: one does not hold, which would be an error of this package.
         """
         chain = [
-            ("left side <= propagated", self.left, self.propagated),
-            ("propagated <= right side", self.propagated, self.right),
+            ("left side <= propagated", self.left, self.propagated, 0.0),
+            ("propagated <= right side", self.propagated, self.right, 0.0),
         ]
-        chain += [(f"lemma in layer {i}", t.gap.gap, t.gap.bound) for i, t in enumerate(self.layers)]
-        wrong = [f"{what}: {low:.6g} > {high:.6g}" for what, low, high in chain if not low <= high * (1 + 1e-9) + 1e-12]
+        chain += [(f"lemma in layer {i}", t.gap.gap, t.gap.bound, t.gap.rounding) for i, t in enumerate(self.layers)]
+        wrong = [
+            f"{what}: {low:.6g} > {high:.6g}"
+            for what, low, high, slack in chain
+            if not low <= high * (1 + 1e-9) + 1e-12 + slack
+        ]
         if wrong:
             raise NumericalError("Theorem 2 is violated. It cannot be: please report it with the settings.", wrong)
 
