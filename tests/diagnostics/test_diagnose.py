@@ -79,6 +79,7 @@ def test_every_logical_matrix_is_measured(
     """Packed, interleaved, transposed and stacked tensors, by rules that see them whole or in small pieces."""
     monkeypatch.setattr(parts_module, "CHUNK", 100)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK", 100)
+    monkeypatch.setattr("actmat.engine.reader.CHUNK", 100)
     monkeypatch.setattr("actmat.engine.output.CHUNK", 100)
     case = BY_NAME[name]
     base, experts = save_family(case, tmp_path)

@@ -21,7 +21,9 @@ from torch import Tensor
 
 import actmat
 from actmat.api import run_recipes
+from actmat.engine.reader import TensorReader
 from actmat.errors import RecipeError
+from actmat.plan import parts
 from actmat.plan.parts import CHUNK
 from actmat.recipe import make_recipe
 
@@ -64,6 +66,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"method": "actmat", "scope": "paper"},
     "dare": {"method": "dare", "options": {"density": 0.5}},
     "dare, all": {"method": "dare", "scope": "all"},
+    "ties": {"method": "ties", "scope": "all"},
+    "model_stock": {"method": "model_stock", "scope": "all"},
+    "karcher": {"method": "karcher", "scope": "all", "options": {"include_base": True}},
     "ties, global": {"method": "ties", "options": {"trim": "global"}},
     "ties, global, all": {"method": "ties", "scope": "all", "options": {"trim": "global"}},
     "tsv": {"method": "tsv"},
@@ -85,11 +90,34 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> No
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("name", ["average", "actmat", "dare", "ties, global", "tsv"])
+@pytest.mark.parametrize("name", ["average", "actmat", "dare", "ties, global", "tsv", "karcher"])
 def test_number_of_workers(
     name: str, workers: int, family: Family, alone: dict[str, dict[str, Tensor]], tmp_path: Path
 ) -> None:
     assert_same(merged(family, tmp_path, RECIPES[name], workers=workers)[0], alone[name])
+
+
+@pytest.mark.parametrize("name", ["ties", "model_stock", "karcher"])
+def test_whether_deltas_are_held_between_two_walks(
+    name: str,
+    family: Family,
+    alone: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = TensorReader.base_place
+    places: list[int] = []
+
+    def noted(self: TensorReader, start: int, numel: int) -> Tensor:
+        places.append(start)
+        return read(self, start, numel)
+
+    monkeypatch.setattr(TensorReader, "base_place", noted)
+    assert_same(merged(family, tmp_path / "held", RECIPES[name])[0], alone[name])
+    assert not places, "small tensors are held"
+    monkeypatch.setattr(parts, "HELD_BYTES", 0)
+    assert_same(merged(family, tmp_path / "streamed", RECIPES[name])[0], alone[name])
+    assert CHUNK in places, "the large tensor was not streamed"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -104,7 +132,15 @@ def test_several_variants_in_one_run(
 
 
 @pytest.mark.parametrize(
-    "pair", [("average", "actmat"), ("dare", "average"), ("paper", "actmat"), ("tsv", "ties, global")]
+    "pair",
+    [
+        ("average", "actmat"),
+        ("dare", "average"),
+        ("paper", "actmat"),
+        ("tsv", "ties, global"),
+        ("ties", "model_stock"),
+        ("karcher", "dare, all"),
+    ],
 )
 def test_two_kinds_of_rule_in_one_run(
     pair: tuple[str, str], family: Family, alone: dict[str, dict[str, Tensor]], tmp_path: Path

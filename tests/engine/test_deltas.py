@@ -12,12 +12,16 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine import deltas as deltas_module
-from actmat.engine.deltas import Findings, TensorReader
+from actmat.engine import reader as reader_module
+from actmat.engine.deltas import LazyDeltas
+from actmat.engine.findings import Findings
 from actmat.engine.memory import Scratch
+from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.layout.types import Role, TensorLayout
+from actmat.linalg.places import Streamed
 from actmat.plan import parts as parts_module
 from actmat.plan.model import TensorPlan
-from actmat.plan.parts import cut
+from actmat.plan.parts import Part, cut
 
 VECTOR = TensorLayout(Role.VECTOR, "")
 NAN, INF = float("nan"), float("inf")
@@ -27,6 +31,7 @@ NAN, INF = float("nan"), float("inf")
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 5 entries, so that tensors of some dozen are read in several."""
     monkeypatch.setattr(deltas_module, "CHUNK", 5)
+    monkeypatch.setattr(reader_module, "CHUNK", 5)
     monkeypatch.setattr(parts_module, "CHUNK", 5)
 
 
@@ -55,7 +60,7 @@ class Setup:
         """The deltas, put together from all parts."""
         found: list[list[Tensor]] = []
         for part in cut(self.item.shape, VECTOR, acts_on):
-            deltas = self.reader.deltas(part, self.reader.read_base(part))
+            deltas = LazyDeltas(self.reader, part, self.reader.read_base(part))
             found.append([d.flatten().clone() for d in deltas])
         return [torch.cat(pieces).view(self.item.shape) for pieces in zip(*found, strict=True)]
 
@@ -85,7 +90,7 @@ def test_deltas_and_hashes(acts_on: str, compute: torch.dtype, dtypes: tuple[tor
 def test_a_delta_is_read_once() -> None:
     setup = Setup(torch.zeros(4), torch.ones(4), torch.ones(4))
     part = cut((4,), VECTOR, "tensor")[0]
-    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
     assert len(deltas) == 2
     assert torch.equal(deltas[1], torch.ones(4))
     with pytest.raises(RuntimeError, match="declare one_pass=False"):
@@ -98,7 +103,7 @@ def test_equal_bits_are_no_change_and_exact_zeros() -> None:
     base = torch.tensor([NAN, 1.0, -0.0, INF, 2.0, 3.0])
     setup = Setup(base, base.clone())
     part = cut((6,), VECTOR, "tensor")[0]
-    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
     assert torch.equal(deltas[0], torch.zeros(6))
     assert not deltas.changed
     assert not setup.findings.fatal
@@ -110,7 +115,7 @@ def test_one_changed_entry_is_a_change() -> None:
     expert[11] = 1e-30
     setup = Setup(base, expert)
     part = cut((12,), VECTOR, "tensor")[0]
-    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
     assert torch.equal(deltas[0], expert)
     assert deltas.changed
 
@@ -170,7 +175,7 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes(monkeypatch
 
     walked, held = Setup(base, *experts), Setup(base, *experts)
     assert walked.reader.can_walk
-    streamed = walked.reader.deltas(part, walked.reader.read_base(part))
+    streamed = LazyDeltas(walked.reader, part, walked.reader.read_base(part))
     places = [(start, [p.clone() for p in pieces]) for start, pieces in streamed.walk()]
     assert [start for start, _ in places] == [0, 4, 8, 12, 16, 20]
     for t, delta in enumerate(expected):
@@ -179,12 +184,73 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes(monkeypatch
 
     room = held.reader.scratch.room
     with room.opened(10_000, beside=0):
-        whole = held.reader.deltas(part, held.reader.read_base(part)).hold()
+        whole = LazyDeltas(held.reader, part, held.reader.read_base(part)).hold()
         result = whole.result()  # type: ignore[attr-defined]
         result.fill_(7.0)
         for delta, found in zip(expected, whole, strict=True):
             assert torch.equal(found, delta), "apart from the room for the result"
     assert walked.reader.hashes() == held.reader.hashes()
+
+
+def test_held_deltas_that_are_walked_over_are_read_once_as_far_as_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deltas_module, "PLACE", 4)
+    base, good, bad = torch.ones(11), torch.arange(11.0), torch.arange(11.0)
+    bad[6] = NAN
+    setup = Setup(base, good, bad, tolerated=True)
+    asked: list[int] = []
+    read = TensorReader.read_place
+
+    def noted(self: TensorReader, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
+        asked.append(start)
+        return read(self, t, start, base_raw, out)
+
+    monkeypatch.setattr(TensorReader, "read_place", noted)
+    part = cut((11,), VECTOR, "tensor")[0]
+    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
+    held = deltas.hold(walked=True)
+    assert not asked, "nobody has looked yet"
+    assert isinstance(held, Streamed)
+    assert next(held.walk())[1][1].tolist() == (bad - base)[:4].tolist()  # given up after a place
+    assert asked == [0, 0]
+    expected = (bad - base).nan_to_num()
+    first, second = ([[p.clone() for p in pieces] for _, pieces in held.walk()] for _ in range(2))
+    for walk in (first, second):
+        assert torch.equal(torch.cat([pieces[0] for pieces in walk]), good - base)
+        assert torch.equal(torch.cat([pieces[1] for pieces in walk]), expected)
+    assert torch.equal(held[1], expected)
+    assert asked == [0, 0, 4, 4, 8, 8]
+    assert (deltas.changed, setup.findings.count("w")) == (True, 1)
+    assert setup.reader.hashes() == (digest(base), (digest(good), digest(bad)))
+
+
+def test_a_delta_that_is_asked_for_whole_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas_module, "PLACE", 4)
+    base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
+    setup = Setup(base, one, two)
+    part = cut((11,), VECTOR, "tensor")[0]
+    held = LazyDeltas(setup.reader, part, setup.reader.read_base(part)).hold(walked=True)
+    next(held.walk())  # type: ignore[attr-defined]
+    assert [d.tolist() for d in held] == [(one - base).tolist(), (two - base).tolist()]
+
+
+def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deltas_module, "PLACE", 4)
+    base, one = torch.arange(22.0).bfloat16(), torch.zeros(22).bfloat16()
+    setup = Setup(base, one)
+    parts = [Part(0, 11, (11,), VECTOR), Part(11, 22, (11,), VECTOR)]
+    for part in parts:
+        streamed = StreamedBase(setup.reader, part)
+        assert streamed.numel() == 11
+        deltas = LazyDeltas(setup.reader, part, streamed)
+        for _ in range(2):
+            walked = [(s, -p.clone(), streamed[s : s + 4].clone()) for s, (p,) in deltas.walk()]
+            wanted = base[part.start : part.stop]
+            assert torch.equal(torch.cat([p for _, p, _ in walked]), wanted.float())
+            assert torch.equal(torch.cat([b for _, _, b in walked]), wanted)
+        assert streamed[2:5].tolist() == wanted[2:5].tolist()
+    assert setup.reader.hashes() == (digest(base), (digest(one),))
 
 
 def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +259,7 @@ def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice(monkeypatch
     bad[6] = NAN
     setup = Setup(base, good, bad, tolerated=True)
     part = cut((11,), VECTOR, "tensor")[0]
-    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
     walks = [[[p.clone() for p in pieces] for _, pieces in deltas.walk()] for _ in range(3)]
     for walk in walks:
         assert torch.equal(torch.cat([pieces[0] for pieces in walk]), good - base)
@@ -207,6 +273,6 @@ def test_what_a_rule_did_not_look_at_is_hashed_all_the_same(monkeypatch: pytest.
     base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
     setup = Setup(base, one, two)
     part = cut((11,), VECTOR, "tensor")[0]
-    deltas = setup.reader.deltas(part, setup.reader.read_base(part))
+    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
     next(deltas.walk())  # given up after a place
     assert setup.reader.hashes() == (digest(base), (digest(one), digest(two)))

@@ -171,7 +171,7 @@ def test_devices_that_do_not_exist(device: str) -> None:
     check_device("cpu")
 
 
-@pytest.mark.parametrize(("method", "held"), [("dare", 2), ("della", 2), ("ties", 2), ("sce", 0), ("average", 0)])
+@pytest.mark.parametrize(("method", "held"), [("dare", 5), ("della", 2), ("ties", 5), ("sce", 0), ("average", 0)])
 def test_watching_pays_for_deltas_that_are_held_for_it_alone(method: str, held: int) -> None:
     """A table of embeddings: nothing is measured, but rules that take deltas one by one are given them whole."""
     layout = TensorLayout(Role.EMBEDDING, "")

@@ -223,6 +223,25 @@ def test_one_pass_rules_keep_nothing_of_a_delta(method: MergeMethod) -> None:
         assert torch.equal(call(method, Overlaid(experts.deltas), options, **given).value, expected), variant
 
 
+@pytest.mark.parametrize("method", [m for m in METHODS if m.combine is not None], ids=lambda m: m.name)
+def test_a_rule_that_combines_is_the_sum_it_tells(method: MergeMethod) -> None:
+    """An engine adds up by these coefficients and never calls the rule."""
+    assert method.combine is not None
+    options = method.resolve_options({})
+    assert method.streams(options)
+    assert method.walks_again
+    for count in {1, 2, usable_experts(method, 4)}:
+        experts = Experts.random(count, (8, 11))
+        basis = [experts.base, *experts.deltas] if method.uses_base(options) else list(experts.deltas)
+        flat_BN = torch.stack([x.flatten() for x in basis])
+        weights = {"weights": [1.0] * count} if method.is_weighted else {}
+        found = method.combine(flat_BN @ flat_BN.mT, **weights, **options)
+        result = call(method, experts.deltas, options, base=experts.base)
+        total = torch.stack([c * x for c, x in zip(found.coefficients, basis, strict=True)]).sum(0)
+        assert relative_error(total, result.value) < 1e-12
+        assert found.stats.keys() == result.stats.keys()
+
+
 @those(is_random=True)
 def test_random_rules_follow_their_generator_alone(method: MergeMethod) -> None:
     experts = Experts.random(3, (12, 10))

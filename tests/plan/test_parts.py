@@ -148,10 +148,21 @@ def test_a_rule_that_walks_again_is_given_small_deltas_whole() -> None:
     for entries, held in ((HELD_BYTES // 12, True), (HELD_BYTES // 12 + 1, False)):
         assert streams(ties, ties.resolve_options({}), entries, 3, 4) == (not held)
         assert streams(dare, dare.resolve_options({}), entries, 3, 4)
+    assert not ties.streams(ties.resolve_options({"trim": "global"})), "its survey is given whole deltas"
     stock = get_method("model_stock")
     assert not streams(stock, stock.resolve_options({"filter_wise": True}), HELD_BYTES, 3, 4)
     more = peak("ties", (2**15, 2**14), experts=3) - peak("ties", (2**12, 2**12), experts=3)
-    assert more <= (2**29 - 2**24) * (2 + 4) - 2**24 * 12 + 2**26, "the base and the result grow, deltas do not"
+    assert more <= (2**29 - 2**24) * 4 - 2**24 * (12 + 2) + 2**26, "the result grows; the base and deltas do not"
+
+
+@pytest.mark.parametrize("name", ["model_stock", "karcher", "slerp"])
+def test_a_sum_that_is_written_place_by_place_pays_for_what_is_held_between_two_walks(name: str) -> None:
+    entries = HELD_BYTES // 8
+    held = peak(name, (entries,), experts=2)
+    assert entries * (2 * 4 + 2) <= held <= entries * (2 * 4 + 2) + 2**26, "two deltas and the base as stored"
+    assert peak(name, (1024 * entries,), experts=2) <= 2**27, "nothing that grows with the tensor"
+    capped = peak(name, (1024 * entries,), experts=2, caps=NORM_CAP)
+    assert capped >= 1024 * entries * (3 * 4 + 2), "who measures deltas is given them, and a result"
 
 
 def test_a_cap_on_singular_values_pays_for_their_decomposition() -> None:

@@ -22,8 +22,9 @@ from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import DataResidual
-from actmat.engine.deltas import Findings, TensorReader
+from actmat.engine.findings import Findings
 from actmat.engine.memory import Scratch
+from actmat.engine.reader import TensorReader
 from actmat.engine.statistics import FOREIGN, check_models, check_probes
 from actmat.errors import StatisticsError
 from actmat.linalg.layer_error import output_energy

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.engine.deltas import TensorReader
 from actmat.engine.naming import named_errors
+from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.variant import Variant
 from actmat.errors import NumericalError
 from actmat.layout.types import Role, TensorLayout
@@ -18,7 +18,7 @@ from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.methods import Merged
 from actmat.plan.parts import Part, cut
 
-__all__ = ["apply_rule", "generator_for", "narrowed"]
+__all__ = ["apply_rule", "checked_finite", "generator_for", "narrowed", "note"]
 
 _ALIGNMENT = 64
 """Bytes: what torch's CPU allocator gives every new tensor."""
@@ -28,11 +28,13 @@ def apply_rule(
     variant: Variant,
     part: Part,
     deltas: Sequence[Tensor],
-    base_raw: Tensor,
+    base_raw: Tensor | StreamedBase,
     reader: TensorReader,
     states: dict[Any, Any],
 ) -> Tensor:
     """Merged delta of one part, flat, in the compute dtype. `states`: first stages that variants share.
+
+    `base_raw` is streamed for a rule that does not look at it alone.
 
     Raises:
         NumericalError, RecipeError: from the rule, with the name of the tensor.
@@ -45,13 +47,13 @@ def apply_rule(
         if variant.method.acts_on != "matrix":
             merged = call(deltas, part.label, 0)
             if variant.method.acts_on == "tensor":
-                _note(variant, part.label, merged.stats)
+                note(variant, part.label, merged.stats)
             value = _cap_pieces(variant, merged.value, deltas, part)
         elif variant.item.factored:
             value = _merge_factored(variant, part, reader)
         else:
             value = _merge_matrices(variant, part, deltas, call)
-        return _finite(value.reshape(-1), variant)
+        return checked_finite(value.reshape(-1), variant)
 
 
 def _merge_matrices(
@@ -67,7 +69,7 @@ def _merge_matrices(
             matrices = deltas if _is_single(part) else _OneMatrix(deltas, part.layout)
         label = _label(part, k)
         merged = call(matrices, label, k)
-        _note(variant, label, merged.stats)
+        note(variant, label, merged.stats)
         values.append(_cap(variant, merged.value, matrices, part.layout, label))
     return part.layout.from_matrices(values, part.shape)
 
@@ -104,18 +106,23 @@ def _merge_factored(variant: Variant, part: Part, reader: TensorReader) -> Tenso
         if method.needs_statistics and variant.statistics is not None:
             needs["statistics"] = variant.statistics.of_part(method, variant.item, part, k, torch.float64)
         merged = method.merge_lowrank(deltas, **needs, **call.options)
-        _note(variant, label, merged.stats)
+        note(variant, label, merged.stats)
         value = merged.value
         if (caps := variant.postprocess).caps:
             value, stats = cap_lowrank(
                 value, deltas, norm_cap=caps.norm_cap, singular_value_cap=caps.singular_value_cap
             )
-            _note(variant, label, stats)
+            note(variant, label, stats)
         values.append(value.dense().to(reader.compute_dtype))
     return part.layout.from_matrices(values, part.shape)
 
 
-def _finite(value: Tensor, variant: Variant) -> Tensor:
+def checked_finite(value: Tensor, variant: Variant) -> Tensor:
+    """The same value.
+
+    Raises:
+        NumericalError: not all of it is finite.
+    """
     # a sum is finite if every entry is (or it overflows): one cheap pass, an exact one only then
     if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
         raise NumericalError(
@@ -132,7 +139,7 @@ def _is_single(part: Part) -> bool:
 
 
 def _needs(
-    variant: Variant, label: str, index: int, part: Part, base_raw: Tensor, reader: TensorReader
+    variant: Variant, label: str, index: int, part: Part, base_raw: Tensor | StreamedBase, reader: TensorReader
 ) -> dict[str, Any]:
     """What the rule takes beside deltas and options, for matrix `index` of the part."""
     method, call = variant.method, variant.call
@@ -140,6 +147,7 @@ def _needs(
     if method.is_weighted:
         needs["weights"] = call.weights
     if method.uses_base(call.options):
+        assert isinstance(base_raw, Tensor)
         whole = reader.converted_base(part, base_raw)
         needs["base"] = part.layout.to_matrices(whole)[index] if method.acts_on == "matrix" else whole
     if method.is_random:
@@ -187,7 +195,7 @@ def _cap(variant: Variant, merged: Tensor, deltas: Sequence[Tensor], layout: Ten
     is_matrix = layout.role.is_matrix or layout.role is Role.CONVOLUTION
     limit = caps.singular_value_cap if is_matrix else None
     value, stats = cap_delta(merged, deltas, norm_cap=caps.norm_cap, singular_value_cap=limit)
-    _note(variant, label, stats)
+    note(variant, label, stats)
     return value
 
 
@@ -196,7 +204,8 @@ def _label(part: Part, k: int) -> str:
     return "/".join(x for x in (part.label, blocks[k].name if blocks else "") if x)
 
 
-def _note(variant: Variant, label: str, stats: Mapping[str, Any]) -> None:
+def note(variant: Variant, label: str, stats: Mapping[str, Any]) -> None:
+    """Keep what a rule told of a part with this label for the record of the tensor."""
     if not stats:
         return
     if label:

@@ -15,17 +15,20 @@ from typing import Any
 import torch
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
-from actmat.engine.deltas import Findings, TensorReader
+from actmat.engine.findings import Findings
 from actmat.engine.memory import Budget, Scratch
 from actmat.engine.pool import merge_pool
+from actmat.engine.reader import TensorReader
+from actmat.engine.reading import room_bytes
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.statistics import FOREIGN, RuleStatistics, check_models
 from actmat.engine.survey import SurveyKey, run_surveys, survey_key
-from actmat.engine.tensor import merge_tensor, room_bytes
+from actmat.engine.tensor import merge_tensor
 from actmat.engine.ties import check_ties
 from actmat.engine.variant import TensorRecord, Variant
 from actmat.engine.watch import SinkSource, Watch, watch_bytes
 from actmat.errors import CheckpointError, StatisticsError
+from actmat.methods import get_method
 from actmat.plan.measured import Measured
 from actmat.plan.model import MergePlan, TensorPlan
 
@@ -196,10 +199,19 @@ def _unit_bytes(unit: Unit, itemsize: int) -> int:
 
 
 def _peak_bytes(group: Group, itemsize: int) -> int:
-    """Memory for one tensor: its plan's; where several variants share the deltas, all of these are alive."""
+    """Memory for one tensor: its plan's; where several variants share the deltas, all of these are alive.
+
+    A rule that streams, and so counts no base and no result in its plan, is then given both.
+    """
     largest = max(p.peak_bytes for _, p in group)
+    if len(group) == 1:
+        return largest
     merging = [p for _, p in group if p.call is not None]
-    return largest + (merging[0].numel * len(merging[0].sources) * itemsize if len(merging) > 1 else 0)
+    together = len(merging[0].sources) if len(merging) > 1 else 0
+    if any(get_method(p.call.method).streams(p.call.options) for p in merging if p.call is not None):
+        together += 2
+        largest += merging[0].numel * torch_dtype(merging[0].base_dtype).itemsize
+    return largest + (merging[0].numel * together * itemsize if merging else 0)
 
 
 def _variants(group: Group, surveys: Mapping[int, Mapping[SurveyKey, Any]], measured: Measured | None) -> list[Variant]:

@@ -24,15 +24,20 @@ class Scratch:
 
     def __init__(self, *, keep: int = 0) -> None:
         self._buffers: dict[object, Tensor] = {}
+        self._views: dict[object, Tensor] = {}
         self.room = Room(keep=keep)
 
     def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D CPU tensor of `numel` entries, contents arbitrary."""
+        view = self._views.get(key)
+        if view is not None and view.numel() == numel and view.dtype == dtype:
+            return view  # every call of torch, were it only for a view, may hand the interpreter to another worker
         nbytes = numel * dtype.itemsize
         held = self._buffers.get(key)
         if held is None or held.numel() < nbytes:
             held = self._buffers[key] = torch.empty(max(nbytes, 8), dtype=torch.uint8)
-        return held[:nbytes].view(dtype)
+        self._views[key] = held[:nbytes].view(dtype)
+        return self._views[key]
 
 
 class Room:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.deltas import TensorReader
+from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.variant import Variant
 from actmat.errors import NumericalError
 from actmat.plan.model import TensorPlan
@@ -16,7 +16,9 @@ from actmat.plan.parts import CHUNK, Part
 __all__ = ["check_range", "write_piece"]
 
 
-def write_piece(variant: Variant, part: Part, base_raw: Tensor, delta: Tensor | None, reader: TensorReader) -> None:
+def write_piece(
+    variant: Variant, part: Part, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
+) -> None:
     """`W_0 + scale * D*` in the output dtype, piece by piece; no delta at all keeps the base's bits.
 
     Sums and casts land in warm buffers: allocating for every piece would cost as much as the arithmetic.

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from actmat.engine.apply import apply_rule
-from actmat.engine.deltas import Findings, LazyDeltas, TensorReader
+from actmat.engine.deltas import LazyDeltas
+from actmat.engine.findings import Findings
 from actmat.engine.output import write_piece
+from actmat.engine.reader import TensorReader
 from actmat.engine.variant import TensorRecord, Variant
 from actmat.engine.watch import Seen
 from actmat.plan.parts import Part
@@ -39,7 +41,7 @@ def merge_pool(
     items = [v.item for v in variants[0]]
     parts = [Part(0, i.numel, i.shape, i.layout) for i in items]
     base_raw = [r.read_base(p) for r, p in zip(readers, parts, strict=True)]
-    lazy = [r.deltas(p, b) for r, p, b in zip(readers, parts, base_raw, strict=True)]
+    lazy = [LazyDeltas(r, p, b) for r, p, b in zip(readers, parts, base_raw, strict=True)]
     rows = pooled(items)
     whole = Part(0, rows.numel, rows.shape, rows.layout)
     first = variants[0][0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.adapter_expert import AdapterExpert, is_formed
 from actmat.checkpoints.base import Checkpoint
-from actmat.engine.deltas import Findings
+from actmat.engine.findings import Findings
 from actmat.engine.ties import content_hash
 from actmat.errors import StatisticsError
 from actmat.methods import MergeMethod

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from actmat.engine.deltas import TensorReader
+from actmat.engine.deltas import LazyDeltas
+from actmat.engine.reader import TensorReader
 from actmat.methods import Survey, get_method
 from actmat.plan.model import MergePlan, MethodCall, TensorPlan
 from actmat.plan.parts import cut
@@ -83,7 +84,7 @@ def _run(running: _Running, reader_for: Callable[[TensorPlan], TensorReader], po
         acts_on = get_method(item.call.method).acts_on
         with torch.no_grad():
             for part in cut(item.shape, item.layout, acts_on):
-                deltas = reader.deltas(part, reader.read_base(part)).hold()
+                deltas = LazyDeltas(reader, part, reader.read_base(part)).hold()
                 split = [part.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
                 with turn:
                     for k in range(len(split[0])):

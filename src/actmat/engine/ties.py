@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import ContentHash
-from actmat.engine.deltas import Findings
+from actmat.engine.findings import Findings
 from actmat.plan.model import TensorPlan
 
 __all__ = ["check_ties", "content_hash"]

@@ -100,13 +100,14 @@ def watch_bytes(item: TensorPlan, itemsize: int) -> int:
     """Memory that watching a tensor takes on top of merging it: all deltas of one part at once, `S`, probes, copies."""
     if item.call is None:
         return 0
-    experts = len(item.sources)
+    experts, method = len(item.sources), get_method(item.call.method)
+    streams = method.streams(item.call.options)
+    whole = 3 * item.numel if streams else 0  # base, base converted and result, of which its plan may count pieces
     if not item.layout.role.is_matrix:  # nothing is measured, but deltas that the plan counts one by one are held
-        method = get_method(item.call.method)
-        once = method.acts_on == "tensor" and (method.one_pass or method.streams(item.call.options))
-        return itemsize * experts * item.numel if once else 0
+        once = method.acts_on == "tensor" and (method.one_pass or streams)
+        return itemsize * (experts * item.numel + whole) if once else 0
     largest = max(cut(item.shape, item.layout, "matrix"), key=lambda p: p.numel)
     rows, columns = max(largest.layout.matrix_shapes(largest.shape), key=math.prod)[-2:]
     side = min(max(rows, columns), experts * rows)
     entries = (2 * experts + 2) * largest.numel + 3 * side * side + WORKSPACE_ROWS * ((experts + 1) * columns + rows)
-    return itemsize * entries
+    return itemsize * (entries + whole)

@@ -21,6 +21,8 @@ __all__ = [
     "relative_interference",
 ]
 
+EPS = torch.finfo(torch.float64).eps
+
 
 def output_energy(matrix_OI: Tensor, gram_II: Tensor) -> float:
     """`E||A z||^2 = tr(A C A^T)` with `C = E[z z^T]`, in float64, not below zero."""
@@ -67,6 +69,7 @@ class MinimiserGap:
         residual: `||sum_t (D^ - D_t) C^_t||_F`, zero for the exact minimiser of the estimated problem.
         smallest: `l_min`, smallest eigenvalue of `sum_t C_t` above rounding; infinite where all inputs are zero.
         trace_inverse: `tr((sum_t C_t)^+)`.
+        rounding: what rounding can add to the gap, `I eps ||D||_F l_max / l_min`.
     """
 
     gap: float
@@ -76,6 +79,7 @@ class MinimiserGap:
     residual: float
     smallest: float
     trace_inverse: float
+    rounding: float = 0.0
 
     @property
     def weighted_error(self) -> float:
@@ -101,7 +105,7 @@ def minimiser_gap(
     merged = merged_OI.double()
     total_II = _total(grams)
     values_I, vectors_II = torch.linalg.eigh(total_II)
-    kept = values_I > values_I[-1] * len(values_I) * torch.finfo(torch.float64).eps
+    kept = values_I > values_I[-1] * len(values_I) * EPS
     seen_IR = vectors_II[:, kept]
     errors, distances = [], []
     residual_OI = torch.zeros_like(merged)
@@ -113,14 +117,17 @@ def minimiser_gap(
     smallest = float(values_I[kept].min()) if bool(kept.any()) else math.inf  # no input, no direction to differ in
     residual = float(torch.linalg.matrix_norm(residual_OI))
     weighted = sum(e * d for e, d in zip(errors, distances, strict=True)) + residual
+    least_OI = least_interference(deltas, grams)
+    condition = float(values_I[-1]) / smallest
     return MinimiserGap(
-        gap=float(torch.linalg.matrix_norm((merged - least_interference(deltas, grams)) @ seen_IR)),
+        gap=float(torch.linalg.matrix_norm((merged - least_OI) @ seen_IR)),
         bound=weighted / smallest,
         errors=tuple(errors),
         distances=tuple(distances),
         residual=residual,
         smallest=smallest,
         trace_inverse=float((1 / values_I[kept]).sum()),
+        rounding=len(values_I) * EPS * condition * float(torch.linalg.matrix_norm(least_OI)),
     )
 
 

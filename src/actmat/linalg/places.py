@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.linalg.threshold import PIECE, PIECE_ON_DEVICE
 
-__all__ = ["PLACE", "HasRoom", "Streamed", "copy_of_one", "empty_result", "preceded_by", "shape_and_dtype", "walk"]
+__all__ = ["PLACE", "HasRoom", "Preceded", "Streamed", "empty_result", "preceded_by", "shape_and_dtype", "walk"]
 
 PLACE = PIECE
 """Entries of a place, a multiple of 4."""
@@ -63,10 +63,17 @@ def shape_and_dtype(deltas: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dt
     return tuple(deltas[0].shape), deltas[0].dtype
 
 
-class _Preceded(Sequence[Tensor]):
-    """`first` and the streamed deltas after it."""
+class Flat(Protocol):
+    """A flattened tensor, or what gives slices like one."""
 
-    def __init__(self, first: Tensor, deltas: Sequence[Tensor]) -> None:
+    def __getitem__(self, place: slice, /) -> Tensor:
+        """The entries of a place."""
+
+
+class Preceded(Sequence[Tensor]):
+    """`first` and the streamed deltas after it, to be walked over alone."""
+
+    def __init__(self, first: Flat, deltas: Sequence[Tensor]) -> None:
         self._first = first
         self._deltas = deltas
         self.shape, self.dtype = shape_and_dtype(deltas)
@@ -75,28 +82,21 @@ class _Preceded(Sequence[Tensor]):
         return 1 + len(self._deltas)
 
     def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
-        return self._first if t == 0 else self._deltas[t - 1]
+        raise TypeError("what is streamed is not given as a whole")
 
     def result(self) -> Tensor:
+        """See `HasRoom`."""
         return empty_result(self._deltas)
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        first_N = self._first.reshape(-1)
+        """See `Streamed`."""
         for start, pieces_TP in walk(self._deltas):
-            yield start, [first_N[start : start + pieces_TP[0].numel()], *pieces_TP]
+            yield start, [self._first[start : start + pieces_TP[0].numel()], *pieces_TP]
 
 
 def preceded_by(first: Tensor, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
     """`[first, *deltas]`, streamed where the deltas are."""
-    return _Preceded(first, deltas) if isinstance(deltas, Streamed) else [first, *deltas]
-
-
-def copy_of_one(deltas: Sequence[Tensor]) -> Tensor:
-    """The first delta, bit by bit, in a tensor of its own."""
-    out = empty_result(deltas)
-    for start, pieces_TP in walk(deltas):
-        out.view(-1)[start : start + pieces_TP[0].numel()].copy_(pieces_TP[0])
-    return out
+    return Preceded(first.reshape(-1), deltas) if isinstance(deltas, Streamed) else [first, *deltas]
 
 
 def empty_result(deltas: Sequence[Tensor]) -> Tensor:

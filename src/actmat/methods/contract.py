@@ -34,6 +34,7 @@ __all__ = [
     "NEEDS",
     "ActsOn",
     "Bounds",
+    "Combination",
     "Law",
     "MergeMethod",
     "Merged",
@@ -109,6 +110,14 @@ class MergedLowRank:
 
 
 @dataclass(frozen=True, slots=True)
+class Combination:
+    """A merged delta as a sum: coefficients of the tensors of its basis, and what the rule tells of the call."""
+
+    coefficients: Sequence[float]
+    stats: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """A rule in two halves, `merge = finish(prepare(deltas, **opts), **opts)`, so that variants share the first.
 
@@ -175,7 +184,8 @@ class MergeMethod:
         reference: citation.
         laws: what holds for any input (with default options, float64); the conformance tests check each.
         merge_lowrank: the same rule on `linalg.LowRank` deltas, exact, no `O x I` matrix formed; or None.
-        one_pass: walks over the deltas once, one at a time.
+        one_pass: walks over the deltas once, one at a time, and keeps nothing of one when it asks for the next: an
+            engine lays each delta over the one before it.
         needs_statistics: kinds of statistics it cannot do without.
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
             peak, on top of the deltas it was given and including its result. `shape` ends in `O, I` for matrices.
@@ -189,6 +199,9 @@ class MergeMethod:
             alone, as often as it needs to, so that the engine reads them place by place and holds none; None: under
             none.
         walks_again: of a rule that streams, whether it walks more than once: small deltas are then better held.
+        combine: `(gram, *, <weights>, <options>) -> Combination`, where the rule is a sum over `D_1 .. D_T` (with
+            `W_0` before them, if it takes the base) with coefficients that depend on their inner products `gram`
+            alone; or None. Where it streams, an engine then adds up and writes place by place and holds no result.
     """
 
     name: str
@@ -210,6 +223,7 @@ class MergeMethod:
     base_when: Callable[[Mapping[str, Any]], bool] | None = None
     streams_when: Callable[[Mapping[str, Any]], bool] | None = None
     walks_again: bool = False
+    combine: Callable[..., Combination] | None = None
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

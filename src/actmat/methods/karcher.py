@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.linalg.places import copy_of_one, empty_result, preceded_by
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.linalg.places import empty_result, preceded_by
+from actmat.methods.contract import Bounds, Combination, Merged, MergeMethod
 
 __all__ = ["KARCHER", "merge", "sphere_mean"]
 
@@ -40,35 +40,44 @@ def merge(
         tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
         include_base: whether the base is one of the points.
     """
-    share = [1.0] * len(deltas) if weights is None else list(weights)
+    basis = preceded_by(base, deltas)
+    gram_BB = inner_products(basis)
+    found = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=include_base)
+    return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
+
+
+def combine(
+    gram_BB: Tensor, *, weights: Sequence[float] | None, max_iter: int, tol: float, include_base: bool
+) -> Combination:
+    """The coefficients of `W_0, D_1 .. D_T`, in which the points are `W_t = W_0 + D_t`."""
+    n_experts = len(gram_BB) - 1
+    share = [1.0] * n_experts if weights is None else list(weights)
     if sum(share) <= 0:
         raise ValueError("karcher: the weights must have a positive sum")
-    if len(deltas) == 1 and not include_base:
-        return Merged(copy_of_one(deltas), {"iterations": 0})
-    basis = preceded_by(base, deltas)
-    points_KB = torch.eye(len(basis), dtype=torch.float64)
-    points_KB[:, 0] = 1.0  # W_t = W_0 + D_t in the basis (W_0, D_1, ..., D_T)
+    if n_experts == 1 and not include_base:
+        return Combination([0.0, 1.0], {"iterations": 0})
+    points_KB = torch.eye(n_experts + 1, dtype=torch.float64)
+    points_KB[:, 0] = 1.0
     if include_base:
         share = [sum(share) / len(share), *share]
     else:
         points_KB = points_KB[1:]
     alpha_K = torch.tensor(share, dtype=torch.float64) / sum(share)
-    gram_BB = inner_products(basis)
     if not bool(gram_BB.diagonal()[1:].any()):  # no expert moved: exactly the base, not the base up to rounding
-        return Merged(weighted_sum(basis, [0.0] * len(basis), empty_result(deltas)), {"iterations": 0})
+        return Combination([0.0] * (n_experts + 1), {"iterations": 0})
     gram_KK = points_KB @ gram_BB @ points_KB.mT
     norm_K = gram_KK.diagonal().clamp_min(0).sqrt()
 
     valid = norm_K > tol
     if not bool(valid.any()):  # every tensor is zero, or too small to point anywhere: so is the mean
-        return Merged(weighted_sum(basis, [-1.0, *[0.0] * len(deltas)], empty_result(deltas)), {"iterations": 0})
+        return Combination([-1.0, *[0.0] * n_experts], {"iterations": 0})
     cosine = gram_KK[valid][:, valid] / torch.outer(norm_K[valid], norm_K[valid])
     mean, iterations = sphere_mean(cosine.clamp(-1, 1), alpha_K[valid] / alpha_K[valid].sum(), max_iter, tol)
     on_points_K = torch.zeros_like(norm_K)
     on_points_K[valid] = float(alpha_K @ norm_K) * mean / norm_K[valid]
     in_basis_B = on_points_K @ points_KB
     in_basis_B[0] -= 1.0
-    return Merged(weighted_sum(basis, in_basis_B.tolist(), empty_result(deltas)), {"iterations": iterations})
+    return Combination(in_basis_B.tolist(), {"iterations": iterations})
 
 
 def sphere_mean(cosine_KK: Tensor, alpha_K: Tensor, max_iter: int, tol: float) -> tuple[Tensor, int]:
@@ -114,4 +123,5 @@ KARCHER = MergeMethod(
     flops="T^2 N^2",
     streams_when=lambda options: True,
     walks_again=True,
+    combine=combine,
 )

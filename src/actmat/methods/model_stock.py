@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import PIECE, inner_products, inner_workspace, weighted_sum
-from actmat.linalg.places import copy_of_one, empty_result, shape_and_dtype
-from actmat.methods.contract import Merged, MergeMethod
+from actmat.linalg.places import empty_result, shape_and_dtype
+from actmat.methods.contract import Combination, Merged, MergeMethod
 
 __all__ = ["MODEL_STOCK", "merge"]
 
@@ -33,14 +33,20 @@ def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
         filter_wise: one angle per vector along the last axis (an output unit) instead of one per tensor; a
             one-dimensional tensor is one filter.
     """
-    if len(deltas) == 1:
-        return Merged(copy_of_one(deltas), {"cosine": 1.0, "ratio": 1.0})
-    if filter_wise and len(shape_and_dtype(deltas)[0]) > 1:
+    if filter_wise and len(deltas) > 1 and len(shape_and_dtype(deltas)[0]) > 1:
         return _merge_filters(deltas)
-    cosine = _mean_cosine(inner_products(deltas))
-    ratio = float(_ratio(cosine, len(deltas)))
-    value = weighted_sum(deltas, [ratio / len(deltas)] * len(deltas), empty_result(deltas))
-    return Merged(value, {"cosine": float(cosine), "ratio": ratio})
+    found = combine(inner_products(deltas))
+    return Merged(weighted_sum(deltas, found.coefficients), found.stats)
+
+
+def combine(gram_TT: Tensor, *, filter_wise: bool = False) -> Combination:
+    """The coefficients of a whole tensor, `t / T` for every expert."""
+    count = len(gram_TT)
+    if count == 1:
+        return Combination([1.0], {"cosine": 1.0, "ratio": 1.0})
+    cosine = _mean_cosine(gram_TT)
+    ratio = float(_ratio(cosine, count))
+    return Combination([ratio / count] * count, {"cosine": float(cosine), "ratio": ratio})
 
 
 def _merge_filters(deltas: Sequence[Tensor]) -> Merged:
@@ -107,4 +113,5 @@ MODEL_STOCK = MergeMethod(
     flops="T^2 N^2",
     streams_when=lambda options: not options["filter_wise"],  # places do not end where filters do
     walks_again=True,
+    combine=combine,
 )

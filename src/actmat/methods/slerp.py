@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.linalg.places import empty_result, preceded_by
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.contract import Bounds, Combination, Merged, MergeMethod
 
 __all__ = ["SLERP", "merge"]
 
@@ -38,12 +38,18 @@ def merge(
     Raises:
         ValueError: more than two experts.
     """
-    if len(deltas) > 2:
-        raise ValueError(f"slerp: a path has two ends, so one expert (with the base) or two, not {len(deltas)}")
-    basis = preceded_by(base, deltas)  # W_0, D_1 (, D_2); an end is a row of coordinates in it
-    ends = torch.eye(3, dtype=torch.float64)[:2, : len(basis)] if len(deltas) == 1 else torch.eye(3).double()[1:]
+    basis = preceded_by(base, deltas)
+    found = combine(inner_products(basis), t=t, linear_above=linear_above)
+    return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
+
+
+def combine(gram_BB: Tensor, *, t: float, linear_above: float) -> Combination:
+    """The coefficients of `W_0, D_1 (, D_2)`; an end of the path is a row of coordinates in them."""
+    if len(gram_BB) > 3:
+        raise ValueError(f"slerp: a path has two ends, so one expert (with the base) or two, not {len(gram_BB) - 1}")
+    ends = torch.eye(2).double() if len(gram_BB) == 2 else torch.eye(3).double()[1:]
     ends[:, 0] = 1.0
-    gram = ends @ inner_products(basis) @ ends.mT
+    gram = ends @ gram_BB @ ends.mT
     product = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
     cosine = max(-1.0, min(1.0, float(gram[0, 1]) / product)) if product > 0 else 1.0
     linear = abs(cosine) > linear_above
@@ -53,8 +59,8 @@ def merge(
         angle = math.acos(cosine)
         first, second = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
         excess = first + second - 1.0
-    shares = [second] if len(deltas) == 1 else [first, second]
-    return Merged(weighted_sum(basis, [excess, *shares], empty_result(deltas)), {"cosine": cosine, "linear": linear})
+    shares = [second] if len(gram_BB) == 2 else [first, second]
+    return Combination([excess, *shares], {"cosine": cosine, "linear": linear})
 
 
 SLERP = MergeMethod(
@@ -70,4 +76,5 @@ SLERP = MergeMethod(
     max_experts=2,
     streams_when=lambda options: True,
     walks_again=True,
+    combine=combine,
 )

@@ -178,7 +178,7 @@ TIES = MergeMethod(
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
     workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
     flops="T N^2",
-    streams_when=lambda options: True,
+    streams_when=lambda options: options["trim"] == "tensor",  # the survey of a whole model holds whole deltas
     walks_again=True,
     survey=Survey(
         applies=lambda options: options["trim"] == "global",

@@ -1,9 +1,11 @@
 """Memory that one worker needs for one tensor, from shapes alone.
 
-    peak = raw base + raw chunk of each expert                       (storage dtype)
+    peak = raw base + raw chunk of each expert                       (storage dtype; of the base as well
+                                                                      where it is read with streamed deltas)
          + deltas alive: one for a one-pass rule, a place of each    (compute dtype)
            for one that streams, else T
-         + the rule's workspace, its result included                 (compute dtype, declared by the rule)
+         + the rule's workspace, its result included unless it is    (compute dtype, declared by the rule)
+           a sum that is written place by place (`combine`)
          + for a cap on singular values: the result and its thin SVD, when that is more than the rule's workspace
          + statistics alive: one expert's for a one-pass rule, else T (and one as stored: half of a Gram)
          + a packed copy of the result where blocks or a transposed layout need one
@@ -21,7 +23,8 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
 from actmat.linalg.places import PLACE
 from actmat.methods.contract import MergeMethod
-from actmat.plan.parts import CHUNK, Part, streams
+from actmat.plan.parts import CHUNK, Part
+from actmat.plan.reading import reading_of
 from actmat.recipe import Postprocess
 
 __all__ = ["BASELINE_BYTES", "part_peak_bytes", "statistics_bytes", "tensor_peak_bytes"]
@@ -51,14 +54,17 @@ def part_peak_bytes(
     """
     width = int(torch_dtype(compute_dtype).itemsize)
     capped = caps is not None and caps.caps
-    raw = part.numel * base_itemsize + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
     matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
-    alive = (1 if method.one_pass and len(matrices) == 1 and not capped else n_experts) * part.numel
-    if walks and not capped and streams(method, options, part.numel, n_experts, width):
-        alive = n_experts * min(part.numel, PLACE)
-    alive += part.numel if method.uses_base(options) else 0
+    how = reading_of(method, options, part, n_experts, width, can_walk=walks, measured=capped)
+    alive = how.deltas(n_experts) * part.numel or n_experts * min(part.numel, PLACE)
     workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
+    if how.combined:
+        workspace -= part.numel
+    elif method.uses_base(options):
+        alive += part.numel
+    base = (part.numel if how.base else CHUNK) * base_itemsize
+    raw = base + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
     if caps is not None and caps.singular_value_cap is not None and _has_singular_values(part):
         workspace = max(workspace, part.numel + max(_svd_workspace(m) for m in part.layout.matrix_shapes(part.shape)))
     packed = 0 if single or method.acts_on != "matrix" else part.numel + sum(math.prod(m) for m in matrices)
