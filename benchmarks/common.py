@@ -172,7 +172,7 @@ def once(work: Callable[[], object]) -> float:
 
 
 def machine_facts(folder: Path = WORK, *, size: int = 2048, eigh_size: int = 1024) -> dict[str, Any]:
-    """Rates against which a time can be judged: products, eigendecomposition, disk, page cache."""
+    """Rates against which a time can be judged: products, eigendecomposition, memory, disk, page cache."""
     facts: dict[str, Any] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -186,7 +186,7 @@ def machine_facts(folder: Path = WORK, *, size: int = 2048, eigh_size: int = 102
         for dtype, name in ((torch.float32, "f32"), (torch.float64, "f64")):
             facts[f"matmul_{name}_{threads}t_gflops"] = matmul_rate(size, dtype, threads) / 1e9
             facts[f"eigh_{eigh_size}_{name}_{threads}t_s"] = eigh_time(eigh_size, dtype, threads)
-    return facts | disk_rates(folder)
+    return facts | memory_rates() | disk_rates(folder)
 
 
 def matmul_rate(size: int, dtype: torch.dtype, threads: int) -> float:
@@ -202,6 +202,15 @@ def eigh_time(size: int, dtype: torch.dtype, threads: int) -> float:
         a = torch.rand(size, size, dtype=dtype)
         s = a @ a.mT
         return timed(lambda: torch.linalg.eigh(s), repeats=1 if size > 2000 else 3)
+
+
+def memory_rates(size: int = 1 << 30) -> dict[str, float]:
+    """Bandwidths of one thread that fills memory fresh from the kernel, and the same memory again."""
+    with torch_threads(1):
+        fresh = once(lambda: torch.empty(size, dtype=torch.uint8).fill_(1))
+        kept = torch.empty(size, dtype=torch.uint8).fill_(1)
+        again = timed(lambda: kept.fill_(2))
+    return {"memory_first_touch_gbps": size / fresh / 1e9, "memory_fill_gbps": size / again / 1e9}
 
 
 def disk_rates(folder: Path, size: int = 1 << 30) -> dict[str, float]:

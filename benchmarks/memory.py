@@ -2,6 +2,8 @@
 
     python -m benchmarks.memory
     python -m benchmarks.memory --sizes small few-large --methods actmat --name memory_actmat
+    python -m benchmarks.memory --sizes few-large --methods model_stock karcher ties dare --experts 3 \
+        --name memory_walks
 
 The peak is of anonymous memory, sampled every 20 ms from outside. `ratio` is measured / estimated: above 1, the plan
 promised too little.
@@ -24,7 +26,7 @@ SIZES = {
     "large": Size(),
     "few-large": Size(layers=3),  # the tensors of `large`, but fewer: the peak is a matter of tensors
 }
-SCOPES = {"average": "all", "actmat": "linear"}
+SCOPES = {"actmat": "linear"} | dict.fromkeys(("average", "dare", "karcher", "model_stock", "ties"), "all")
 WORKERS = {1: "one", 2: "two"}
 COLUMNS = ("method", "parameters", "experts", "workers", "estimate_b", "peak_anonymous_b", "ratio", "wall_s")
 SOURCE = str(HERE.parent / "src")

@@ -196,3 +196,11 @@ def test_a_recorded_command_holds_no_path_of_this_machine() -> None:
     recorded = [json.loads(f.read_text())["command"] for f in (ROOT / "benchmarks" / "results").glob("*.json")]
     assert recorded
     assert not [command for command in recorded if " /" in command]
+
+
+def test_rates_of_memory_are_those_of_filling_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds stand in for clocks: a fresh gibibyte takes four of them, one that is kept takes half of one."""
+    monkeypatch.setattr(common, "once", lambda work: work() is None or 4.0)
+    monkeypatch.setattr(common, "timed", lambda work: work() is None or 0.5)
+    rates = common.memory_rates(1 << 20)
+    assert rates == {"memory_first_touch_gbps": 2**18 / 1e9, "memory_fill_gbps": 2**21 / 1e9}
