@@ -3,7 +3,8 @@
 The rules of the TIES, DARE, breadcrumbs and SCE family are `masked_sum` or `elect` with different masks, so they
 share one pass over memory: for each place, mask every expert into a buffer that stays in the cache, then add up.
 
-Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one piece of it, `C` contested entries.
+Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one piece of it, `S` entries of it with several
+votes, `C` contested entries.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from actmat.linalg.masks import Mask
-from actmat.linalg.places import PLACE, empty_result, walk
+from actmat.linalg.places import PLACE, empty_result, place_size, walk
 from actmat.linalg.threshold import true_indices
 
 __all__ = ["ZeroSign", "elect", "masked_sum", "piece_workspace", "sign_balance"]
@@ -23,6 +25,9 @@ __all__ = ["ZeroSign", "elect", "masked_sum", "piece_workspace", "sign_balance"]
 ZeroSign = Literal["majority", "positive", "zero"]
 """Sign elected where the votes cancel exactly: that of the sum of all elected signs (a draw elects nothing),
 always plus, or none (the merged entry is 0)."""
+
+SHARE = 4
+"""Where at most one entry in so many has several votes, these are looked at apart."""
 
 
 def masked_sum(deltas: Sequence[Tensor], masks: Sequence[Mask], scales: Sequence[float]) -> Tensor:
@@ -76,36 +81,105 @@ def elect(
     divisor = counts if reduce == "mean" else None
     settled = majority is not None or zero_sign != "majority"
     tie_break = {"positive": 1, "zero": 0, "majority": 1 if majority is None else majority}[zero_sign]
+    plain = all(factor == 1 for factor in (*mix, *(divisor or ())))
     balance, contested = 0, []
-    votes_TP = [out_N.new_empty(min(PLACE, out_N.numel())) for _ in masks] if out_N.device.type == "cpu" else []
+    room = _Room(len(masks), out_N)
     for start, pieces_TP in walk(deltas):
         out_P = out_N[start : start + pieces_TP[0].numel()]
-        parts_TP = []
-        for t, (piece_P, mask, scale) in enumerate(zip(pieces_TP, masks, scales, strict=True)):
-            vote_P = votes_TP[t][: out_P.numel()] if votes_TP else torch.empty_like(out_P)
+        total_P, *votes_TP = room.votes(out_P.numel())
+        for vote_P, piece_P, mask, scale in zip(votes_TP, pieces_TP, masks, scales, strict=True):
             mask.apply(piece_P, start, vote_P)
-            parts_TP.append(vote_P if scale == 1 else vote_P.mul_(scale))
-        sign_P = _elected_sign(parts_TP)
-        _agreeing(parts_TP, sign_P, tie_break, mix, divisor, out_P)
+            if scale != 1:
+                vote_P.mul_(scale)
+        _add_up(votes_TP, total_P)
+        several_S = room.several_votes(votes_TP) if plain else None
+        if several_S is None:
+            votes_TS, sign_S, out_S, work_3S = votes_TP, total_P.sign_(), out_P, room.spare(out_P.numel())[:3]
+        else:
+            sign_S, out_S, *rows_S = room.spare(several_S.numel())
+            work_3S, votes_TS = rows_S[:3], rows_S[3 : 3 + len(masks)]
+            for vote_P, vote_S in zip((total_P, *votes_TP), (sign_S, *votes_TS), strict=True):
+                torch.index_select(vote_P, 0, several_S, out=vote_S)
+            sign_S.sign_()
+            _only_vote(total_P, tie_break, out_P)
+        _agreeing(votes_TS, sign_S, tie_break, mix, divisor, out_S, work_3S)
+        if several_S is not None:
+            out_P.index_copy_(0, several_S, out_S)
         if not settled:
             # Take plus for now: where votes cancelled, entries then differ from 0, and only those are looked at again.
-            balance += _sum_of_signs(sign_P)
-            index_C = true_indices(sign_P.eq_(0).mul_(out_P).bool())
-            contested.append((index_C + start, [part[index_C] for part in parts_TP]))
+            balance += _sum_of_signs(total_P.sign_())
+            index_C = true_indices(sign_S.eq_(0).mul_(out_S).bool())
+            place_C = index_C if several_S is None else several_S[index_C]
+            contested.append((place_C + start, [vote_S[index_C] for vote_S in votes_TS]))
     sign_of_all = (balance > 0) - (balance < 0)
     if sign_of_all != tie_break:
-        for index_C, parts_TC in contested:
-            fixed_C = torch.empty_like(parts_TC[0])
-            _agreeing(parts_TC, torch.zeros_like(fixed_C), sign_of_all, mix, divisor, fixed_C)
+        for index_C, votes_TC in contested:
+            fixed_C, sign_C, *work_3C = out_N.new_zeros(5, index_C.numel())
+            _agreeing(votes_TC, sign_C, sign_of_all, mix, divisor, fixed_C, work_3C)
             out_N[index_C] = fixed_C
     return out
 
 
-def _elected_sign(parts_TP: Sequence[Tensor]) -> Tensor:
-    total_P = parts_TP[0] + parts_TP[1] if len(parts_TP) > 1 else parts_TP[0].clone()
-    for part_P in parts_TP[2:]:
-        total_P.add_(part_P)
-    return total_P.sign_()
+class _Room:
+    """Memory of one call of `elect`, carved anew at each place: arrays of ever other sizes would leave holes in it."""
+
+    def __init__(self, n_experts: int, like_N: Tensor) -> None:
+        size = min(place_size(like_N.device), like_N.numel())
+        self._few = size // SHARE
+        self._votes_TP = [like_N.new_empty(size) for _ in range(n_experts + 1)]
+        self._spare_P = [like_N.new_empty(size) for _ in range(_spare(n_experts))]
+        self._flags_P = np.empty((2, size), dtype=np.uint8) if like_N.device.type == "cpu" and n_experts < 256 else None
+
+    def votes(self, numel: int) -> list[Tensor]:
+        """`1 + T` rows: the sum of the votes and the votes."""
+        return [row_P[:numel] for row_P in self._votes_TP]
+
+    def spare(self, numel: int) -> list[Tensor]:
+        """Rows to compute in: three of a place, more of few entries. The next that are asked for lie over them."""
+        if numel > self._few:
+            return [row_P[:numel] for row_P in self._spare_P[:3]]
+        return [row_P[k * self._few :][:numel] for row_P in self._spare_P for k in range(SHARE)]
+
+    def several_votes(self, votes_TP: Sequence[Tensor]) -> Tensor | None:
+        """Indices of the entries that have more than one vote, if these are few: elsewhere there is nothing to elect.
+
+        Of sparse deltas most entries have one vote or none, and an election is twenty passes over memory. NumPy,
+        because it compares floats at several times the speed of torch on a CPU.
+        """
+        if self._flags_P is None:
+            return None
+        count_P, voted_P = self._flags_P[:, : votes_TP[0].numel()]
+        np.not_equal(votes_TP[0].numpy(), 0, out=count_P.view(np.bool_))
+        for vote_P in votes_TP[1:]:
+            np.not_equal(vote_P.numpy(), 0, out=voted_P.view(np.bool_))
+            np.add(count_P, voted_P, out=count_P)
+        several_P = np.greater(count_P, 1, out=voted_P.view(np.bool_))
+        few = np.count_nonzero(several_P) <= self._few
+        return torch.from_numpy(np.flatnonzero(several_P)) if few else None
+
+
+def _spare(n_experts: int) -> int:
+    """Rows of a place that hold three of a place, or all of an election of few entries."""
+    return max(3, -(-(n_experts + 5) // SHARE))
+
+
+def _add_up(votes_TP: Sequence[Tensor], out_P: Tensor) -> Tensor:
+    """`sum_t y_t`: its sign is the elected one, 0 where the votes cancel."""
+    first_P, *others_TP = votes_TP
+    if not others_TP:
+        return out_P.copy_(first_P)
+    torch.add(first_P, others_TP[0], out=out_P)
+    for vote_P in others_TP[1:]:
+        out_P.add_(vote_P)
+    return out_P
+
+
+def _only_vote(total_P: Tensor, tie_break: int, out_P: Tensor) -> None:
+    """The sum is the only vote, or zero, which has the sign that `_agreeing` gives it: that of the tie-break."""
+    if tie_break < 0:
+        torch.neg(total_P, out=out_P).add_(0.0).neg_()
+    else:
+        torch.add(total_P, 0.0, out=out_P)
 
 
 def _sum_of_signs(sign_P: Tensor) -> int:
@@ -117,36 +191,38 @@ def sign_balance(deltas: Sequence[Tensor], masks: Sequence[Mask]) -> int:
     """Sum over all entries of the elected signs: its sign is the majority that settles cancelled votes."""
     balance = 0
     for start, pieces_TP in walk(deltas):
-        parts_TP = []
+        votes_TP: list[Tensor] = []
         for piece_P, mask in zip(pieces_TP, masks, strict=True):
-            part_P = torch.empty_like(piece_P)
-            mask.apply(piece_P, start, part_P)
-            parts_TP.append(part_P)
-        balance += _sum_of_signs(_elected_sign(parts_TP))
+            vote_P = torch.empty_like(piece_P)
+            mask.apply(piece_P, start, vote_P)
+            votes_TP.append(vote_P)
+        balance += _sum_of_signs(_add_up(votes_TP, torch.empty_like(votes_TP[0])).sign_())
     return balance
 
 
 def _agreeing(
-    parts_TP: Sequence[Tensor],
+    votes_TP: Sequence[Tensor],
     sign_P: Tensor,
     tie_break: int,
     mix: Sequence[float],
     counts: Sequence[float] | None,
     out_P: Tensor,
+    work_3P: Sequence[Tensor],
 ) -> None:
-    """`out = sum mix y / sum counts` over the parts whose sign is the elected one.
+    """`out = sum mix y / sum counts` over the votes whose sign is the elected one.
 
     Plain arithmetic on floats throughout: boolean masks cost several times as much on a CPU.
     """
-    # -1, 0, 1 plus half a tie-break has the sign that is wanted.
-    elected_P = (sign_P + 0.5 * tie_break).sign_() if tie_break else sign_P
-    divisor_P = torch.empty_like(out_P) if counts is not None else None
-    agreeing_P = torch.empty_like(out_P)
-    for t, part_P in enumerate(parts_TP):
-        torch.mul(part_P, elected_P, out=agreeing_P)
+    elected_P, divisor_P, agreeing_P = work_3P
+    if tie_break:  # -1, 0, 1 plus half a tie-break has the sign that is wanted
+        torch.add(sign_P, 0.5 * tie_break, out=elected_P).sign_()
+    else:
+        elected_P = sign_P
+    for t, vote_P in enumerate(votes_TP):
+        torch.mul(vote_P, elected_P, out=agreeing_P)
         if t == 0:
             torch.threshold(agreeing_P, 0, 0, out=out_P)  # unlike `clamp_min`, it gives +0 for -0
-            if divisor_P is not None and counts is not None:
+            if counts is not None:
                 torch.sign(out_P, out=divisor_P)
                 if counts[0] != 1:
                     divisor_P.mul_(counts[0])
@@ -154,13 +230,13 @@ def _agreeing(
                 out_P.mul_(mix[0])
             continue
         out_P.add_(agreeing_P.clamp_min_(0), alpha=mix[t])
-        if divisor_P is not None and counts is not None:
+        if counts is not None:
             divisor_P.add_(agreeing_P.sign_(), alpha=counts[t])
     out_P.mul_(elected_P)
-    if divisor_P is not None:
+    if counts is not None:
         out_P.div_(divisor_P.add_(torch.eq(divisor_P, 0, out=agreeing_P)))  # a divisor of 0 becomes 1
 
 
 def piece_workspace(entries: int, n_experts: int) -> int:
-    """Elements of the piece buffers of one call of `elect` or `masked_sum`."""
-    return min(entries, PLACE) * (n_experts + 5)
+    """Elements of the buffers of one call of `elect` or `masked_sum`: votes, their sum, what is carved, a mask's."""
+    return min(entries, PLACE) * (n_experts + 3 + _spare(n_experts))

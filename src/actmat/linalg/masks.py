@@ -132,6 +132,7 @@ class Drop:
     seed: int
     _coarse: torch.Generator = field(default_factory=torch.Generator)
     _fine: torch.Generator = field(default_factory=torch.Generator)
+    _gaps: list[int] = field(default_factory=list)
     _next_extra: int = 0
 
     def apply(self, piece_P: Tensor, start: int, out_P: Tensor) -> None:
@@ -145,7 +146,7 @@ class Drop:
         if start == 0:
             self._coarse.manual_seed(self.seed)
             self._fine.manual_seed(self.seed ^ 1)
-            self._next_extra = -1
+            self._gaps, self._next_extra = [], -1
             self._advance(missing)
         draws_P, limit = random_int16(piece_P.numel(), self._coarse), bound - 2**15
         keeping = self.density <= 0.5
@@ -161,8 +162,13 @@ class Drop:
 
     def _advance(self, probability: float) -> None:
         """Go to the next entry of the second kind; past the end of every tensor when there is none."""
-        gap = torch.empty((), dtype=torch.float64)
-        self._next_extra += int(gap.geometric_(probability, generator=self._fine)) if probability > 0 else 2**62
+        if probability <= 0:
+            self._next_extra = 2**62
+            return
+        if not self._gaps:  # drawn many at a time: a draw of one costs as much
+            gaps = torch.empty(64, dtype=torch.float64).geometric_(probability, generator=self._fine)
+            self._gaps = [int(gap) for gap in reversed(gaps.tolist())]
+        self._next_extra += self._gaps.pop()
 
 
 def random_int16(count: int, generator: torch.Generator) -> Tensor:

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from actmat.linalg.threshold import PIECE, PIECE_ON_DEVICE
 
-__all__ = ["PLACE", "HasRoom", "Preceded", "Streamed", "empty_result", "preceded_by", "shape_and_dtype", "walk"]
+__all__ = [
+    "PLACE",
+    "HasRoom",
+    "Preceded",
+    "Streamed",
+    "empty_result",
+    "place_size",
+    "preceded_by",
+    "shape_and_dtype",
+    "walk",
+]
 
 PLACE = PIECE
 """Entries of a place, a multiple of 4."""
@@ -45,13 +55,18 @@ class Streamed(HasRoom, Protocol):
         """`(start, pieces_TP)` of consecutive places; a piece is overwritten by that of the next place."""
 
 
+def place_size(device: torch.device) -> int:
+    """Entries of a place of a tensor on that device."""
+    return PLACE if device.type == "cpu" else PIECE_ON_DEVICE
+
+
 def walk(deltas: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     """`(start, pieces_TP)` of consecutive places of the flattened deltas: all experts at a place, in storage order."""
     if isinstance(deltas, Streamed):
         yield from deltas.walk()
         return
     flats_TN = [delta.reshape(-1) for delta in deltas]
-    size = PLACE if flats_TN[0].device.type == "cpu" else PIECE_ON_DEVICE
+    size = place_size(flats_TN[0].device)
     for start in range(0, flats_TN[0].numel(), size):
         yield start, [flat_N[start : start + size] for flat_N in flats_TN]
 
