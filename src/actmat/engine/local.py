@@ -73,6 +73,8 @@ def execute(
     compute = torch_dtype(jobs[0].plan.recipe.compute_dtype)
     device = torch.device(resources.device)
     units = _units(jobs)
+    if resources.workers > 1:  # a large tensor that comes last, as heads do, would leave the other workers idle
+        units.sort(key=_unit_traffic, reverse=True)
     peaks = [_unit_bytes(unit, compute.itemsize) for unit in units]
     # what a worker may keep mapped: with so much each, all workers together stay within what the plan announces
     largest = sorted(peaks, reverse=True)[: resources.workers]
@@ -123,7 +125,7 @@ def execute(
                 for group, records in zip(unit, results, strict=True):
                     _finish(group, records)
         for group in unit:
-            progress(group[0][1].name, max(p.read_bytes + p.write_bytes for _, p in group))
+            progress(group[0][1].name, _traffic(group))
 
     with one_thread(), concurrent.futures.ThreadPoolExecutor(resources.workers, "actmat") as pool:
         unfinished = [j.plan for j in jobs if any(job is j for unit in units for group in unit for job, _ in group)]
@@ -190,6 +192,15 @@ def _worth_moving(item: TensorPlan) -> bool:
 def _leader(group: Group) -> TensorPlan:
     """The item that says what is read: one that merges, where there is one, else the experts are left alone."""
     return next((p for _, p in group if p.call is not None), group[0][1])
+
+
+def _traffic(group: Group) -> int:
+    return max(p.read_bytes + p.write_bytes for _, p in group)
+
+
+def _unit_traffic(unit: Unit) -> int:
+    """Bytes that are read and written: what the time of a unit goes by, as far as the order needs to know it."""
+    return sum(_traffic(group) for group in unit)
 
 
 def _unit_bytes(unit: Unit, itemsize: int) -> int:

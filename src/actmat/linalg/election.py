@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actmat.linalg.masks import Mask
+from actmat.linalg.masks import Drop, Mask
 from actmat.linalg.places import PLACE, empty_result, place_size, walk
 from actmat.linalg.threshold import true_indices
 
@@ -86,28 +86,20 @@ def elect(
     room = _Room(len(masks), out_N)
     for start, pieces_TP in walk(deltas):
         out_P = out_N[start : start + pieces_TP[0].numel()]
-        total_P, *votes_TP = room.votes(out_P.numel())
-        for vote_P, piece_P, mask, scale in zip(votes_TP, pieces_TP, masks, scales, strict=True):
-            mask.apply(piece_P, start, vote_P)
-            if scale != 1:
-                vote_P.mul_(scale)
-        _add_up(votes_TP, total_P)
-        several_S = room.several_votes(votes_TP) if plain else None
+        several_S, votes_TS = room.vote(pieces_TP, start, masks, scales, out_P, apart=plain)
+        sign_P = torch.sign(out_P, out=room.sign(out_P.numel())) if several_S is None or not settled else out_P
         if several_S is None:
-            votes_TS, sign_S, out_S, work_3S = votes_TP, total_P.sign_(), out_P, room.spare(out_P.numel())[:3]
+            sign_S, out_S, work_3S = sign_P, out_P, room.spare(out_P.numel())[:3]
         else:
-            sign_S, out_S, *rows_S = room.spare(several_S.numel())
-            work_3S, votes_TS = rows_S[:3], rows_S[3 : 3 + len(masks)]
-            for vote_P, vote_S in zip((total_P, *votes_TP), (sign_S, *votes_TS), strict=True):
-                torch.index_select(vote_P, 0, several_S, out=vote_S)
-            sign_S.sign_()
-            _only_vote(total_P, tie_break, out_P)
+            sign_S, out_S, *work_3S = room.spare(several_S.numel())[:5]
+            torch.index_select(out_P, 0, several_S, out=sign_S).sign_()
+            _only_votes(out_P, tie_break)
         _agreeing(votes_TS, sign_S, tie_break, mix, divisor, out_S, work_3S)
         if several_S is not None:
             out_P.index_copy_(0, several_S, out_S)
         if not settled:
             # Take plus for now: where votes cancelled, entries then differ from 0, and only those are looked at again.
-            balance += _sum_of_signs(total_P.sign_())
+            balance += _sum_of_signs(sign_P)
             index_C = true_indices(sign_S.eq_(0).mul_(out_S).bool())
             place_C = index_C if several_S is None else several_S[index_C]
             contested.append((place_C + start, [vote_S[index_C] for vote_S in votes_TS]))
@@ -121,18 +113,24 @@ def elect(
 
 
 class _Room:
-    """Memory of one call of `elect`, carved anew at each place: arrays of ever other sizes would leave holes in it."""
+    """Votes and memory of one call of `elect`, used again at each place: arrays of ever other sizes would leave holes.
+
+    Of sparse deltas most entries have one vote or none, and an election is twenty passes over memory. So where few
+    entries have several, these are looked at apart; elsewhere there is nothing to elect. NumPy finds them, because it
+    compares at several times the speed of torch on a CPU.
+    """
 
     def __init__(self, n_experts: int, like_N: Tensor) -> None:
         size = min(place_size(like_N.device), like_N.numel())
         self._few = size // SHARE
-        self._votes_TP = [like_N.new_empty(size) for _ in range(n_experts + 1)]
+        self._votes_TP = [like_N.new_empty(size) for _ in range(n_experts)]
+        self._sign_P = like_N.new_empty(size)
         self._spare_P = [like_N.new_empty(size) for _ in range(_spare(n_experts))]
         self._flags_P = np.empty((2, size), dtype=np.uint8) if like_N.device.type == "cpu" and n_experts < 256 else None
 
-    def votes(self, numel: int) -> list[Tensor]:
-        """`1 + T` rows: the sum of the votes and the votes."""
-        return [row_P[:numel] for row_P in self._votes_TP]
+    def sign(self, numel: int) -> Tensor:
+        """A row for the elected signs."""
+        return self._sign_P[:numel]
 
     def spare(self, numel: int) -> list[Tensor]:
         """Rows to compute in: three of a place, more of few entries. The next that are asked for lie over them."""
@@ -140,12 +138,60 @@ class _Room:
             return [row_P[:numel] for row_P in self._spare_P[:3]]
         return [row_P[k * self._few :][:numel] for row_P in self._spare_P for k in range(SHARE)]
 
-    def several_votes(self, votes_TP: Sequence[Tensor]) -> Tensor | None:
-        """Indices of the entries that have more than one vote, if these are few: elsewhere there is nothing to elect.
+    def vote(
+        self,
+        pieces_TP: Sequence[Tensor],
+        start: int,
+        masks: Sequence[Mask],
+        scales: Sequence[float],
+        sum_P: Tensor,
+        *,
+        apart: bool,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Write the sum of the votes; give the entries that have several and the votes there, or None and all votes."""
+        if apart and self._flags_P is not None and all(isinstance(mask, Drop) for mask in masks):
+            return self._vote_by_flags(pieces_TP, [mask.flags(sum_P.numel(), start) for mask in masks], scales, sum_P)
+        votes_TP = [row_P[: sum_P.numel()] for row_P in self._votes_TP]
+        for vote_P, piece_P, mask, scale in zip(votes_TP, pieces_TP, masks, scales, strict=True):
+            mask.apply(piece_P, start, vote_P)
+            if scale != 1:
+                vote_P.mul_(scale)
+        _add_up(votes_TP, sum_P)
+        several_S = self._several_votes(votes_TP) if apart else None
+        if several_S is None:
+            return None, votes_TP
+        votes_TS = self.spare(several_S.numel())[5 : 5 + len(masks)]
+        for vote_P, vote_S in zip(votes_TP, votes_TS, strict=True):
+            torch.index_select(vote_P, 0, several_S, out=vote_S)
+        return several_S, votes_TS
 
-        Of sparse deltas most entries have one vote or none, and an election is twenty passes over memory. NumPy,
-        because it compares floats at several times the speed of torch on a CPU.
-        """
+    def _vote_by_flags(
+        self, pieces_TP: Sequence[Tensor], flags_TP: Sequence[Tensor], scales: Sequence[float], sum_P: Tensor
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The same for masks that say what they keep: votes are formed only where they are looked at."""
+        kept_P = self._votes_TP[0][: sum_P.numel()]
+        for t, (piece_P, flag_P, scale) in enumerate(zip(pieces_TP, flags_TP, scales, strict=True)):
+            kept_P.copy_(flag_P)
+            if t == 0:
+                torch.mul(piece_P, kept_P, out=sum_P).mul_(scale)
+            else:
+                sum_P.addcmul_(piece_P, kept_P, value=scale)
+        count_P = flags_TP[0].clone()
+        for flag_P in flags_TP[1:]:
+            count_P.add_(flag_P)
+        several_S = self._where_several(count_P.numpy())
+        if several_S is None:
+            votes_TP = [row_P[: sum_P.numel()] for row_P in self._votes_TP]
+            for vote_P, piece_P, flag_P, scale in zip(votes_TP, pieces_TP, flags_TP, scales, strict=True):
+                vote_P.copy_(flag_P).mul_(piece_P).mul_(scale)
+            return None, votes_TP
+        votes_TS = self.spare(several_S.numel())[5 : 5 + len(flags_TP)]
+        for vote_S, piece_P, flag_P, scale in zip(votes_TS, pieces_TP, flags_TP, scales, strict=True):
+            torch.index_select(piece_P, 0, several_S, out=vote_S)
+            vote_S.mul_(flag_P.index_select(0, several_S)).mul_(scale)
+        return several_S, votes_TS
+
+    def _several_votes(self, votes_TP: Sequence[Tensor]) -> Tensor | None:
         if self._flags_P is None:
             return None
         count_P, voted_P = self._flags_P[:, : votes_TP[0].numel()]
@@ -153,7 +199,12 @@ class _Room:
         for vote_P in votes_TP[1:]:
             np.not_equal(vote_P.numpy(), 0, out=voted_P.view(np.bool_))
             np.add(count_P, voted_P, out=count_P)
-        several_P = np.greater(count_P, 1, out=voted_P.view(np.bool_))
+        return self._where_several(count_P)
+
+    def _where_several(self, count_P: np.ndarray) -> Tensor | None:
+        """Indices of the entries with more than one vote, if they are few."""
+        assert self._flags_P is not None
+        several_P = np.greater(count_P, 1, out=self._flags_P[1, : count_P.size].view(np.bool_))
         few = np.count_nonzero(several_P) <= self._few
         return torch.from_numpy(np.flatnonzero(several_P)) if few else None
 
@@ -174,12 +225,12 @@ def _add_up(votes_TP: Sequence[Tensor], out_P: Tensor) -> Tensor:
     return out_P
 
 
-def _only_vote(total_P: Tensor, tie_break: int, out_P: Tensor) -> None:
-    """The sum is the only vote, or zero, which has the sign that `_agreeing` gives it: that of the tie-break."""
+def _only_votes(sum_P: Tensor, tie_break: int) -> None:
+    """Sums of one vote or none stay; zeros get the sign that `_agreeing` gives them, that of the tie-break."""
     if tie_break < 0:
-        torch.neg(total_P, out=out_P).add_(0.0).neg_()
+        sum_P.neg_().add_(0.0).neg_()
     else:
-        torch.add(total_P, 0.0, out=out_P)
+        sum_P.add_(0.0)
 
 
 def _sum_of_signs(sign_P: Tensor) -> int:

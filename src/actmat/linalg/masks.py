@@ -136,10 +136,19 @@ class Drop:
     _next_extra: int = 0
 
     def apply(self, piece_P: Tensor, start: int, out_P: Tensor) -> None:
-        """See `Mask`; a piece at `start = 0` begins the mask anew. Pieces but the last are of a multiple of 4."""
+        """See `Mask` and `flags`."""
         if self.density >= 1 or self.density <= 0:
             out_P.copy_(piece_P) if self.density >= 1 else out_P.zero_()
-            return
+        else:
+            out_P.copy_(self.flags(piece_P.numel(), start)).mul_(piece_P)
+
+    def flags(self, numel: int, start: int) -> Tensor:
+        """1 where entries from `start` on are kept, else 0, as 16-bit integers on the CPU.
+
+        `start = 0` begins the mask anew; pieces are asked for in order, and all but the last are of a multiple of 4.
+        """
+        if self.density >= 1 or self.density <= 0:
+            return torch.full((numel,), int(self.density >= 1), dtype=torch.int16)
         rare = min(self.density, 1 - self.density)
         bound = math.floor(rare * 2**16)
         missing = (rare - bound / 2**16) / (1 - bound / 2**16)
@@ -148,17 +157,17 @@ class Drop:
             self._fine.manual_seed(self.seed ^ 1)
             self._gaps, self._next_extra = [], -1
             self._advance(missing)
-        draws_P, limit = random_int16(piece_P.numel(), self._coarse), bound - 2**15
+        draws_P, limit = random_int16(numel, self._coarse), bound - 2**15
         keeping = self.density <= 0.5
         # 0 and 1 as 16-bit integers, then as floats: vectorised, which neither making nor using booleans is
         kept_P = draws_P.lt_(limit) if keeping else draws_P.ge_(limit)
         extra = []
-        while self._next_extra < start + piece_P.numel():
+        while self._next_extra < start + numel:
             extra.append(self._next_extra - start)
             self._advance(missing)
         if extra:
             kept_P[extra] = int(keeping)
-        out_P.copy_(kept_P).mul_(piece_P)
+        return kept_P
 
     def _advance(self, probability: float) -> None:
         """Go to the next entry of the second kind; past the end of every tensor when there is none."""
