@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch import Tensor
 import actmat
 from actmat import methods as methods_module
 from actmat.api import plan as plan_merge
+from actmat.engine import local
 from actmat.engine.apply import generator_for
 from actmat.errors import NumericalError
 from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
@@ -300,3 +302,29 @@ def test_large_transposed_matrices_give_the_bytes_of_small_ones(
     assert any("c_fc" in name for name in found[0])
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name]), name
+
+
+class AtOnce(concurrent.futures.ThreadPoolExecutor):
+    """Does what is submitted before it returns: the order is that of submission."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+def test_several_workers_begin_with_the_largest_tensors(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    merge_tensor = local.merge_tensor
+
+    def noting(variants: Any, *rest: Any) -> Any:
+        sizes.append(variants[0].item.numel)
+        return merge_tensor(variants, *rest)
+
+    monkeypatch.setattr(local, "merge_tensor", noting)
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", AtOnce)
+    merge(family, method="average", scope="all", threads=1)
+    in_order = list(sizes)
+    sizes.clear()
+    merge(family, method="average", scope="all", threads=2)
+    assert sizes == sorted(in_order, reverse=True) != in_order
