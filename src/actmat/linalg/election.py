@@ -149,8 +149,9 @@ class _Room:
         apart: bool,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Write the sum of the votes; give the entries that have several and the votes there, or None and all votes."""
-        if apart and self._flags_P is not None and all(isinstance(mask, Drop) for mask in masks):
-            return self._vote_by_flags(pieces_TP, [mask.flags(sum_P.numel(), start) for mask in masks], scales, sum_P)
+        drops = [mask for mask in masks if isinstance(mask, Drop)]
+        if apart and self._flags_P is not None and len(drops) == len(masks):
+            return self._vote_by_flags(pieces_TP, [drop.flags(sum_P.numel(), start) for drop in drops], scales, sum_P)
         votes_TP = [row_P[: sum_P.numel()] for row_P in self._votes_TP]
         for vote_P, piece_P, mask, scale in zip(votes_TP, pieces_TP, masks, scales, strict=True):
             mask.apply(piece_P, start, vote_P)
