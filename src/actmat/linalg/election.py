@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,9 +114,8 @@ def elect(
 class _Room:
     """Votes and memory of one call of `elect`, used again at each place: arrays of ever other sizes would leave holes.
 
-    Of sparse deltas most entries have one vote or none, and an election is twenty passes over memory. So where few
-    entries have several, these are looked at apart; elsewhere there is nothing to elect. NumPy finds them, because it
-    compares at several times the speed of torch on a CPU.
+    Where masks say what they keep and are sparse, most entries have one vote or none, and an election is twenty passes
+    over memory. So where few entries have several votes, these are looked at apart; elsewhere nothing is to be elected.
     """
 
     def __init__(self, n_experts: int, like_N: Tensor) -> None:
@@ -126,7 +124,6 @@ class _Room:
         self._votes_TP = [like_N.new_empty(size) for _ in range(n_experts)]
         self._sign_P = like_N.new_empty(size)
         self._spare_P = [like_N.new_empty(size) for _ in range(_spare(n_experts))]
-        self._flags_P = np.empty((2, size), dtype=np.uint8) if like_N.device.type == "cpu" and n_experts < 256 else None
 
     def sign(self, numel: int) -> Tensor:
         """A row for the elected signs."""
@@ -150,7 +147,7 @@ class _Room:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Write the sum of the votes; give the entries that have several and the votes there, or None and all votes."""
         drops = [mask for mask in masks if isinstance(mask, Drop)]
-        if apart and self._flags_P is not None and len(drops) == len(masks):
+        if apart and sum_P.device.type == "cpu" and len(drops) == len(masks):
             return self._vote_by_flags(pieces_TP, [drop.flags(sum_P.numel(), start) for drop in drops], scales, sum_P)
         votes_TP = [row_P[: sum_P.numel()] for row_P in self._votes_TP]
         for vote_P, piece_P, mask, scale in zip(votes_TP, pieces_TP, masks, scales, strict=True):
@@ -158,13 +155,7 @@ class _Room:
             if scale != 1:
                 vote_P.mul_(scale)
         _add_up(votes_TP, sum_P)
-        several_S = self._several_votes(votes_TP) if apart else None
-        if several_S is None:
-            return None, votes_TP
-        votes_TS = self.spare(several_S.numel())[5 : 5 + len(masks)]
-        for vote_P, vote_S in zip(votes_TP, votes_TS, strict=True):
-            torch.index_select(vote_P, 0, several_S, out=vote_S)
-        return several_S, votes_TS
+        return None, votes_TP
 
     def _vote_by_flags(
         self, pieces_TP: Sequence[Tensor], flags_TP: Sequence[Tensor], scales: Sequence[float], sum_P: Tensor
@@ -180,7 +171,7 @@ class _Room:
         count_P = flags_TP[0].clone()
         for flag_P in flags_TP[1:]:
             count_P.add_(flag_P)
-        several_S = self._where_several(count_P.numpy())
+        several_S = self._where_several(count_P, kept_P)
         if several_S is None:
             votes_TP = [row_P[: sum_P.numel()] for row_P in self._votes_TP]
             for vote_P, piece_P, flag_P, scale in zip(votes_TP, pieces_TP, flags_TP, scales, strict=True):
@@ -192,22 +183,11 @@ class _Room:
             vote_S.mul_(flag_P.index_select(0, several_S)).mul_(scale)
         return several_S, votes_TS
 
-    def _several_votes(self, votes_TP: Sequence[Tensor]) -> Tensor | None:
-        if self._flags_P is None:
-            return None
-        count_P, voted_P = self._flags_P[:, : votes_TP[0].numel()]
-        np.not_equal(votes_TP[0].numpy(), 0, out=count_P.view(np.bool_))
-        for vote_P in votes_TP[1:]:
-            np.not_equal(vote_P.numpy(), 0, out=voted_P.view(np.bool_))
-            np.add(count_P, voted_P, out=count_P)
-        return self._where_several(count_P)
-
-    def _where_several(self, count_P: np.ndarray) -> Tensor | None:
-        """Indices of the entries with more than one vote, if they are few."""
-        assert self._flags_P is not None
-        several_P = np.greater(count_P, 1, out=self._flags_P[1, : count_P.size].view(np.bool_))
-        few = np.count_nonzero(several_P) <= self._few
-        return torch.from_numpy(np.flatnonzero(several_P)) if few else None
+    def _where_several(self, count_P: Tensor, work_P: Tensor) -> Tensor | None:
+        """Indices of the entries with more than one vote, if they are few; integers and floats, see `_agreeing`."""
+        several_P = count_P.gt_(1)
+        few = _sum_of_signs(work_P.copy_(several_P)) <= self._few
+        return true_indices(several_P.bool()) if few else None
 
 
 def _spare(n_experts: int) -> int:
