@@ -157,7 +157,7 @@ def test_an_election_of_the_entries_with_several_votes_gives_the_same_bits(
     found = []
     for everywhere in (False, True):
         if everywhere:
-            monkeypatch.setattr(election._Room, "_where_several", lambda room, count_P, work_P: None)
+            monkeypatch.setattr(election, "_share_of_several", lambda densities: 1.0)
         masks = [Drop(0.5 / n_experts, seed) for seed in range(n_experts)]
         ones = [1.0] * n_experts
         value = elect(deltas, masks, scales=ones, counts=ones, reduce=reduce, zero_sign=zero_sign, majority=majority)

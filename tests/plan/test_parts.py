@@ -139,7 +139,7 @@ def test_a_rule_that_streams_pays_for_a_place_of_each_expert() -> None:
     assert dare.streams(dare.resolve_options({}))
     assert not dare.streams(dare.resolve_options({"rescale": "l1"}))
     more = peak("dare", (4096, 4096), experts=12) - peak("dare", (4096, 4096), experts=2)
-    assert more <= 11 * 4 * 2 * PLACE, "a place of each delta and of each vote"
+    assert more <= 10 * 4 * 2 * PLACE, "a place of each delta and of each vote"
     assert peak("dare", (4096, 4096), caps=NORM_CAP) > peak("dare", (4096, 4096)) + 2 * 4 * 4096**2
 
 

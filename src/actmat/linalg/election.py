@@ -9,6 +9,7 @@ votes, `C` contested entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,8 +26,8 @@ ZeroSign = Literal["majority", "positive", "zero"]
 """Sign elected where the votes cancel exactly: that of the sum of all elected signs (a draw elects nothing),
 always plus, or none (the merged entry is 0)."""
 
-SHARE = 4
-"""Where at most one entry in so many has several votes, these are looked at apart."""
+FEW = 6
+"""Entries with several votes are looked at apart where random masks leave fewer than one in so many."""
 
 
 def masked_sum(deltas: Sequence[Tensor], masks: Sequence[Mask], scales: Sequence[float]) -> Tensor:
@@ -82,23 +83,26 @@ def elect(
     tie_break = {"positive": 1, "zero": 0, "majority": 1 if majority is None else majority}[zero_sign]
     plain = all(factor == 1 for factor in (*mix, *(divisor or ())))
     balance, contested = 0, []
-    room = _Room(len(masks), out_N)
+    drops = [mask for mask in masks if isinstance(mask, Drop)] if plain and out_N.device.type == "cpu" else []
+    apart = len(drops) == len(masks) and _share_of_several([drop.density for drop in drops]) < 1 / FEW
+    room = _Room(len(masks), out_N, apart=apart)
     for start, pieces_TP in walk(deltas):
         out_P = out_N[start : start + pieces_TP[0].numel()]
-        several_S, votes_TS = room.vote(pieces_TP, start, masks, scales, out_P, apart=plain)
-        sign_P = torch.sign(out_P, out=room.sign(out_P.numel())) if several_S is None or not settled else out_P
-        if several_S is None:
-            sign_S, out_S, work_3S = sign_P, out_P, room.spare(out_P.numel())[:3]
-        else:
-            sign_S, out_S, *work_3S = room.spare(several_S.numel())[:5]
+        if apart:
+            several_S, votes_TS = room.vote_apart(pieces_TP, start, drops, scales, out_P)
+            sign_S, out_S, *work_3S = room.rows(several_S.numel())[:5]
             torch.index_select(out_P, 0, several_S, out=sign_S).sign_()
             _only_votes(out_P, tie_break)
+        else:
+            several_S, votes_TS = None, room.vote(pieces_TP, start, masks, scales, out_P)
+            sign_S, out_S, work_3S = room.signs(out_P), out_P, room.rows(out_P.numel())[:3]
+        if not settled:
+            balance += _sum_of_signs(room.signs(out_P) if apart else sign_S)
         _agreeing(votes_TS, sign_S, tie_break, mix, divisor, out_S, work_3S)
         if several_S is not None:
             out_P.index_copy_(0, several_S, out_S)
         if not settled:
             # Take plus for now: where votes cancelled, entries then differ from 0, and only those are looked at again.
-            balance += _sum_of_signs(sign_P)
             index_C = true_indices(sign_S.eq_(0).mul_(out_S).bool())
             place_C = index_C if several_S is None else several_S[index_C]
             contested.append((place_C + start, [vote_S[index_C] for vote_S in votes_TS]))
@@ -114,85 +118,69 @@ def elect(
 class _Room:
     """Votes and memory of one call of `elect`, used again at each place: arrays of ever other sizes would leave holes.
 
-    Where masks say what they keep and are sparse, most entries have one vote or none, and an election is twenty passes
-    over memory. So where few entries have several votes, these are looked at apart; elsewhere nothing is to be elected.
+    An election is twenty passes over memory, but where at most one expert votes there is nothing to elect. Sparse
+    random masks leave few entries with several votes, and `apart` looks at these alone.
     """
 
-    def __init__(self, n_experts: int, like_N: Tensor) -> None:
+    def __init__(self, n_experts: int, like_N: Tensor, *, apart: bool) -> None:
         size = min(place_size(like_N.device), like_N.numel())
-        self._few = size // SHARE
-        self._votes_TP = [like_N.new_empty(size) for _ in range(n_experts)]
+        self._few = size // FEW
         self._sign_P = like_N.new_empty(size)
-        self._spare_P = [like_N.new_empty(size) for _ in range(_spare(n_experts))]
+        self._votes_TP = [like_N.new_empty(0 if apart else size) for _ in range(n_experts)]
+        self._work_P = [like_N.new_empty(size) for _ in range(_work_rows(n_experts) if apart else 3)]
 
-    def sign(self, numel: int) -> Tensor:
-        """A row for the elected signs."""
-        return self._sign_P[:numel]
+    def rows(self, numel: int) -> list[Tensor]:
+        """Rows to compute in, the same ones at each call: three of a place, or `5 + T` of few entries."""
+        if numel <= self._few:
+            return [row_P[k * self._few :][:numel] for row_P in self._work_P for k in range(FEW)]
+        if self._votes_TP[0].numel():
+            return [row_P[:numel] for row_P in self._work_P]
+        return list(self._sign_P.new_empty(5 + len(self._votes_TP), numel))  # more than chance gives, of a small tensor
 
-    def spare(self, numel: int) -> list[Tensor]:
-        """Rows to compute in: three of a place, more of few entries. The next that are asked for lie over them."""
-        if numel > self._few:
-            return [row_P[:numel] for row_P in self._spare_P[:3]]
-        return [row_P[k * self._few :][:numel] for row_P in self._spare_P for k in range(SHARE)]
+    def signs(self, sum_P: Tensor) -> Tensor:
+        """Sign of each entry."""
+        return torch.sign(sum_P, out=self._sign_P[: sum_P.numel()])
 
     def vote(
-        self,
-        pieces_TP: Sequence[Tensor],
-        start: int,
-        masks: Sequence[Mask],
-        scales: Sequence[float],
-        sum_P: Tensor,
-        *,
-        apart: bool,
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """Write the sum of the votes; give the entries that have several and the votes there, or None and all votes."""
-        drops = [mask for mask in masks if isinstance(mask, Drop)]
-        if apart and sum_P.device.type == "cpu" and len(drops) == len(masks):
-            return self._vote_by_flags(pieces_TP, [drop.flags(sum_P.numel(), start) for drop in drops], scales, sum_P)
+        self, pieces_TP: Sequence[Tensor], start: int, masks: Sequence[Mask], scales: Sequence[float], sum_P: Tensor
+    ) -> list[Tensor]:
+        """`y_t` of every expert, and their sum in `sum_P`."""
         votes_TP = [row_P[: sum_P.numel()] for row_P in self._votes_TP]
         for vote_P, piece_P, mask, scale in zip(votes_TP, pieces_TP, masks, scales, strict=True):
             mask.apply(piece_P, start, vote_P)
             if scale != 1:
                 vote_P.mul_(scale)
         _add_up(votes_TP, sum_P)
-        return None, votes_TP
+        return votes_TP
 
-    def _vote_by_flags(
-        self, pieces_TP: Sequence[Tensor], flags_TP: Sequence[Tensor], scales: Sequence[float], sum_P: Tensor
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """The same for masks that say what they keep: votes are formed only where they are looked at."""
-        kept_P = self._votes_TP[0][: sum_P.numel()]
-        for t, (piece_P, flag_P, scale) in enumerate(zip(pieces_TP, flags_TP, scales, strict=True)):
-            kept_P.copy_(flag_P)
-            if t == 0:
-                torch.mul(piece_P, kept_P, out=sum_P).mul_(scale)
-            else:
-                sum_P.addcmul_(piece_P, kept_P, value=scale)
-        count_P = flags_TP[0].clone()
-        for flag_P in flags_TP[1:]:
+    def vote_apart(
+        self, pieces_TP: Sequence[Tensor], start: int, masks: Sequence[Drop], scales: Sequence[float], sum_P: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Indices of the entries that several experts may vote on and `y_t` there; the sum of all votes in `sum_P`."""
+        flags_TP = [mask.flags(sum_P.numel(), start) for mask in masks]
+        kept_P, count_P = self._sign_P[: sum_P.numel()], flags_TP[0].clone()
+        torch.mul(pieces_TP[0], kept_P.copy_(flags_TP[0]), out=sum_P).mul_(scales[0])
+        for piece_P, flag_P, scale in zip(pieces_TP[1:], flags_TP[1:], scales[1:], strict=True):
+            sum_P.addcmul_(piece_P, kept_P.copy_(flag_P), value=scale)
             count_P.add_(flag_P)
-        several_S = self._where_several(count_P, kept_P)
-        if several_S is None:
-            votes_TP = [row_P[: sum_P.numel()] for row_P in self._votes_TP]
-            for vote_P, piece_P, flag_P, scale in zip(votes_TP, pieces_TP, flags_TP, scales, strict=True):
-                vote_P.copy_(flag_P).mul_(piece_P).mul_(scale)
-            return None, votes_TP
-        votes_TS = self.spare(several_S.numel())[5 : 5 + len(flags_TP)]
+        several_S = true_indices(count_P.gt_(1).bool())
+        votes_TS = self.rows(several_S.numel())[5 : 5 + len(masks)]
         for vote_S, piece_P, flag_P, scale in zip(votes_TS, pieces_TP, flags_TP, scales, strict=True):
             torch.index_select(piece_P, 0, several_S, out=vote_S)
             vote_S.mul_(flag_P.index_select(0, several_S)).mul_(scale)
         return several_S, votes_TS
 
-    def _where_several(self, count_P: Tensor, work_P: Tensor) -> Tensor | None:
-        """Indices of the entries with more than one vote, if they are few; integers and floats, see `_agreeing`."""
-        several_P = count_P.gt_(1)
-        few = _sum_of_signs(work_P.copy_(several_P)) <= self._few
-        return true_indices(several_P.bool()) if few else None
+
+def _share_of_several(densities: Sequence[float]) -> float:
+    """Expected share of entries that more than one of these independent masks keeps."""
+    none = math.prod(1 - d for d in densities)
+    one = sum(d * math.prod(1 - e for s, e in enumerate(densities) if s != t) for t, d in enumerate(densities))
+    return 1 - none - one
 
 
-def _spare(n_experts: int) -> int:
-    """Rows of a place that hold three of a place, or all of an election of few entries."""
-    return max(3, -(-(n_experts + 5) // SHARE))
+def _work_rows(n_experts: int) -> int:
+    """Rows of a place that hold three of a place, or sign, result, three more and the votes of few entries."""
+    return max(3, -(-(n_experts + 5) // FEW))
 
 
 def _add_up(votes_TP: Sequence[Tensor], out_P: Tensor) -> Tensor:
@@ -270,5 +258,5 @@ def _agreeing(
 
 
 def piece_workspace(entries: int, n_experts: int) -> int:
-    """Elements of the buffers of one call of `elect` or `masked_sum`: votes, their sum, what is carved, a mask's."""
-    return min(entries, PLACE) * (n_experts + 3 + _spare(n_experts))
+    """Elements of the buffers of one call of `elect` or `masked_sum`: votes or flags, signs, work, a mask's own."""
+    return min(entries, PLACE) * (n_experts + 2 + _work_rows(n_experts))
