@@ -29,7 +29,8 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 5 entries, so that tensors of some dozen are read in several."""
+    """Pieces of 5 entries and places of 4, so that tensors of some dozen are read in several."""
+    monkeypatch.setattr(deltas_module, "PLACE", 4)
     monkeypatch.setattr(deltas_module, "CHUNK", 5)
     monkeypatch.setattr(reader_module, "CHUNK", 5)
     monkeypatch.setattr(parts_module, "CHUNK", 5)
@@ -55,6 +56,11 @@ class Setup:
         self.reader = TensorReader(
             self.item, checkpoints[0], checkpoints[1:], labels, compute, torch.device("cpu"), Scratch(), self.findings
         )
+
+    def first_part(self) -> LazyDeltas:
+        """The deltas of the first part, for a rule that takes tensors whole."""
+        part = cut(self.item.shape, VECTOR, "tensor")[0]
+        return LazyDeltas(self.reader, part, self.reader.read_base(part))
 
     def read(self, acts_on: Any = "tensor") -> list[Tensor]:
         """The deltas, put together from all parts."""
@@ -165,8 +171,7 @@ def test_tolerated_findings_are_counted_and_not_fatal() -> None:
     assert not setup.findings.fatal
 
 
-def test_walking_holding_and_reading_give_the_same_deltas_and_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas_module, "PLACE", 4)
+def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(3, 7, generator=generator).bfloat16()
     experts = [base + torch.randn(3, 7, generator=generator).bfloat16(), base.clone()]
@@ -195,7 +200,6 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes(monkeypatch
 def test_held_deltas_that_are_walked_over_are_read_once_as_far_as_somebody_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deltas_module, "PLACE", 4)
     base, good, bad = torch.ones(11), torch.arange(11.0), torch.arange(11.0)
     bad[6] = NAN
     setup = Setup(base, good, bad, tolerated=True)
@@ -207,8 +211,7 @@ def test_held_deltas_that_are_walked_over_are_read_once_as_far_as_somebody_looks
         return read(self, t, start, base_raw, out)
 
     monkeypatch.setattr(TensorReader, "read_place", noted)
-    part = cut((11,), VECTOR, "tensor")[0]
-    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
+    deltas = setup.first_part()
     held = deltas.hold(walked=True)
     assert not asked, "nobody has looked yet"
     assert isinstance(held, Streamed)
@@ -225,18 +228,15 @@ def test_held_deltas_that_are_walked_over_are_read_once_as_far_as_somebody_looks
     assert setup.reader.hashes() == (digest(base), (digest(good), digest(bad)))
 
 
-def test_a_delta_that_is_asked_for_whole_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas_module, "PLACE", 4)
+def test_a_delta_that_is_asked_for_whole_is_read_whole() -> None:
     base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
     setup = Setup(base, one, two)
-    part = cut((11,), VECTOR, "tensor")[0]
-    held = LazyDeltas(setup.reader, part, setup.reader.read_base(part)).hold(walked=True)
+    held = setup.first_part().hold(walked=True)
     next(held.walk())  # type: ignore[attr-defined]
     assert [d.tolist() for d in held] == [(one - base).tolist(), (two - base).tolist()]
 
 
-def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas_module, "PLACE", 4)
+def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks() -> None:
     base, one = torch.arange(22.0).bfloat16(), torch.zeros(22).bfloat16()
     setup = Setup(base, one)
     parts = [Part(0, 11, (11,), VECTOR), Part(11, 22, (11,), VECTOR)]
@@ -253,13 +253,11 @@ def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks(monk
     assert setup.reader.hashes() == (digest(base), (digest(one),))
 
 
-def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas_module, "PLACE", 4)
+def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice() -> None:
     base, good, bad = torch.ones(11), torch.arange(11.0), torch.arange(11.0)
     bad[6] = NAN
     setup = Setup(base, good, bad, tolerated=True)
-    part = cut((11,), VECTOR, "tensor")[0]
-    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
+    deltas = setup.first_part()
     walks = [[[p.clone() for p in pieces] for _, pieces in deltas.walk()] for _ in range(3)]
     for walk in walks:
         assert torch.equal(torch.cat([pieces[0] for pieces in walk]), good - base)
@@ -268,11 +266,9 @@ def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice(monkeypatch
     assert setup.reader.hashes() == (digest(base), (digest(good), digest(bad)))
 
 
-def test_what_a_rule_did_not_look_at_is_hashed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas_module, "PLACE", 4)
+def test_what_a_rule_did_not_look_at_is_hashed_all_the_same() -> None:
     base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
     setup = Setup(base, one, two)
-    part = cut((11,), VECTOR, "tensor")[0]
-    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
+    deltas = setup.first_part()
     next(deltas.walk())  # given up after a place
     assert setup.reader.hashes() == (digest(base), (digest(one), digest(two)))
