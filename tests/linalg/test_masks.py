@@ -100,11 +100,12 @@ def test_drop_keeps_a_binomial_number_of_entries() -> None:
         assert abs(kept - n * density) < 5 * math.sqrt(n * density * (1 - density))
 
 
-def test_drop_is_the_same_for_any_piece_size_and_when_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("piece", [1, 3, 8, 64, 1000])
+def test_drop_is_the_same_for_any_piece_size_and_when_repeated(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.randn(1001, generator=seeded(0))
     whole = apply(Drop(0.3, 5), flat)
     mask = Drop(0.3, 5)
-    monkeypatch.setattr(threshold, "PIECE", 64)
+    monkeypatch.setattr(threshold, "PIECE", piece)
     assert torch.equal(apply(mask, flat), whole)
     assert torch.equal(apply(mask, flat), whole)
     assert not torch.equal(apply(Drop(0.3, 6), flat), whole)
@@ -121,8 +122,21 @@ def test_drop_does_not_depend_on_the_values_or_the_number_of_threads() -> None:
     assert torch.equal(one * 3, two)
 
 
-@pytest.mark.parametrize(("density", "rare"), [(3e-6, "kept"), (1.5e-5, "kept"), (1 - 4e-6, "dropped")])
-def test_drop_is_exact_where_16_bits_are_too_coarse(density: float, rare: str) -> None:
+@pytest.mark.parametrize("density", [0.1, 0.3, 0.5, 0.9])
+def test_drop_treats_all_entries_of_a_draw_alike_and_apart(density: float) -> None:
+    n = 800_000
+    kept_N8 = apply(Drop(density, 4), torch.ones(n)).view(-1, 8).double()
+    error = math.sqrt(density * (1 - density) / (n / 8))
+    assert float((kept_N8.mean(0) - density).abs().max()) < 4 * error
+    pairs_88 = torch.corrcoef(kept_N8.mT) - torch.eye(8)
+    assert float(pairs_88.abs().max()) < 4.5 / math.sqrt(n / 8), "28 pairs"
+
+
+@pytest.mark.parametrize(("density", "rare"), [
+    (3e-6, "kept"), (1.5e-5, "kept"), (2e-3, "kept"), (1.99 / 256, "kept"), (1 - 4e-6, "dropped"),
+    (1 - 3.9e-3, "dropped"),
+])  # fmt: skip
+def test_drop_is_exact_where_a_byte_is_too_coarse(density: float, rare: str) -> None:
     n, seeds = 1_000_000, 40
     kept = sum(int(apply(Drop(density, seed), torch.ones(n)).sum()) for seed in range(0, 2 * seeds, 2))
     found = kept if rare == "kept" else n * seeds - kept

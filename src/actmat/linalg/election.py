@@ -29,6 +29,9 @@ always plus, or none (the merged entry is 0)."""
 FEW = 6
 """Entries with several votes are looked at apart where random masks leave fewer than one in so many."""
 
+MOST = 127
+"""Experts whose flags are counted in bytes."""
+
 
 def masked_sum(deltas: Sequence[Tensor], masks: Sequence[Mask], scales: Sequence[float]) -> Tensor:
     """`sum_t scale_t * mask_t(D_t)`, of the shape of a delta, in one pass."""
@@ -84,7 +87,7 @@ def elect(
     plain = all(factor == 1 for factor in (*mix, *(divisor or ())))
     balance, contested = 0, []
     drops = [mask for mask in masks if isinstance(mask, Drop)] if plain and out_N.device.type == "cpu" else []
-    apart = len(drops) == len(masks) and _share_of_several([drop.density for drop in drops]) < 1 / FEW
+    apart = len(masks) == len(drops) <= MOST and _share_of_several([drop.density for drop in drops]) < 1 / FEW
     room = _Room(len(masks), out_N, apart=apart)
     for start, pieces_TP in walk(deltas):
         out_P = out_N[start : start + pieces_TP[0].numel()]
@@ -92,7 +95,8 @@ def elect(
             several_S, votes_TS = room.vote_apart(pieces_TP, start, drops, scales, out_P)
             sign_S, out_S, *work_3S = room.rows(several_S.numel())[:5]
             torch.index_select(out_P, 0, several_S, out=sign_S).sign_()
-            _only_votes(out_P, tie_break)
+            if tie_break < 0:  # of one vote or none; zeros get the sign that `_agreeing` gives them
+                out_P.neg_().add_(0.0).neg_()
         else:
             several_S, votes_TS = None, room.vote(pieces_TP, start, masks, scales, out_P)
             sign_S, out_S, work_3S = room.signs(out_P), out_P, room.rows(out_P.numel())[:3]
@@ -125,6 +129,7 @@ class _Room:
     def __init__(self, n_experts: int, like_N: Tensor, *, apart: bool) -> None:
         size = min(place_size(like_N.device), like_N.numel())
         self._few = size // FEW
+        self._zero = like_N.new_zeros(())
         self._sign_P = like_N.new_empty(size)
         self._votes_TP = [like_N.new_empty(0 if apart else size) for _ in range(n_experts)]
         self._work_P = [like_N.new_empty(size) for _ in range(_work_rows(n_experts) if apart else 3)]
@@ -159,11 +164,12 @@ class _Room:
         """Indices of the entries that several experts may vote on and `y_t` there; the sum of all votes in `sum_P`."""
         flags_TP = [mask.flags(sum_P.numel(), start) for mask in masks]
         kept_P, count_P = self._sign_P[: sum_P.numel()], flags_TP[0].clone()
-        torch.mul(pieces_TP[0], kept_P.copy_(flags_TP[0]), out=sum_P).mul_(scales[0])
+        # from +0 on, so that no sum is -0
+        torch.addcmul(self._zero, pieces_TP[0], kept_P.copy_(flags_TP[0]), value=scales[0], out=sum_P)
         for piece_P, flag_P, scale in zip(pieces_TP[1:], flags_TP[1:], scales[1:], strict=True):
             sum_P.addcmul_(piece_P, kept_P.copy_(flag_P), value=scale)
             count_P.add_(flag_P)
-        several_S = true_indices(count_P.gt_(1).bool())
+        several_S = true_indices(count_P.gt_(1).view(torch.bool))
         votes_TS = self.rows(several_S.numel())[5 : 5 + len(masks)]
         for vote_S, piece_P, flag_P, scale in zip(votes_TS, pieces_TP, flags_TP, scales, strict=True):
             torch.index_select(piece_P, 0, several_S, out=vote_S)
@@ -192,14 +198,6 @@ def _add_up(votes_TP: Sequence[Tensor], out_P: Tensor) -> Tensor:
     for vote_P in others_TP[1:]:
         out_P.add_(vote_P)
     return out_P
-
-
-def _only_votes(sum_P: Tensor, tie_break: int) -> None:
-    """Sums of one vote or none stay; zeros get the sign that `_agreeing` gives them, that of the tie-break."""
-    if tie_break < 0:
-        sum_P.neg_().add_(0.0).neg_()
-    else:
-        sum_P.add_(0.0)
 
 
 def _sum_of_signs(sign_P: Tensor) -> int:

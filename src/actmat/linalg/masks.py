@@ -1,7 +1,7 @@
 """Masks that sparsify a delta. A mask zeroes entries of a flat delta piece by piece; nothing of the tensor's size is
 stored for it. `linalg.election` adds masked deltas up.
 
-Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one piece of it.
+Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one piece of it, `E` rare ones among them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ __all__ = [
     "l1_factors",
     "magnitude_sampled",
     "normalized_ranks",
-    "random_int16",
     "random_int32",
     "top_trims",
     "top_trims_each",
@@ -121,19 +120,20 @@ class Where:
 class Drop:
     """Keeps each entry independently with probability `density`, the same entries each time for one `seed`.
 
-    The rarer of keeping and dropping, of probability `r <= 1/2`, is drawn: `r = p + (1 - p) q`, where 16 random bits
-    are below `p 2^16 = floor(r 2^16)`, and `q < 2^-15` is what is still missing. Entries of the second kind are so
-    rare that the gaps between them are drawn instead (geometric, in float64). The probability is exact to 2^-50, at a
-    seventh of the cost of `Tensor.bernoulli_`. Both streams are drawn in the order of the entries by the CPU's
-    Mersenne Twister, so neither pieces nor threads nor the device change the mask.
+    The rarer of keeping and dropping, of probability `r <= 1/2`, is drawn: `r = p + (1 - p) q`, where a random byte is
+    below `p 2^8 = floor(r 2^8)`, and `q < 2^-7` is what is still missing. Entries of the second kind are so rare that
+    the gaps between them are drawn instead (geometric, in float64). The probability is exact to 2^-50, at a tenth of
+    the cost of `Tensor.bernoulli_`. Both streams are drawn in the order of the entries by the CPU's Mersenne Twister,
+    so neither pieces nor threads nor the device change the mask.
     """
 
     density: float
     seed: int
     _coarse: torch.Generator = field(default_factory=torch.Generator)
     _fine: torch.Generator = field(default_factory=torch.Generator)
-    _gaps: list[int] = field(default_factory=list)
-    _next_extra: int = 0
+    _left_P: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int8))
+    _extra_E: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    _last_extra: int = -1
 
     def apply(self, piece_P: Tensor, start: int, out_P: Tensor) -> None:
         """See `Mask` and `flags`."""
@@ -143,46 +143,46 @@ class Drop:
             out_P.copy_(self.flags(piece_P.numel(), start)).mul_(piece_P)
 
     def flags(self, numel: int, start: int) -> Tensor:
-        """1 where entries from `start` on are kept, else 0, as 16-bit integers on the CPU.
-
-        `start = 0` begins the mask anew; pieces are asked for in order, and all but the last are of a multiple of 4.
-        """
+        """1 where entries from `start` on are kept, else 0, as bytes on the CPU; `start = 0` begins the mask anew."""
         if self.density >= 1 or self.density <= 0:
-            return torch.full((numel,), int(self.density >= 1), dtype=torch.int16)
+            return torch.full((numel,), int(self.density >= 1), dtype=torch.int8)
         rare = min(self.density, 1 - self.density)
-        bound = math.floor(rare * 2**16)
-        missing = (rare - bound / 2**16) / (1 - bound / 2**16)
+        bound = math.floor(rare * 2**8)
         if start == 0:
             self._coarse.manual_seed(self.seed)
             self._fine.manual_seed(self.seed ^ 1)
-            self._gaps, self._next_extra = [], -1
-            self._advance(missing)
-        draws_P, limit = random_int16(numel, self._coarse), bound - 2**15
+            self._left_P, self._extra_E, self._last_extra = self._left_P[:0], self._extra_E[:0], -1
+        draws_P, limit = self._bytes(numel), bound - 2**7
         keeping = self.density <= 0.5
-        # 0 and 1 as 16-bit integers, then as floats: vectorised, which neither making nor using booleans is
+        # 0 and 1 as integers, then as floats: vectorised, which neither making nor using booleans is
         kept_P = draws_P.lt_(limit) if keeping else draws_P.ge_(limit)
-        extra = []
-        while self._next_extra < start + numel:
-            extra.append(self._next_extra - start)
-            self._advance(missing)
-        if extra:
-            kept_P[extra] = int(keeping)
-        return kept_P
+        extra_E = self._extras(start + numel, (rare - bound / 2**8) / (1 - bound / 2**8))
+        return kept_P.index_fill_(0, extra_E - start, int(keeping))
 
-    def _advance(self, probability: float) -> None:
-        """Go to the next entry of the second kind; past the end of every tensor when there is none."""
-        if probability <= 0:
-            self._next_extra = 2**62
-            return
-        if not self._gaps:  # drawn many at a time: a draw of one costs as much
-            gaps = torch.empty(64, dtype=torch.float64).geometric_(probability, generator=self._fine)
-            self._gaps = [int(gap) for gap in reversed(gaps.tolist())]
-        self._next_extra += self._gaps.pop()
+    def _bytes(self, numel: int) -> Tensor:
+        """The next random bytes, signed: what a draw of eight has too many begins the next piece."""
+        missing = max(0, numel - self._left_P.numel())
+        draws_P = _draws(-(-missing // 8), self._coarse).view(torch.int8)
+        if self._left_P.numel():
+            draws_P = torch.cat([self._left_P, draws_P])
+        self._left_P = draws_P[numel:].clone()
+        return draws_P[:numel]
+
+    def _extras(self, stop: int, probability: float) -> Tensor:
+        """Entries of the second kind before `stop` that were not asked for yet, ascending."""
+        while probability > 0 and self._last_extra < stop:
+            gaps_E = torch.empty(_GAPS, dtype=torch.float64).geometric_(probability, generator=self._fine)
+            # a gap past the end of every tensor is cut, so that sums stay within 64 bits
+            fresh_E = gaps_E.clamp_max_(2.0**48).long().cumsum(0).add_(self._last_extra)
+            self._extra_E = torch.cat([self._extra_E, fresh_E])
+            self._last_extra = int(fresh_E[-1])
+        found = int(torch.searchsorted(self._extra_E, stop))
+        extra_E, self._extra_E = self._extra_E[:found], self._extra_E[found:]
+        return extra_E
 
 
-def random_int16(count: int, generator: torch.Generator) -> Tensor:
-    """`count` uniform 16-bit integers (signed), four per 64-bit draw: the fastest draw that torch has."""
-    return _draws(-(-count // 4), generator).view(torch.int16)[:count]
+_GAPS = 4096
+"""Gaps that are drawn at a time: with a few alone, the calls would cost more than the numbers."""
 
 
 def random_int32(count: int, generator: torch.Generator) -> Tensor:

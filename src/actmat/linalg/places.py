@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PLACE = PIECE
-"""Entries of a place, a multiple of 4."""
+"""Entries of a place."""
 
 
 @runtime_checkable

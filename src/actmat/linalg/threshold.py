@@ -257,9 +257,12 @@ def true_indices(flags_N: Tensor) -> Tensor:
     The flags are bytes, so eight at a time are looked at as one word, and single flags in words alone that have any.
     """
     whole = flags_N.numel() // 8 * 8
-    words_W = flags_N[:whole].view(torch.int64).nonzero().squeeze(1)
-    inside_C2 = flags_N[:whole].view(-1, 8)[words_W].nonzero()
-    near_C = words_W[inside_C2[:, 0]].mul_(8).add_(inside_C2[:, 1])
+    words_W = flags_N[:whole].view(torch.int64)
+    some_S = words_W.nonzero().squeeze(1)
+    inside_C = words_W.index_select(0, some_S).view(torch.bool).nonzero().squeeze(1)  # among the words looked into
+    near_C = some_S.index_select(0, inside_C >> 3).mul_(8).add_(inside_C.bitwise_and_(7))
+    if whole == flags_N.numel():
+        return near_C
     return torch.cat([near_C, flags_N[whole:].nonzero().squeeze(1) + whole])
 
 
