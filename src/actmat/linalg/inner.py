@@ -22,7 +22,7 @@ PIECE = 1 << 14
 
 ROW = 1 << 15
 """Entries of a float64 row of `inner_products`, 256 KiB: those of four tensors stay in a core's own cache. Longer ones
-take half as long again, and room for whole places would be so large that malloc returns it after every tensor."""
+take about twice as long, and room for whole places would be so large that malloc returns it after every tensor."""
 
 
 def inner_products(tensors: Sequence[Tensor]) -> Tensor:

@@ -122,7 +122,7 @@ class Drop:
 
     The rarer of keeping and dropping, of probability `r <= 1/2`, is drawn: `r = p + (1 - p) q`, where a random byte is
     below `p 2^8 = floor(r 2^8)`, and `q < 2^-7` is what is still missing. Entries of the second kind are so rare that
-    the gaps between them are drawn instead (geometric, in float64). The probability is exact to 2^-50, at a tenth of
+    the gaps between them are drawn instead (geometric, in float64). The probability is exact to 2^-50, at a seventh of
     the cost of `Tensor.bernoulli_`. Both streams are drawn in the order of the entries by the CPU's Mersenne Twister,
     so neither pieces nor threads nor the device change the mask.
     """
