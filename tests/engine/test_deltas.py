@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from tests.helpers.one_tensor import VECTOR, OneTensor, digest
 from torch import Tensor
 
-from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.raw import raw_bytes
 from actmat.engine import deltas as deltas_module
 from actmat.engine import reader as reader_module
 from actmat.engine.deltas import LazyDeltas
-from actmat.engine.findings import Findings
-from actmat.engine.memory import Scratch
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.places import Streamed
 from actmat.plan import parts as parts_module
-from actmat.plan.model import TensorPlan
 from actmat.plan.parts import Part, cut
 
-VECTOR = TensorLayout(Role.VECTOR, "")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -36,47 +27,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts_module, "CHUNK", 5)
 
 
-class Setup:
-    """One tensor in a base and in experts, and its reader."""
-
-    def __init__(self, base: Tensor, *experts: Tensor, compute: torch.dtype = torch.float32, **settings: Any) -> None:
-        self.findings = Findings(tolerated=settings.get("tolerated", False))
-        name = {
-            torch.float32: "float32",
-            torch.bfloat16: "bfloat16",
-            torch.float16: "float16",
-            torch.float64: "float64",
-        }
-        self.item = TensorPlan(
-            "w", tuple(base.shape), name[base.dtype], name[base.dtype], VECTOR, "merge", "",
-            sources=("w",) * len(experts), expert_dtypes=tuple(name[e.dtype] for e in experts),
-        )  # fmt: skip
-        checkpoints = [MemoryCheckpoint({"w": t}) for t in (base, *experts)]
-        labels = [f"e{t}" for t in range(len(experts))]
-        self.reader = TensorReader(
-            self.item, checkpoints[0], checkpoints[1:], labels, compute, torch.device("cpu"), Scratch(), self.findings
-        )
-
-    def first_part(self) -> LazyDeltas:
-        """The deltas of the first part, for a rule that takes tensors whole."""
-        part = cut(self.item.shape, VECTOR, "tensor")[0]
-        return LazyDeltas(self.reader, part, self.reader.read_base(part))
-
-    def read(self, acts_on: Any = "tensor") -> list[Tensor]:
-        """The deltas, put together from all parts."""
-        found: list[list[Tensor]] = []
-        for part in cut(self.item.shape, VECTOR, acts_on):
-            deltas = LazyDeltas(self.reader, part, self.reader.read_base(part))
-            found.append([d.flatten().clone() for d in deltas])
-        return [torch.cat(pieces).view(self.item.shape) for pieces in zip(*found, strict=True)]
-
-
-def digest(tensor: Tensor) -> str:
-    seen = ContentHash()
-    seen.update(raw_bytes(tensor.clone()))
-    return seen.hexdigest()
-
-
 @pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])
 @pytest.mark.parametrize("compute", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
@@ -85,7 +35,7 @@ def test_deltas_and_hashes(acts_on: str, compute: torch.dtype, dtypes: tuple[tor
     torch.manual_seed(0)
     base = torch.randn(3, 4).to(dtypes[0])
     experts = [(base.double() + torch.randn(3, 4).double()).to(dtypes[1]) for _ in range(3)]
-    setup = Setup(base, *experts, compute=compute)
+    setup = OneTensor(base, *experts, compute=compute)
     for delta, expert in zip(setup.read(acts_on), experts, strict=True):
         assert delta.dtype == compute
         assert torch.equal(delta, expert.to(compute) - base.to(compute))
@@ -94,7 +44,7 @@ def test_deltas_and_hashes(acts_on: str, compute: torch.dtype, dtypes: tuple[tor
 
 
 def test_a_delta_is_read_once() -> None:
-    setup = Setup(torch.zeros(4), torch.ones(4), torch.ones(4))
+    setup = OneTensor(torch.zeros(4), torch.ones(4), torch.ones(4))
     part = cut((4,), VECTOR, "tensor")[0]
     deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
     assert len(deltas) == 2
@@ -107,7 +57,7 @@ def test_a_delta_is_read_once() -> None:
 
 def test_equal_bits_are_no_change_and_exact_zeros() -> None:
     base = torch.tensor([NAN, 1.0, -0.0, INF, 2.0, 3.0])
-    setup = Setup(base, base.clone())
+    setup = OneTensor(base, base.clone())
     part = cut((6,), VECTOR, "tensor")[0]
     deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
     assert torch.equal(deltas[0], torch.zeros(6))
@@ -119,7 +69,7 @@ def test_one_changed_entry_is_a_change() -> None:
     base = torch.zeros(12)
     expert = base.clone()
     expert[11] = 1e-30
-    setup = Setup(base, expert)
+    setup = OneTensor(base, expert)
     part = cut((12,), VECTOR, "tensor")[0]
     deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
     assert torch.equal(deltas[0], expert)
@@ -132,7 +82,7 @@ def test_what_is_not_finite_is_counted_by_its_owner(acts_on: str) -> None:
     first, second = torch.ones(12), torch.ones(12)
     first[1] = NAN
     second[1], second[7], second[11] = INF, -INF, NAN
-    setup = Setup(base, first, second)
+    setup = OneTensor(base, first, second)
     deltas = setup.read(acts_on)
     assert setup.findings.problems() == [
         "tensor 'w' of expert 'e0' has 1 value that is NaN or Inf",
@@ -146,26 +96,26 @@ def test_what_is_not_finite_is_counted_by_its_owner(acts_on: str) -> None:
 
 def test_an_infinity_that_everyone_shares_is_a_mask() -> None:
     base = torch.tensor([-INF, 0.0, NAN])
-    setup = Setup(base, torch.tensor([-INF, 1.0, NAN]), torch.tensor([-INF, 2.0, NAN]))
+    setup = OneTensor(base, torch.tensor([-INF, 1.0, NAN]), torch.tensor([-INF, 2.0, NAN]))
     assert [d.tolist() for d in setup.read()] == [[0.0, 1.0, 0.0], [0.0, 2.0, 0.0]]
     assert setup.findings.problems() == []
 
 
 def test_a_bad_base_is_blamed_once() -> None:
-    setup = Setup(torch.tensor([NAN, 0.0]), torch.ones(2), torch.ones(2))
+    setup = OneTensor(torch.tensor([NAN, 0.0]), torch.ones(2), torch.ones(2))
     assert [d.tolist() for d in setup.read()] == [[0.0, 1.0]] * 2
     assert setup.findings.problems() == ["tensor 'w' of the base has 1 value that is NaN or Inf"]
 
 
 def test_large_finite_values_are_not_found_guilty() -> None:
     """Their sum overflows, they do not."""
-    setup = Setup(torch.zeros(4), torch.full((4,), 3e38))
+    setup = OneTensor(torch.zeros(4), torch.full((4,), 3e38))
     assert setup.read()[0].tolist() == torch.full((4,), 3e38).tolist()
     assert not setup.findings.fatal
 
 
 def test_tolerated_findings_are_counted_and_not_fatal() -> None:
-    setup = Setup(torch.zeros(2), torch.tensor([NAN, 1.0]), tolerated=True)
+    setup = OneTensor(torch.zeros(2), torch.tensor([NAN, 1.0]), tolerated=True)
     assert setup.read()[0].tolist() == [0.0, 1.0]
     assert setup.findings.count("w") == 1
     assert not setup.findings.fatal
@@ -178,7 +128,7 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
     expected = [e.float() - base.float() for e in experts]
     part = cut((3, 7), VECTOR, "tensor")[0]
 
-    walked, held = Setup(base, *experts), Setup(base, *experts)
+    walked, held = OneTensor(base, *experts), OneTensor(base, *experts)
     assert walked.reader.can_walk
     streamed = LazyDeltas(walked.reader, part, walked.reader.read_base(part))
     places = [(start, [p.clone() for p in pieces]) for start, pieces in streamed.walk()]
@@ -202,7 +152,7 @@ def test_held_deltas_that_are_walked_over_are_read_once_as_far_as_somebody_looks
 ) -> None:
     base, good, bad = torch.ones(11), torch.arange(11.0), torch.arange(11.0)
     bad[6] = NAN
-    setup = Setup(base, good, bad, tolerated=True)
+    setup = OneTensor(base, good, bad, tolerated=True)
     asked: list[int] = []
     read = TensorReader.read_place
 
@@ -230,7 +180,7 @@ def test_held_deltas_that_are_walked_over_are_read_once_as_far_as_somebody_looks
 
 def test_a_delta_that_is_asked_for_whole_is_read_whole() -> None:
     base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
-    setup = Setup(base, one, two)
+    setup = OneTensor(base, one, two)
     held = setup.first_part().hold(walked=True)
     next(held.walk())  # type: ignore[attr-defined]
     assert [d.tolist() for d in held] == [(one - base).tolist(), (two - base).tolist()]
@@ -238,7 +188,7 @@ def test_a_delta_that_is_asked_for_whole_is_read_whole() -> None:
 
 def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks() -> None:
     base, one = torch.arange(22.0).bfloat16(), torch.zeros(22).bfloat16()
-    setup = Setup(base, one)
+    setup = OneTensor(base, one)
     parts = [Part(0, 11, (11,), VECTOR), Part(11, 22, (11,), VECTOR)]
     for part in parts:
         streamed = StreamedBase(setup.reader, part)
@@ -256,7 +206,7 @@ def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks() ->
 def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice() -> None:
     base, good, bad = torch.ones(11), torch.arange(11.0), torch.arange(11.0)
     bad[6] = NAN
-    setup = Setup(base, good, bad, tolerated=True)
+    setup = OneTensor(base, good, bad, tolerated=True)
     deltas = setup.first_part()
     walks = [[[p.clone() for p in pieces] for _, pieces in deltas.walk()] for _ in range(3)]
     for walk in walks:
@@ -268,7 +218,7 @@ def test_a_second_walk_gives_the_same_deltas_and_tells_nothing_twice() -> None:
 
 def test_what_a_rule_did_not_look_at_is_hashed_all_the_same() -> None:
     base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
-    setup = Setup(base, one, two)
+    setup = OneTensor(base, one, two)
     deltas = setup.first_part()
     next(deltas.walk())  # given up after a place
     assert setup.reader.hashes() == (digest(base), (digest(one), digest(two)))

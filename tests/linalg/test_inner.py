@@ -7,6 +7,7 @@ import torch
 from tests.helpers.experts import OnePass
 
 from actmat.linalg.inner import PIECE, inner_products, one_pass_sum, weighted_sum
+from actmat.linalg.products import MANY
 
 SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 5]
 
@@ -23,13 +24,21 @@ def test_inner_products_are_the_gram_matrix(size: int) -> None:
     torch.testing.assert_close(inner_products(rows), expected, rtol=1e-13, atol=1e-10)
 
 
-def test_inner_products_resolve_angles_that_float32_cannot() -> None:
-    x = torch.ones(200_000)
-    y = x.clone()
-    y[0] += 1e-3
+@pytest.mark.parametrize("size", [MANY - 1, 200_000])
+def test_inner_products_resolve_angles_that_float32_cannot(size: int) -> None:
+    x, y = tensors(2, size, torch.float64)
+    y = (x + 4e-4 * y).float()
+    x = x.float()
     gram = inner_products([x, y])
-    sine_squared = 1 - gram[0, 1] ** 2 / (gram[0, 0] * gram[1, 1])
-    assert float(sine_squared) == pytest.approx(1e-6 / 200_000, rel=1e-3)
+    expected = torch.stack([x, y]).double() @ torch.stack([x, y]).double().mT
+
+    def one_less_cosine(gram: torch.Tensor) -> float:
+        return 1 - float(gram[0, 1] / (gram[0, 0] * gram[1, 1]).sqrt())
+
+    assert 7e-8 < one_less_cosine(expected) < 9e-8
+    assert one_less_cosine(gram) == pytest.approx(one_less_cosine(expected), rel=0.05 if size >= MANY else 1e-6)
+    in_one = torch.stack([x, y]) @ torch.stack([x, y]).mT
+    assert abs(one_less_cosine(in_one.double()) / one_less_cosine(expected) - 1) > 0.2, "no test of anything"
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -39,7 +39,7 @@ ONE_BY_ONE = Reading(walked=False, combined=False, lazy=True, base=True)
         ("ties", 2 * CHUNK, Reading(walked=True, combined=False, lazy=False, base=True)),
         ("ties", LARGE, Reading(walked=True, combined=False, lazy=True, base=False)),
         ("karcher", SMALL, Reading(walked=True, combined=False, lazy=False, base=True)),
-        ("karcher", 2 * CHUNK, Reading(walked=True, combined=True, lazy=False, base=True)),
+        ("karcher", 2 * CHUNK, Reading(walked=True, combined=True, lazy=True, base=False)),
         ("karcher", LARGE, Reading(walked=True, combined=True, lazy=True, base=False)),
     ],
 )

@@ -32,18 +32,13 @@ class _Open:
     users: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+def _state(status: os.stat_result) -> tuple[int, int, int, int]:
     """What must stay the same while we read. Not the ctime: a hard link made meanwhile changes it."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _state(status: os.stat_result) -> _State:
-    return _State(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+def _subject(tensor: str, label: str) -> str:
+    return f"tensor {tensor!r} in {label}" if tensor else label
 
 
 def file_identity(path: Path) -> FileIdentity:
@@ -74,7 +69,7 @@ class FileReader:
         self._keep_open = keep_open
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}  # least recently used first
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, tuple[int, int, int, int]] = {}
         self._closed = False
 
     def add(self, label: str, path: Path) -> None:
@@ -90,7 +85,7 @@ class FileReader:
     def size(self, label: str) -> int:
         """Size of the file in bytes."""
         with self._borrow(label):
-            return self._states[label].size
+            return self._states[label][2]
 
     def read(self, label: str, offset: int, length: int) -> bytes:
         """`length` bytes from `offset` on, as a new object."""
@@ -98,27 +93,29 @@ class FileReader:
         self.read_into(label, offset, memoryview(out))
         return bytes(out)
 
-    def read_into(self, label: str, offset: int, out: memoryview, *, what: str = "") -> None:
-        """Fill `out` from `offset` on. `what` is named in errors (a tensor).
+    def read_into(self, label: str, offset: int, out: memoryview, *, tensor: str = "") -> None:
+        """Fill `out` from `offset` on. `tensor` is named in errors.
 
         Raises:
             CheckpointError: the file is missing, unreadable, shorter than it was, or was written to meanwhile.
         """
-        subject = f"{what} in {label}" if what else label
-        with self._borrow(label) as fd:
+        opened = self._take(label)  # no context manager: this is the one call made for every piece of a merge
+        try:
             done, total = 0, len(out)
             while done < total:
-                try:
-                    count = os.preadv(fd, [out[done : done + MAX_READ]], offset + done)
-                except OSError as error:
-                    raise CheckpointError(f"{subject}: reading failed: {error.strerror}") from error
+                count = os.preadv(opened.fd, [out[done : done + MAX_READ]], offset + done)
                 if count == 0:
                     raise CheckpointError(
-                        f"{subject}: expected {total} bytes at {offset}, the file ended after {done}. {CHANGED}"
+                        f"{_subject(tensor, label)}: expected {total} bytes at {offset}, the file ended after {done}. "
+                        f"{CHANGED}"
                     )
                 done += count
-            if _state(os.fstat(fd)) != self._states[label]:
-                raise CheckpointError(f"{subject}: the file changed since it was opened. {CHANGED}")
+            if _state(os.fstat(opened.fd)) != self._states[label]:
+                raise CheckpointError(f"{_subject(tensor, label)}: the file changed since it was opened. {CHANGED}")
+        except OSError as error:
+            raise CheckpointError(f"{_subject(tensor, label)}: reading failed: {error.strerror}") from error
+        finally:
+            self._give_back(opened)
 
     def prefetch(self, label: str, offset: int, length: int) -> None:
         """Ask the system to read ahead, where it can be asked. Never fails."""
@@ -139,17 +136,25 @@ class FileReader:
 
     @contextmanager
     def _borrow(self, label: str) -> Iterator[int]:
+        opened = self._take(label)
+        try:
+            yield opened.fd
+        finally:
+            self._give_back(opened)
+
+    def _take(self, label: str) -> _Open:
         with self._lock:
             if self._closed:
                 raise ValueError(f"{label}: read from a checkpoint that is closed")
             opened = self._open.pop(label, None) or _Open(self._open_file(label))
             self._open[label] = opened  # now the most recently used
             opened.users += 1
-        try:
-            yield opened.fd
-        finally:
-            with self._lock:
-                opened.users -= 1
+            return opened
+
+    def _give_back(self, opened: _Open) -> None:
+        with self._lock:
+            opened.users -= 1
+            if self._closed or len(self._open) > self._keep_open:
                 self._trim(0 if self._closed else self._keep_open)
 
     def _trim(self, keep: int) -> None:

@@ -133,7 +133,7 @@ class HubCheckpoint(Checkpoint):
     def _fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         if not self._reader.closed:
             self._make_ready(spec.file)
-        self._reader.read_into(spec.file, spec.offset + start, out, what=f"tensor {spec.name!r}")
+        self._reader.read_into(spec.file, spec.offset + start, out, tensor=spec.name)
 
     def _make_ready(self, label: str) -> None:
         """Download a shard and check it against the header that was planned with, once."""

@@ -105,7 +105,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._reader.close()
 
     def _fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        self._reader.read_into(spec.file, spec.offset + start, out, what=f"tensor {spec.name!r}")
+        self._reader.read_into(spec.file, spec.offset + start, out, tensor=spec.name)
 
 
 def open_safetensors(path: Path, location: str | None = None) -> SafetensorsCheckpoint:

@@ -13,7 +13,7 @@ from actmat.errors import NumericalError
 from actmat.plan.model import TensorPlan
 from actmat.plan.parts import CHUNK, Part
 
-__all__ = ["check_range", "write_piece"]
+__all__ = ["check_range", "write_piece", "write_value"]
 
 
 def write_piece(
@@ -23,19 +23,27 @@ def write_piece(
 
     Sums and casts land in warm buffers: allocating for every piece would cost as much as the arithmetic.
     """
-    out_dtype = torch_dtype(variant.item.out_dtype)
     for low in range(0, base_raw.numel(), CHUNK):
         piece = base_raw[low : low + CHUNK]
         if delta is not None:
-            change = delta[low : low + CHUNK].to("cpu")
             merged = reader.scratch.take("merged", piece.numel(), reader.compute_dtype)
-            wide = reader.wide_base(part.start + low, piece)
+            wide, change = reader.wide_base(part.start + low, piece), delta[low : low + CHUNK].to("cpu")
             piece = torch.add(wide, change, alpha=variant.call.scale, out=merged)
-        if piece.dtype != out_dtype:
-            cast = reader.scratch.take("out", piece.numel(), out_dtype).copy_(piece)
-            check_range(variant.item, piece, cast)
-            piece = cast
-        variant.sink.write(raw_bytes(piece))
+        write_value(variant, piece, reader)
+
+
+def write_value(variant: Variant, piece: Tensor, reader: TensorReader) -> None:
+    """Cast and write one piece.
+
+    Raises:
+        NumericalError: from `check_range`.
+    """
+    out_dtype = torch_dtype(variant.item.out_dtype)
+    if piece.dtype != out_dtype:
+        cast = reader.scratch.take("out", piece.numel(), out_dtype).copy_(piece)
+        check_range(variant.item, piece, cast)
+        piece = cast
+    variant.sink.write(raw_bytes(piece))
 
 
 def check_range(item: TensorPlan, value: Tensor, cast: Tensor) -> None:

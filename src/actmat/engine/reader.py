@@ -24,7 +24,7 @@ from actmat.plan.adapter_experts import can_walk
 from actmat.plan.model import TensorPlan
 from actmat.plan.parts import CHUNK, Part
 
-__all__ = ["StreamedBase", "TensorReader"]
+__all__ = ["StreamedBase", "TensorReader", "same_bits"]
 
 GLANCE = 256
 """Bytes that are compared before all are."""
@@ -62,12 +62,13 @@ class TensorReader:
         self._labels = labels
         self.scratch = scratch
         self._findings = findings
-        self._base_hash = ContentHash()
-        self._hashes = [ContentHash() for _ in experts]
+        self._stored = [(base, item.name), *zip(experts, item.sources, strict=False)]  # a copy names no sources
+        self._hashes = [ContentHash() for _ in self._stored]
         self._base_dtype = torch_dtype(item.base_dtype)
         self._wide_key: tuple[int, int] | None = None
         self._base_place: tuple[int, int] | None = None
-        self._finite = [True for _ in experts]  # so far; what was read once and found so is not looked at again
+        self._looked = [0 for _ in experts]  # entries that were looked at, from the first on; once is enough
+        self._finite = [True for _ in experts]  # those that were
 
     def read_base(self, part: Part) -> Tensor:
         """Entries of the part as stored, flat; reading the next part overwrites all that was read of this one."""
@@ -77,21 +78,23 @@ class TensorReader:
         else:
             self.scratch.room.restart()
             raw = self.scratch.room.take(part.numel, self._base_dtype)
-        data = raw_bytes(raw)
-        self._base.read_into(self.item.name, part.start * raw.itemsize, data)
-        self._base_hash.update(data)
+        self.read_stored(0, part.start * raw.itemsize, raw_bytes(raw))
         return raw
 
     def base_place(self, start: int, numel: int) -> Tensor:
         """Entries of the base from `start` on as stored; the next place overwrites them. The first reading hashes."""
         raw = self.scratch.take("base", numel, self._base_dtype)
         if self._base_place != (start, numel):
-            data = raw_bytes(raw)
-            self._base.read_into(self.item.name, start * raw.itemsize, data)
-            if start * raw.itemsize == self._base_hash.size:
-                self._base_hash.update(data)
+            self.read_stored(0, start * raw.itemsize, raw_bytes(raw))
             self._base_place = start, numel
         return raw
+
+    def read_stored(self, k: int, offset: int, out: memoryview) -> None:
+        """Fill `out` with the base's bytes (`k = 0`) or those of expert `k - 1` from `offset` on; hash them once."""
+        checkpoint, name = self._stored[k]
+        checkpoint.read_into(name, offset, out)
+        if offset == self._hashes[k].size:
+            self._hashes[k].update(out)
 
     def load(
         self, t: int, part: Part, base_raw: Tensor | StreamedBase, into: Tensor | None = None
@@ -138,13 +141,31 @@ class TensorReader:
 
     def read_place(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         """Write the delta of expert `t` from entry `start` on; whether a first look finds anything but zeros."""
-        dtype = torch_dtype(self.item.expert_dtypes[t])
-        raw, data, new = self._read(t, start, out.numel())
-        if dtype == base_raw.dtype and _same_bits(raw, data, base_raw):
+        raw, data = self._read(t, start, out.numel())
+        if same_bits(raw, data, base_raw):
             out.zero_()
-            return False
+            return self.look(t, start, out, raw, base_raw, same=True)
         torch.sub(out.copy_(raw), self.wide_base(start, base_raw), out=out)
-        if not new and self._finite[t]:
+        return self.look(t, start, out, raw, base_raw)
+
+    def look(
+        self, t: int, start: int, out: Tensor, raw: Tensor, base_raw: Tensor, *, same: bool = False, new: bool = True
+    ) -> bool:
+        """Clear what is not finite of the delta of expert `t` from entry `start` on, in `out`.
+
+        The entries of an expert are looked at once, in order; after that only if some were not finite.
+
+        Args:
+            same: the expert has the bits of the base there.
+            new: whether this may be the first look.
+
+        Returns:
+            Whether a first look finds anything but zeros.
+        """
+        new = new and start == self._looked[t]
+        if new:
+            self._looked[t] += out.numel()
+        if same or (not new and self._finite[t]):
             return False
         # A sum is finite only if every entry is (or it overflows, which the exact count then clears), and differs
         # from 0 only if an entry does: one cheap pass. Bits may differ where values do not: -0.0, another dtype.
@@ -153,15 +174,12 @@ class TensorReader:
             self._clear(out, raw, base_raw, t, note=new)
         return (math.isfinite(total) and total != 0) or bool(out.any())
 
-    def _read(self, t: int, start: int, numel: int) -> tuple[Tensor, memoryview, bool]:
-        """Entries of expert `t` as stored and as bytes, hashed when read for the first time, and whether they are."""
+    def _read(self, t: int, start: int, numel: int) -> tuple[Tensor, memoryview]:
+        """Entries of expert `t` as stored and as bytes."""
         raw = self.scratch.take("expert", numel, torch_dtype(self.item.expert_dtypes[t]))
         data = raw_bytes(raw)
-        self._experts[t].read_into(self.item.sources[t], start * raw.itemsize, data)
-        new = start * raw.itemsize == self._hashes[t].size
-        if new:
-            self._hashes[t].update(data)
-        return raw, data, new
+        self.read_stored(t + 1, start * raw.itemsize, data)
+        return raw, data
 
     def wide_base(self, start: int, base_raw: Tensor) -> Tensor:
         """A piece of the base (from entry `start` on) in the compute dtype; not to be written to.
@@ -200,15 +218,15 @@ class TensorReader:
 
         What a rule did not look at is read now.
         """
-        for t, (expert, source) in enumerate(zip(self._experts, self.item.sources, strict=False)):
+        for t, (expert, source) in enumerate(self._stored[1:]):
             width = torch_dtype(self.item.expert_dtypes[t]).itemsize
-            while not is_formed(expert, source) and (start := self._hashes[t].size // width) < self.item.numel:
+            while not is_formed(expert, source) and (start := self._hashes[t + 1].size // width) < self.item.numel:
                 self._read(t, start, min(CHUNK, self.item.numel - start))
         found = tuple(
             e.hash_of(s) if is_formed(e, s) else h.hexdigest()
-            for e, s, h in zip(self._experts, self.item.sources, self._hashes, strict=False)
+            for (e, s), h in zip(self._stored[1:], self._hashes[1:], strict=True)
         )
-        return self._base_hash.hexdigest(), found
+        return self._hashes[0].hexdigest(), found
 
     def factors(self, part: Part) -> list[list[LowRank]]:
         """Per logical matrix of the part, every expert's delta in factored form; all experts are adapters."""
@@ -240,8 +258,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
-def _same_bits(raw: Tensor, data: memoryview, base_raw: Tensor) -> bool:
-    """Whether an expert (also given as bytes) is the base bit by bit; the first few tell most that are not."""
-    if data[:GLANCE].tobytes() != raw_bytes(base_raw)[:GLANCE].tobytes():
+def same_bits(raw: Tensor, data: memoryview, base_raw: Tensor, base_data: memoryview | None = None) -> bool:
+    """Whether an expert is the base bit by bit, both also given as bytes; the first few tell most that are not."""
+    if raw.dtype != base_raw.dtype:
+        return False
+    base_data = raw_bytes(base_raw) if base_data is None else base_data
+    if data[:GLANCE] != base_data[:GLANCE]:
         return False
     return torch.equal(_bits(raw), _bits(base_raw))

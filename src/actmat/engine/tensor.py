@@ -53,11 +53,10 @@ def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Fi
             continue
         if len(merging) == 1 and merging[0].item.factored:
             deltas.changed = True  # adapters alone: no dense delta is formed, and the plan lists changed tensors only
-        held: Sequence[Tensor] = deltas if how.lazy else deltas.hold(walked=how.walked)
         if how.combined:
-            merge_combined(merging[0], part, base_raw, deltas, held, reader)
-            changed_anywhere |= deltas.changed
+            changed_anywhere |= merge_combined(merging[0], part, base_raw, reader)
             continue
+        held: Sequence[Tensor] = deltas if how.lazy else deltas.hold(walked=how.walked)
         for parts, group in members.items():
             for own in parts if len(members) > 1 else (part,):
                 narrow = own is not part

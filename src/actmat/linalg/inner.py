@@ -2,58 +2,39 @@
 
 Rules that look at a tensor as one long vector (slerp, Karcher mean, Model Stock) need nothing but the `T x T` matrix
 of inner products and one weighted sum: two passes over memory, whatever they compute in between.
-Shapes: `T` tensors of equal shape, `P` entries of a place, `R` of a row in float64.
+Shapes: `T` tensors of equal shape, `P` entries of a place, `S` of a span.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from actmat.linalg.places import empty_result, walk
+from actmat.linalg.places import empty_result, shape_and_dtype, walk
+from actmat.linalg.products import Products, products_workspace
 
 __all__ = ["PIECE", "add_up", "frobenius_norm64", "inner_products", "inner_workspace", "one_pass_sum", "weighted_sum"]
 
 PIECE = 1 << 14
 """Entries per piece: a handful of float64 rows of this length fit a core's private cache."""
 
-ROW = 1 << 15
-"""Entries of a float64 row of `inner_products`, 256 KiB: those of four tensors stay in a core's own cache. Longer ones
-take about twice as long, and room for whole places would be so large that malloc returns it after every tensor."""
-
 
 def inner_products(tensors: Sequence[Tensor]) -> Tensor:
-    """`G[s, t] = <X_s, X_t>` over all entries, accumulated in float64 (`T x T`, on the CPU); one walk.
+    """`G[s, t] = <X_s, X_t>` over all entries (`T x T`, float64, on the CPU); one walk.
 
-    float64 because angles between fine-tuned models are small: `1 - cos` near 1e-7 is lost in a float32 sum.
+    Angles between fine-tuned models are small: `1 - cos` near 1e-7 is lost in a float32 sum (`linalg.products`).
     """
-    gram_TT: Tensor | None = None
-    rows: _Rows | None = None
-    for _, pieces_TP in walk(tensors):
-        like_P = pieces_TP[0]
-        if gram_TT is None:
-            gram_TT = torch.zeros((len(pieces_TP), len(pieces_TP)), dtype=torch.float64, device=like_P.device)
-        size = min(ROW if like_P.device.type == "cpu" else like_P.numel(), like_P.numel())
-        for cuts_TR in zip(*(torch.split(piece_P, size) for piece_P in pieces_TP), strict=True):
-            if rows is None or rows.size != cuts_TR[0].numel():
-                rows = _Rows(len(cuts_TR), cuts_TR[0])
-            for row_R, cut_R in zip(rows.each_TR, cuts_TR, strict=True):
-                row_R.copy_(cut_R)
-            gram_TT.addmm_(rows.all_TR, rows.all_RT)
-    return torch.zeros((len(tensors), len(tensors)), dtype=torch.float64) if gram_TT is None else gram_TT.cpu()
-
-
-class _Rows:
-    """Room for a few float64 rows, and its views, made once: each call of torch may wait for the interpreter."""
-
-    def __init__(self, count: int, like_R: Tensor) -> None:
-        self.size = like_R.numel()
-        self.all_TR = torch.empty((count, self.size), dtype=torch.float64, device=like_R.device)
-        self.all_RT = self.all_TR.mT
-        self.each_TR = list(self.all_TR)
+    products = Products(*shape_and_dtype(tensors)) if tensors else None
+    gram_TT = torch.zeros((len(tensors), len(tensors)), dtype=torch.float64)
+    if products is not None:
+        for _, pieces_TP in walk(tensors):
+            for span_TS in products.spans(pieces_TP):
+                gram_TT += products.of(span_TS)
+    return gram_TT
 
 
 def frobenius_norm64(tensor: Tensor) -> float:
@@ -80,10 +61,15 @@ def add_up(pieces_TP: Sequence[Tensor], coefficients: Sequence[float], out_P: Te
     terms = [(c, x_P) for c, x_P in zip(coefficients, pieces_TP, strict=True) if c != 0]
     if not terms:
         return out_P.zero_()
-    torch.add(out_P.new_zeros(()), terms[0][1], alpha=terms[0][0], out=out_P)  # from +0 on: no sum is -0
+    torch.add(_zero(out_P.dtype, out_P.device), terms[0][1], alpha=terms[0][0], out=out_P)  # from +0 on: no sum is -0
     for c, x_P in terms[1:]:
         out_P.add_(x_P, alpha=c)
     return out_P
+
+
+@cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def one_pass_sum(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -100,4 +86,4 @@ def one_pass_sum(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def inner_workspace(entries: int, n_tensors: int) -> int:
     """Elements of float32 that `inner_products` and one `weighted_sum` hold at their peak, the sum included."""
-    return entries + 2 * n_tensors * min(2 * ROW, max(1, entries))  # the rows of the last, shorter cut are new ones
+    return entries + products_workspace(entries, n_tensors)

@@ -19,6 +19,7 @@ __all__ = [
     "PLACE",
     "HasRoom",
     "Preceded",
+    "Stacked",
     "Streamed",
     "empty_result",
     "place_size",
@@ -53,6 +54,14 @@ class Streamed(HasRoom, Protocol):
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
         """`(start, pieces_TP)` of consecutive places; a piece is overwritten by that of the next place."""
+
+
+class Stacked(list[Tensor]):
+    """Pieces of equal length that are the rows of one tensor, which operations on all of them may take at once."""
+
+    def __init__(self, rows_TS: Tensor) -> None:
+        super().__init__(rows_TS)
+        self.rows_TS = rows_TS
 
 
 def place_size(device: torch.device) -> int:

@@ -201,7 +201,7 @@ class MergeMethod:
         walks_again: of a rule that streams, whether it walks more than once: small deltas are then better held.
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the rule is a sum over `D_1 .. D_T` (with
             `W_0` before them, if it takes the base) with coefficients that depend on their inner products `gram`
-            alone; or None. Where it streams, an engine then adds up and writes place by place and holds no result.
+            alone; or None. Where it streams, the engine then adds up and writes place by place and holds nothing whole.
     """
 
     name: str

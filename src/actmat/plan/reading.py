@@ -18,8 +18,8 @@ class Reading:
 
     Args:
         walked: all that is done with the deltas is that one rule walks over them.
-        combined: and the rule is a sum, so that a second walk adds up and writes (`engine.combined`): no result and no
-            base in the compute dtype is held.
+        combined: and the rule is a sum, so that a second walk adds up and writes (`engine.combined`): neither deltas,
+            nor a result, nor the base in the compute dtype are held.
         lazy: deltas are read when they are asked for, one laid over the other, or in each walk; else all are held.
         base: the base is held as stored; else it is read place by place, with the deltas and again for the writing.
     """
@@ -59,7 +59,7 @@ def reading_of(
         return Reading(walked=False, combined=False, lazy=once, base=True)
     large = part.numel > CHUNK
     combined = method.combine is not None and large
-    streamed = streams(method, options, part.numel, n_experts, itemsize)
+    streamed = combined or streams(method, options, part.numel, n_experts, itemsize)
     looked_at = method.uses_base(options) and not combined
     return Reading(
         walked=True,

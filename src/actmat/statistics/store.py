@@ -128,7 +128,7 @@ class Statistics:
     def _read(self, stored: str) -> Tensor:
         spec = self.specs[stored]
         tensor = empty_tensor(spec)
-        self._reader.read_into(spec.file, spec.offset, raw_bytes(tensor), what=f"tensor {stored!r}")
+        self._reader.read_into(spec.file, spec.offset, raw_bytes(tensor), tensor=stored)
         if content_hash(tensor) != self._hashes[stored]:
             raise StatisticsError(
                 f"{self.location}: tensor '{stored}' is not what was written. Likely cause: a damaged copy. Fix: "

@@ -1,0 +1,123 @@
+"""Inner products span by span: blocks in float32 against float64, whatever the length, the size and the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actmat.linalg import products as module
+from actmat.linalg.places import Stacked
+from actmat.linalg.products import BLOCK, MANY, SPAN, Products
+
+
+def rows(count: int, size: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
+
+
+def exact(rows_TS: Tensor) -> Tensor:
+    return rows_TS.double() @ rows_TS.double().mT
+
+
+def cosines(gram_TT: Tensor) -> Tensor:
+    norm_T = gram_TT.diagonal().sqrt()
+    return gram_TT / (norm_T[:, None] * norm_T)
+
+
+def found(rows_TS: Tensor) -> Tensor:
+    products = Products(rows_TS.shape[1:], rows_TS.dtype)
+    return sum((products.of(span) for span in products.spans(list(rows_TS))), torch.zeros(()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, BLOCK + 1, MANY - 1, MANY, MANY + 1, SPAN + BLOCK - 1, 2 * SPAN + 5])
+def test_the_gram_matrix_of_all_spans(count: int, size: int) -> None:
+    rows_TS = rows(count, size)
+    torch.testing.assert_close(found(rows_TS), exact(rows_TS), rtol=1e-6, atol=1e-8 * size)
+
+
+@pytest.mark.parametrize("apart", [1.0, 1e-2, 3e-4])
+@pytest.mark.parametrize("size", [MANY, SPAN, 4 * SPAN])
+def test_cosines_are_right_to_one_in_a_hundred_million(size: int, apart: float) -> None:
+    rows_TS = (rows(1, size) + apart * rows(3, size, seed=1)).bfloat16().float() * 1e-3
+    assert float((cosines(found(rows_TS)) - cosines(exact(rows_TS))).abs().max()) < 1e-8
+
+
+def test_blocks_are_what_is_used_for_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Products, span_TS: object) -> Tensor:
+        raise AssertionError("in float64")
+
+    monkeypatch.setattr(Products, "_of_rows", refused)
+    assert found(rows(2, MANY)).shape == (2, 2)
+    with pytest.raises(AssertionError, match="float64"):
+        found(rows(2, MANY - 1))
+    with pytest.raises(AssertionError, match="float64"):
+        found(rows(2, MANY).double())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-18, 1e18, 1e30])
+def test_squares_that_float32_does_not_hold(scale: float) -> None:
+    rows_TS = rows(3, MANY + 7) * scale
+    torch.testing.assert_close(found(rows_TS), exact(rows_TS), rtol=1e-6, atol=1e-3 * MANY * scale**2)
+    assert bool((found(rows_TS).diagonal() > 0).all())
+
+
+def test_a_tensor_of_zeros_beside_others() -> None:
+    rows_TS = rows(3, MANY)
+    rows_TS[1] = 0
+    torch.testing.assert_close(found(rows_TS), exact(rows_TS), rtol=1e-12, atol=1e-9)
+
+
+def test_a_small_tensor_beside_a_large_one() -> None:
+    rows_TS = rows(2, MANY) * torch.tensor([[1e-17], [1.0]])
+    torch.testing.assert_close(cosines(found(rows_TS)), cosines(exact(rows_TS)), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(bad: float) -> None:
+    rows_TS = rows(2, MANY)
+    rows_TS[1, 77] = bad
+    gram = found(rows_TS)
+    assert bool(gram[0, 0].isfinite())
+    assert not bool(gram[1, 1].isfinite())
+
+
+@pytest.mark.parametrize("size", [SPAN, SPAN - 3])
+def test_rows_of_one_tensor_give_the_bits_of_tensors_apart(size: int) -> None:
+    room = torch.empty(4, SPAN)
+    stacked, apart = Products((size,), torch.float32), Products((size,), torch.float32)
+    for seed in range(2):  # the same room, other entries
+        room[:, :size] = rows(4, size, seed)
+        as_one = stacked.of(Stacked(room[1:, :size]))
+        assert torch.equal(as_one, apart.of([row.clone() for row in room[1:, :size]]))
+        torch.testing.assert_close(as_one, exact(room[1:, :size]), rtol=1e-6, atol=1e-8 * size)
+
+
+def test_lengths_may_change_from_span_to_span() -> None:
+    products = Products((2 * MANY,), torch.float32)
+    for size in (MANY, 100, MANY, 100, MANY):
+        rows_TS = rows(2, size)
+        torch.testing.assert_close(products.of(list(rows_TS)), exact(rows_TS), rtol=1e-6, atol=1e-8 * MANY)
+
+
+def test_the_room_is_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (100, MANY, 3 * SPAN):
+        made: list[int] = []
+        empty = torch.empty
+
+        def counted(*shape: object, _made: list[int] = made, _empty: Any = empty, **settings: object) -> Tensor:
+            room: Tensor = _empty(*shape, **settings)
+            _made.append(room.nbytes)
+            return room
+
+        monkeypatch.setattr(module.torch, "empty", counted)
+        rows_TS = rows(3, size)
+        products = Products((size,), torch.float32)
+        for span in products.spans(list(rows_TS)):
+            products.of(span)
+            products._of_rows(span)
+        assert sum(made) <= 4 * module.products_workspace(size, 3)
+        assert sum(made) >= 8 * min(size, module.ROW)
+        monkeypatch.undo()
