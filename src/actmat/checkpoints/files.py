@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from actmat.checkpoints.base import FileIdentity
 from actmat.errors import CheckpointError
@@ -32,9 +33,17 @@ class _Open:
     users: int = 0
 
 
-def _state(status: os.stat_result) -> tuple[int, int, int, int]:
+class _State(NamedTuple):
     """What must stay the same while we read. Not the ctime: a hard link made meanwhile changes it."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+
+def _state(status: os.stat_result) -> _State:
+    return _State(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _subject(tensor: str, label: str) -> str:
@@ -69,7 +78,7 @@ class FileReader:
         self._keep_open = keep_open
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}  # least recently used first
-        self._states: dict[str, tuple[int, int, int, int]] = {}
+        self._states: dict[str, _State] = {}
         self._closed = False
 
     def add(self, label: str, path: Path) -> None:
@@ -85,7 +94,7 @@ class FileReader:
     def size(self, label: str) -> int:
         """Size of the file in bytes."""
         with self._borrow(label):
-            return self._states[label][2]
+            return self._states[label].size
 
     def read(self, label: str, offset: int, length: int) -> bytes:
         """`length` bytes from `offset` on, as a new object."""

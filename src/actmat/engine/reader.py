@@ -57,7 +57,6 @@ class TensorReader:
         self.item = item
         self.compute_dtype = compute_dtype
         self.device = device
-        self._base = base
         self._experts = experts
         self._labels = labels
         self.scratch = scratch

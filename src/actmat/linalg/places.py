@@ -87,17 +87,10 @@ def shape_and_dtype(deltas: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dt
     return tuple(deltas[0].shape), deltas[0].dtype
 
 
-class Flat(Protocol):
-    """A flattened tensor, or what gives slices like one."""
-
-    def __getitem__(self, place: slice, /) -> Tensor:
-        """The entries of a place."""
-
-
 class Preceded(Sequence[Tensor]):
-    """`first` and the streamed deltas after it, to be walked over alone."""
+    """`first`, flattened, and the streamed deltas after it, to be walked over alone."""
 
-    def __init__(self, first: Flat, deltas: Sequence[Tensor]) -> None:
+    def __init__(self, first: Tensor, deltas: Sequence[Tensor]) -> None:
         self._first = first
         self._deltas = deltas
         self.shape, self.dtype = shape_and_dtype(deltas)
