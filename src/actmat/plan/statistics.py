@@ -1,4 +1,4 @@
-"""Statistics of the experts in a plan: which Gram belongs to which matrix, and why some tensor has none.
+"""Statistics of the experts in a plan: which Gram belongs to which matrix, and why a tensor has none.
 
 Statistics name tensors as they lie in the expert's own checkpoint; for an adapter, in the base that it was on.
 """
@@ -11,26 +11,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.checkpoints.adapter import AdapterModule
-from actmat.checkpoints.adapter_expert import AdapterExpert
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError
+from actmat.experts.lora.modules import AdapterModule
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
-from actmat.plan.adapter_model import ModulePlan
 from actmat.plan.choose import Chooser, Decision
-from actmat.plan.model import TensorPlan
+from actmat.plan.model import Item
 from actmat.plan.parts import Part, cut
 from actmat.recipe import Recipe
 from actmat.statistics.header import describe
 from actmat.statistics.store import Statistics, open_statistics
 
 __all__ = [
-    "Measured",
+    "ExpertStatistics",
     "declared_kinds",
     "gram_key",
-    "gram_keys",
-    "kind_problems",
     "module_statistics",
     "opened_statistics",
     "with_statistics",
@@ -38,7 +34,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Measured:
+class ExpertStatistics:
     """The open statistics of every expert; None for those without."""
 
     labels: tuple[str, ...]
@@ -60,6 +56,46 @@ class Measured:
         pairs = zip(self.labels, self.files, strict=True)
         return [{"expert": n, "location": f.location, **describe(f.header)} for n, f in pairs if f is not None]
 
+    @classmethod
+    def none(cls, labels: Sequence[str]) -> ExpertStatistics:
+        """No statistics for any of these experts."""
+        return cls(tuple(labels), (None,) * len(labels))
+
+    def kind_problems(self, adapted: Sequence[bool]) -> list[str]:
+        """Problems of statistics of adapters that are given for full models, and the other way round."""
+        problems = []
+        for label, file, is_adapter in zip(self.labels, self.files, adapted, strict=True):
+            if file is None or (file.header.model.adapter is not None) == is_adapter:
+                continue
+            of, want = ("a full model", "an adapter") if is_adapter else ("a model with an adapter", "a full model")
+            problems.append(
+                f"expert '{label}' is {want}, and its statistics ({file.location}) were measured on {of} "
+                f"({file.header.model.location}); collect them on what is merged"
+            )
+        return problems
+
+    def gram_keys(self, item: Item, part: Part, k: int) -> list[str | None]:
+        """For every expert, the key of the Gram that matrix `k` of a part reads; None: none of its tokens came there."""
+        if item.factors is not None:
+            return list(item.factors.grams[k])
+        pairs = zip(self.files, item.sources, strict=True)
+        return [
+            None if f is None or s is None else gram_key(f, s.name, item.shape, item.layout, part, k) for f, s in pairs
+        ]
+
+    def notes_on(self, items: Sequence[Item]) -> list[str]:
+        """Notes for the plan: what was measured, or that nothing uses it."""
+        if not self.any:
+            return []
+        methods = {i.call.method for i in items if i.call is not None}
+        if not any(get_method(m).needs_statistics for m in methods):
+            return ["statistics are given, and nothing uses them: the rules chosen need none"]
+        return [
+            f"statistics of '{label}': {file.header.samples:,} samples, {file.header.tokens:,} tokens"
+            for label, file in zip(self.labels, self.files, strict=True)
+            if file is not None
+        ]
+
     def identity(self) -> list[Any]:
         """For fingerprints: the state of every file."""
         found = [f.identity() if f is not None else () for f in self.files]
@@ -67,7 +103,7 @@ class Measured:
 
 
 @contextlib.contextmanager
-def opened_statistics(recipe: Recipe) -> Iterator[Measured]:
+def opened_statistics(recipe: Recipe) -> Iterator[ExpertStatistics]:
     """Open the statistics that the recipe names; headers alone.
 
     Raises:
@@ -83,7 +119,7 @@ def opened_statistics(recipe: Recipe) -> Iterator[Measured]:
                 problems += [f"expert '{expert.label}': {p}" for p in error.problems]
         if problems:
             raise StatisticsError("The statistics cannot be used.", problems)
-        yield Measured(recipe.labels, tuple(files))
+        yield ExpertStatistics(recipe.labels, tuple(files))
 
 
 def declared_kinds(recipe: Recipe) -> frozenset[str]:
@@ -91,35 +127,21 @@ def declared_kinds(recipe: Recipe) -> frozenset[str]:
     return frozenset({"gram", "fisher"}) if all(e.statistics for e in recipe.experts) else frozenset()
 
 
-def kind_problems(measured: Measured, adapted: Sequence[bool]) -> list[str]:
-    """Statistics of adapters for full models, and the other way round."""
-    problems = []
-    for label, file, is_adapter in zip(measured.labels, measured.files, adapted, strict=True):
-        if file is None or (file.header.model.adapter is not None) == is_adapter:
-            continue
-        of, want = ("a full model", "an adapter") if is_adapter else ("a model with an adapter", "a full model")
-        problems.append(
-            f"expert '{label}' is {want}, and its statistics ({file.location}) were measured on {of} "
-            f"({file.header.model.location}); collect them on what is merged"
-        )
-    return problems
-
-
 def with_statistics(
     decision: Decision,
     spec: TensorSpec,
     sources: Sequence[str | None],
-    measured: Measured,
+    statistics: ExpertStatistics,
     chooser: Chooser,
     problems: list[str],
 ) -> Decision:
     """The decision, or the average where its rule needs statistics that an expert lacks for this tensor."""
     if decision.call is None or not (method := get_method(decision.call.method)).needs_statistics:
         return decision
-    if not measured.kinds >= set(method.needs_statistics):
+    if not statistics.kinds >= set(method.needs_statistics):
         return decision  # a problem of the whole recipe, noted by the chooser
     rows = 0
-    for label, file, source in zip(measured.labels, measured.files, sources, strict=True):
+    for label, file, source in zip(statistics.labels, statistics.files, sources, strict=True):
         assert file is not None, "every kind is there"
         if source is None:
             return decision  # missing in the expert: alignment says so
@@ -173,14 +195,6 @@ def _why_not(
     return total
 
 
-def gram_keys(
-    measured: Measured, sources: Sequence[str], shape: Sequence[int], layout: TensorLayout, part: Part, k: int
-) -> list[str | None]:
-    """For every expert, the key of the Gram that matrix `k` of a part reads; None: none of its tokens came there."""
-    pairs = zip(measured.files, sources, strict=True)
-    return [None if f is None else gram_key(f, s, shape, layout, part, k) for f, s in pairs]
-
-
 def gram_key(
     file: Statistics, source: str, shape: Sequence[int], layout: TensorLayout, part: Part, k: int
 ) -> str | None:
@@ -205,7 +219,7 @@ def module_statistics(
     tensor: str,
     module: AdapterModule,
     blocks: Sequence[Block],
-    measured: Measured,
+    statistics: ExpertStatistics,
     chooser: Chooser,
     problems: list[str],
 ) -> tuple[Decision, tuple[tuple[str, ...], ...]]:
@@ -216,11 +230,11 @@ def module_statistics(
         tensor: the module's weight as the model calls it in memory.
         module: one expert's pair of factors, for shapes.
         blocks: rows of a packed map that are merged apart; none: one map.
-        measured, chooser, problems: see `with_statistics`.
+        statistics, chooser, problems: see `with_statistics`.
     """
-    if decision.call is None or not get_method(decision.call.method).needs_statistics or not measured.any:
+    if decision.call is None or not get_method(decision.call.method).needs_statistics or not statistics.any:
         return decision, ()
-    if not measured.kinds >= set(get_method(decision.call.method).needs_statistics):
+    if not statistics.kinds >= set(get_method(decision.call.method).needs_statistics):
         return decision, ()
 
     def averaged(label: str, why: str) -> tuple[Decision, tuple[tuple[str, ...], ...]]:
@@ -230,7 +244,7 @@ def module_statistics(
     candidates = (tensor, f"{tensor.removesuffix('.weight')}.in_proj_weight")
     ranges = [(b.start, b.stop) if b.groups == 1 else None for b in blocks] or [(0, module.shape[-2])]
     keys: list[list[str]] = [[] for _ in ranges]
-    for label, file in zip(measured.labels, measured.files, strict=True):
+    for label, file in zip(statistics.labels, statistics.files, strict=True):
         assert file is not None, "every kind is there"
         if get_method(decision.call.method).acts_on != "matrix":
             return averaged(label, "the Fisher is of full tensors; merge into a model, --to model")
@@ -252,23 +266,3 @@ def module_statistics(
                 )
             keys[k].append(key)
     return decision, tuple(map(tuple, keys))
-
-
-def notes_on(measured: Measured, tensors: Sequence[TensorPlan | ModulePlan]) -> list[str]:
-    """What a reader of the plan should know."""
-    if not measured.any:
-        return []
-    methods = {t.call.method for t in tensors if isinstance(t, TensorPlan | ModulePlan) and t.call is not None}
-    if not any(get_method(m).needs_statistics for m in methods):
-        return ["statistics are given, and nothing uses them: the rules chosen need none"]
-    notes = []
-    for label, file in zip(measured.labels, measured.files, strict=True):
-        if file is not None:
-            header = file.header
-            notes.append(f"statistics of '{label}': {header.samples:,} samples, {header.tokens:,} tokens")
-    return notes
-
-
-def is_adapted(experts: Sequence[Checkpoint]) -> list[bool]:
-    """Which experts are adapters."""
-    return [isinstance(e, AdapterExpert) for e in experts]
