@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from actmat.checkpoints.adapter_expert import AdapterExpert
+from actmat.experts.base import Expert
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
 from actmat.plan.parts import Part
@@ -18,25 +18,25 @@ from actmat.plan.parts import Part
 __all__ = ["part_factors"]
 
 
-def part_factors(experts: Sequence[AdapterExpert], sources: Sequence[str], part: Part) -> list[list[LowRank]]:
+def part_factors(experts: Sequence[Expert], sources: Sequence[str], part: Part) -> list[list[LowRank]]:
     """Per logical matrix of the part, the factors of every expert, float64."""
     per_expert = [_logical(e, s, part) for e, s in zip(experts, sources, strict=True)]
     return [list(group) for group in zip(*per_expert, strict=True)]
 
 
-def _logical(expert: AdapterExpert, name: str, part: Part) -> list[LowRank]:
+def _logical(expert: Expert, name: str, part: Part) -> list[LowRank]:
     columns = math.prod(part.shape[1:])
     rows = part.numel // columns
-    if name in expert.pieces:
-        whole = expert.factors(name, torch.float64)
+    whole = expert.factors(name, (rows, columns), torch.float64)
+    if expert.source(name).kind == "zero":
+        stored = whole
+    else:
         first, last = part.start // columns, part.stop // columns
         if whole.b_OR.ndim == 3:
             index, first = divmod(first, whole.b_OR.shape[-2])
             last = first + rows
             whole = LowRank(whole.b_OR[index], whole.a_RI[index])
         stored = LowRank(whole.b_OR[first:last], whole.a_RI)
-    else:
-        stored = expert.zero_factors((rows, columns), torch.float64)
     layout = part.layout
     if layout.role is Role.CONVOLUTION:
         return [stored]

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.adapter_expert import AdapterExpert, is_formed
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.factored import part_factors
 from actmat.engine.findings import Findings
 from actmat.engine.memory import Scratch
+from actmat.experts.base import Expert
+from actmat.experts.lora.expert import is_formed
 from actmat.linalg.lowrank import LowRank
 from actmat.plan.adapter_experts import can_walk
 from actmat.plan.model import TensorPlan
@@ -47,7 +48,7 @@ class TensorReader:
         self,
         item: TensorPlan,
         base: Checkpoint,
-        experts: Sequence[Checkpoint],
+        experts: Sequence[Expert],
         labels: Sequence[str],
         compute_dtype: torch.dtype,
         device: torch.device,
@@ -61,7 +62,8 @@ class TensorReader:
         self._labels = labels
         self.scratch = scratch
         self._findings = findings
-        self._stored = [(base, item.name), *zip(experts, item.sources, strict=False)]  # a copy names no sources
+        self._stored: list[tuple[Checkpoint | Expert, str]] = [(base, item.name)]
+        self._stored += zip(experts, item.sources, strict=False)  # a copy names no sources
         self._hashes = [ContentHash() for _ in self._stored]
         self._base_dtype = torch_dtype(item.base_dtype)
         self._wide_key: tuple[int, int] | None = None
@@ -106,7 +108,7 @@ class TensorReader:
         expert, source = self._experts[t], self.item.sources[t]
         if is_formed(expert, source):
             formed = expert.delta(source, part.start, part.stop, self.compute_dtype)
-            return formed.view(part.shape).to(self.device), expert.touches(source)
+            return formed.view(part.shape).to(self.device), expert.source(source).kind != "zero"
         if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
             delta = self.scratch.take(("delta", t), part.numel, self.compute_dtype)
         else:
@@ -217,19 +219,19 @@ class TensorReader:
 
         What a rule did not look at is read now.
         """
-        for t, (expert, source) in enumerate(self._stored[1:]):
+        for t, (expert, source) in enumerate(zip(self._experts, self.item.sources, strict=False)):
             width = torch_dtype(self.item.expert_dtypes[t]).itemsize
             while not is_formed(expert, source) and (start := self._hashes[t + 1].size // width) < self.item.numel:
                 self._read(t, start, min(CHUNK, self.item.numel - start))
         found = tuple(
-            e.hash_of(s) if is_formed(e, s) else h.hexdigest()
-            for (e, s), h in zip(self._stored[1:], self._hashes[1:], strict=True)
+            e.content(s) if is_formed(e, s) else h.hexdigest()
+            for e, s, h in zip(self._experts, self.item.sources, self._hashes[1:], strict=False)
         )
         return self._hashes[0].hexdigest(), found
 
     def factors(self, part: Part) -> list[list[LowRank]]:
         """Per logical matrix of the part, every expert's delta in factored form; all experts are adapters."""
-        return part_factors([e for e in self._experts if isinstance(e, AdapterExpert)], self.item.sources, part)
+        return part_factors(self._experts, self.item.sources, part)
 
     @property
     def n_experts(self) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from actmat.checkpoints.adapter import Adapter
+from actmat.experts.lora.adapter import Adapter
 from actmat.plan.adapter_model import ExtraPlan, ModulePlan
 from actmat.recipe import Recipe
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actmat.checkpoints.adapter_expert import AdapterExpert, is_formed
-from actmat.checkpoints.base import Checkpoint
 from actmat.errors import RecipeError
+from actmat.experts.base import Expert
+from actmat.experts.lora.expert import AdapterExpert, is_formed
 from actmat.methods import get_method
 from actmat.plan.adapter_problems import adapter_problems, why_not_factored
 from actmat.plan.choose import Decision
@@ -16,17 +16,17 @@ from actmat.recipe import Recipe
 __all__ = ["adapter_notes", "can_walk", "is_factored", "read_bytes", "untouched"]
 
 
-def untouched(decision: Decision, sources: Sequence[str | None], experts: Sequence[Checkpoint]) -> Decision:
+def untouched(decision: Decision, sources: Sequence[str | None], experts: Sequence[Expert]) -> Decision:
     """A copy where every expert is an adapter and none changes the tensor: nothing is computed, nothing rounded."""
     if decision.call is None:
         return decision
     for expert, source in zip(experts, sources, strict=True):
-        if not isinstance(expert, AdapterExpert) or (source is not None and expert.touches(source)):
+        if not isinstance(expert, AdapterExpert) or (source is not None and expert.source(source).kind != "zero"):
             return decision
     return Decision("copy", "no adapter changes it: copied from the base", decision.layout)
 
 
-def is_factored(recipe: Recipe, call: MethodCall, experts: Sequence[Checkpoint], sources: Sequence[str]) -> bool:
+def is_factored(recipe: Recipe, call: MethodCall, experts: Sequence[Expert], sources: Sequence[str]) -> bool:
     """Whether a matrix rule can work on the factors: adapters alone, none of them with the whole tensor."""
     method = get_method(call.method)
     if method.acts_on != "matrix" or recipe.pool:
@@ -39,7 +39,7 @@ def is_factored(recipe: Recipe, call: MethodCall, experts: Sequence[Checkpoint],
     return not why_not_factored(call, len(experts))
 
 
-def can_walk(device: str, experts: Sequence[Checkpoint], sources: Sequence[str]) -> bool:
+def can_walk(device: str, experts: Sequence[Expert], sources: Sequence[str]) -> bool:
     """Whether the deltas of a tensor may be read place by place.
 
     What adapters store gives the same bits for whole parts alone, and a place is too small a task for an accelerator.
@@ -47,12 +47,12 @@ def can_walk(device: str, experts: Sequence[Checkpoint], sources: Sequence[str])
     return device == "cpu" and not any(is_formed(e, s) for e, s in zip(experts, sources, strict=False))
 
 
-def read_bytes(expert: Checkpoint, source: str) -> int:
+def read_bytes(expert: Expert, source: str) -> int:
     """Bytes that are read of an expert for one tensor."""
-    return expert.nbytes_of(source) if isinstance(expert, AdapterExpert) else expert.specs[source].nbytes
+    return expert.source(source).nbytes if isinstance(expert, AdapterExpert) else expert.specs[source].nbytes
 
 
-def adapter_notes(recipe: Recipe, experts: Sequence[Checkpoint], tensors: Sequence[TensorPlan]) -> list[str]:
+def adapter_notes(recipe: Recipe, experts: Sequence[Expert], tensors: Sequence[TensorPlan]) -> list[str]:
     """What a reader of the plan should know about the adapters among the experts.
 
     Raises:
@@ -67,7 +67,7 @@ def adapter_notes(recipe: Recipe, experts: Sequence[Checkpoint], tensors: Sequen
         raise RecipeError("The adapters do not fit together.", problems)
     notes = []
     for label, expert in found.items():
-        changed = sum(any(expert.touches(s) for s in {t.name, *t.sources}) for t in tensors)
+        changed = sum(any(_changes(expert, s) for s in {t.name, *t.sources}) for t in tensors)
         notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
         if expert.adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights; the base's own are used")
@@ -82,6 +82,9 @@ def adapter_notes(recipe: Recipe, experts: Sequence[Checkpoint], tensors: Sequen
     return notes
 
 
-def _rank(expert: Checkpoint, source: str) -> int:
-    piece = expert.pieces.get(source) if isinstance(expert, AdapterExpert) else None
-    return 0 if piece is None else piece.module.rank
+def _rank(expert: Expert, source: str) -> int:
+    return expert.source(source).rank if isinstance(expert, AdapterExpert) else 0
+
+
+def _changes(expert: AdapterExpert, name: str) -> bool:
+    return name in expert.specs and expert.source(name).kind != "zero"

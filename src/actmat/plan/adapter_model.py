@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.checkpoints.adapter import ModuleKind
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.shards import Shard
+from actmat.experts.lora.modules import ModuleKind
 from actmat.layout.types import Block
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import Action, InputSummary, MethodCall
@@ -26,7 +26,7 @@ class ModulePlan:
 
     Args:
         name: module in the model, as the adapters call it.
-        kind, shape, kernel: see `checkpoints.adapter.AdapterModule`.
+        kind, shape, kernel: see `experts.lora.modules.AdapterModule`.
         ranks: rank in each expert; 0 where an expert leaves the module alone (a zero delta).
         full_rank: rank that holds every merged delta exactly; `rank`: what is written.
         call: the rule. `factored`: by its low-rank form; else on dense deltas, and `reason` says why.

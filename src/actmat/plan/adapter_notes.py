@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actmat.checkpoints.adapter import Adapter, AdapterModule
-from actmat.checkpoints.adapter_open import PAIR_LIST
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.modules import AdapterModule
+from actmat.experts.lora.open import PAIR_LIST
 from actmat.plan.adapter_model import ModulePlan
 from actmat.plan.adapter_serving import serving_notes
 from actmat.recipe import Recipe

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from actmat.checkpoints.adapter import Adapter
+from actmat.experts.lora.adapter import Adapter
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.plan.choose import Decision

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from actmat.checkpoints.adapter import Adapter, AdapterModule
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.shards import plan_shards
 from actmat.errors import AlignmentError, RecipeError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.modules import AdapterModule
 from actmat.layout.fused import GATED
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.methods import get_method

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.shards import parse_size, plan_shards
 from actmat.errors import AlignmentError, MergeError
+from actmat.experts.base import Expert
+from actmat.experts.lora.expert import AdapterExpert
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.methods.user import is_user_method, user_method_hash
@@ -35,7 +36,7 @@ __all__ = ["build_plan"]
 def build_plan(
     recipe: Recipe,
     base: Checkpoint,
-    experts: Sequence[Checkpoint],
+    experts: Sequence[Expert],
     *,
     device: str = "cpu",
     measured: Measured | None = None,
@@ -47,7 +48,8 @@ def build_plan(
     """
     problems: list[str] = []
     labels = recipe.labels
-    for label, checkpoint in zip(("base", *(f"expert '{n}'" for n in labels)), (base, *experts), strict=True):
+    inputs: list[Checkpoint | Expert] = [base, *experts]
+    for label, checkpoint in zip(("base", *(f"expert '{n}'" for n in labels)), inputs, strict=True):
         problems += [f"{label}: {p}" for p in quantisation_problems(checkpoint.specs, checkpoint.config)]
         if not checkpoint.specs:
             problems.append(f"{label} ({checkpoint.location}) holds no tensors")
@@ -126,7 +128,7 @@ def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapp
 def _tensor_plans(
     recipe: Recipe,
     base: Checkpoint,
-    experts: Sequence[Checkpoint],
+    experts: Sequence[Expert],
     alignment: Alignment,
     decided: Mapping[str, Decision],
     device: str,
@@ -185,7 +187,7 @@ def _tensor_plans(
     return tuple(out)
 
 
-def _pooled_peak(recipe: Recipe, item: TensorPlan, experts: Sequence[Checkpoint], device: str) -> int:
+def _pooled_peak(recipe: Recipe, item: TensorPlan, experts: Sequence[Expert], device: str) -> int:
     assert item.call is not None, "only merged tensors are pooled"
     spec = TensorSpec(item.name, item.shape, item.base_dtype, "")
     walks = can_walk(device, experts, item.sources)
@@ -211,14 +213,14 @@ def _out_dtype(recipe: Recipe, spec: TensorSpec) -> str:
     return recipe.dtype if recipe.dtype is not None and spec.is_floating else spec.dtype
 
 
-def _summary(label: str, checkpoint: Checkpoint, ignored: tuple[str, ...] = ()) -> InputSummary:
+def _summary(label: str, checkpoint: Checkpoint | Expert, ignored: tuple[str, ...] = ()) -> InputSummary:
     specs = checkpoint.adapter.weights.specs if isinstance(checkpoint, AdapterExpert) else checkpoint.specs
     nbytes = sum(s.nbytes for s in specs.values())
     return InputSummary(label, checkpoint.location, checkpoint.identity(), len(specs), nbytes, ignored)
 
 
-def _dtype_notes(base: Checkpoint, experts: Sequence[Checkpoint], labels: Sequence[str]) -> list[str]:
-    def dtypes(checkpoint: Checkpoint) -> str:
+def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
+    def dtypes(checkpoint: Checkpoint | Expert) -> str:
         return ", ".join(sorted({s.dtype for s in checkpoint.specs.values() if s.is_floating}))
 
     mine = dtypes(base)

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.checkpoints.adapter import AdapterModule
-from actmat.checkpoints.adapter_expert import AdapterExpert
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError
+from actmat.experts.base import Expert
+from actmat.experts.lora.expert import AdapterExpert
+from actmat.experts.lora.modules import AdapterModule
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.plan.adapter_model import ModulePlan
@@ -269,6 +270,6 @@ def notes_on(measured: Measured, tensors: Sequence[TensorPlan | ModulePlan]) -> 
     return notes
 
 
-def is_adapted(experts: Sequence[Checkpoint]) -> list[bool]:
+def is_adapted(experts: Sequence[Expert]) -> list[bool]:
     """Which experts are adapters."""
     return [isinstance(e, AdapterExpert) for e in experts]
