@@ -142,7 +142,7 @@ def side(name: str, adapters: list[Path], out: Path, shape: tuple[int, int, int]
 
 def difference(one: Path, other: Path) -> float:
     """`||D_1 - D_2||_F / ||D_2||_F` over all modules of two adapters, from their factors."""
-    from actmat.checkpoints.adapter_open import open_adapter
+    from actmat.experts.resolve import open_adapter
     from actmat.linalg.lowrank import frobenius_norm, weighted_sum
 
     with open_adapter(str(one)) as first, open_adapter(str(other)) as second:
@@ -219,7 +219,7 @@ def named_pairs(path: Path, out: Path) -> Path:
 
 def group_of(folder: Path, scratch: Path) -> list[Path]:
     """The adapters of a group; lists of pairs are converted by `named_pairs`, which is said."""
-    from actmat.checkpoints.adapter_open import is_adapter
+    from actmat.experts.resolve import is_adapter
 
     found = [p for p in sorted(folder.iterdir()) if p.is_dir() and is_adapter(p)]
     lists = sorted([*folder.glob("*.pt"), *folder.glob("*/*.pt")])

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.api_adapters import adapter_expert, check_adapter_values, plan_adapters, run_adapters, writes_adapter
+from actmat.api_adapters import check_adapter_values, plan_adapters, run_adapters, writes_adapter
 from actmat.api_output import check_outputs, check_room, finish, finish_report
-from actmat.checkpoints.adapter import Adapter
-from actmat.checkpoints.adapter_expert import AdapterExpert
-from actmat.checkpoints.adapter_open import is_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.staging import Staging
@@ -24,6 +21,10 @@ from actmat.engine.local import Job, execute
 from actmat.engine.resources import check_device, share_resources
 from actmat.engine.statistics import check_adapters, check_probes
 from actmat.errors import CheckpointError, MergeError, RecipeError
+from actmat.experts.base import Expert
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.expert import AdapterExpert
+from actmat.experts.resolve import open_expert
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.adapter_model import AdapterPlan
 from actmat.plan.choose import Chooser
@@ -278,7 +279,7 @@ def run_recipes(
         return [MergeReport(out, p, manifest, seconds, n, report) for out, p, manifest, n, report in rows]
 
 
-def adapters_of(experts: Sequence[Checkpoint]) -> list[Adapter | None]:
+def adapters_of(experts: Sequence[Expert]) -> list[Adapter | None]:
     """The adapter of each expert that is one, else None."""
     return [e.adapter if isinstance(e, AdapterExpert) else None for e in experts]
 
@@ -337,17 +338,18 @@ def make(
 
 
 @contextlib.contextmanager
-def opened(recipes: Sequence[Recipe], found: list[MergeError]) -> Iterator[tuple[Checkpoint, list[Checkpoint]]]:
+def opened(recipes: Sequence[Recipe], found: list[MergeError]) -> Iterator[tuple[Checkpoint, list[Expert]]]:
     """Base and experts, opened. What cannot be opened is reported together with what was `found` before."""
     with contextlib.ExitStack() as stack:
-        opened: list[Checkpoint] = []
+        base: Checkpoint | None = None
+        experts: list[Expert] = []
         problems: list[str] = []
         for place in (recipes[0].base, *(e.path for e in recipes[0].experts)):
             try:
-                if opened and is_adapter(place):
-                    opened.append(stack.enter_context(adapter_expert(place, opened[0])))
+                if base is None:
+                    base = stack.enter_context(open_checkpoint(place))
                 else:
-                    opened.append(stack.enter_context(open_checkpoint(place)))
+                    experts.append(stack.enter_context(open_expert(place, base)))
             except CheckpointError as error:
                 problems += error.problems if len(error.problems) > 1 else [str(error)]
         if problems:
@@ -356,7 +358,8 @@ def opened(recipes: Sequence[Recipe], found: list[MergeError]) -> Iterator[tuple
             )
             choices = [p for r in recipes for p in Chooser(r, declared_kinds(r)).problems]
             raise _together([*found, RecipeError("The recipe is not valid.", choices)] if choices else found)
-        yield opened[0], opened[1:]
+        assert base is not None, "a base that cannot be opened is a problem"
+        yield base, experts
 
 
 _SHARED = ("base", "experts", "compute_dtype", "allow_nonfinite")
@@ -383,7 +386,7 @@ def _without_weights(value: Any) -> Any:
 def checked_plans(
     recipes: Sequence[Recipe],
     base: Checkpoint,
-    experts: Sequence[Checkpoint],
+    experts: Sequence[Expert],
     device: str,
     found: list[MergeError],
     measured: Measured | None = None,

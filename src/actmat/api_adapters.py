@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from actmat.api_output import check_room
-from actmat.checkpoints.adapter import Adapter
-from actmat.checkpoints.adapter_expert import AdapterExpert
-from actmat.checkpoints.adapter_open import is_adapter, open_adapter
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.staging import Staging, disk_errors
 from actmat.checkpoints.writer import ShardWriter
@@ -24,8 +20,11 @@ from actmat.engine.adapters import AdapterJob, check_finite, execute_adapters
 from actmat.engine.resources import Resources
 from actmat.engine.watch import NoWriter
 from actmat.errors import CheckpointError, MergeError, RecipeError
+from actmat.experts.base import Expert
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.expert import AdapterExpert
+from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.plan.adapter_model import AdapterPlan
-from actmat.plan.adapter_places import fit_adapter
 from actmat.plan.adapters import build_adapter_plan
 from actmat.plan.measured import opened_statistics
 from actmat.recipe import Recipe
@@ -34,7 +33,6 @@ from actmat.report.manifest import write_manifest
 from actmat.report.write import write_report
 
 __all__ = [
-    "adapter_expert",
     "check_adapter_values",
     "diagnose_adapters",
     "opened_adapters",
@@ -199,23 +197,7 @@ def _finish(job: AdapterJob, stage: Staging, adapters: Sequence[Adapter], began:
     return manifest
 
 
-def adapter_expert(location: str, base: Checkpoint) -> AdapterExpert:
-    """An adapter, fitted to the base that it is to be merged into.
-
-    Raises:
-        CheckpointError: not an adapter of this base, or none that can be merged; carries all problems.
-    """
-    adapter = open_adapter(location)
-    expert, problems = fit_adapter(adapter, base)
-    if problems:
-        expert.close()
-        raise CheckpointError(
-            f"{location}: the adapter cannot be merged into {base.location}.", [f"{location}: {p}" for p in problems]
-        )
-    return expert
-
-
-def check_adapter_values(labels: Sequence[str], experts: Sequence[Checkpoint]) -> None:
+def check_adapter_values(labels: Sequence[str], experts: Sequence[Expert]) -> None:
     """Whether all adapters among the experts hold finite numbers.
 
     Raises:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from actmat.api import adapters_of, checked_plans, opened
 from actmat.api_diagnose import recipe_of_output
-from actmat.checkpoints.adapter_open import is_adapter
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import AgreementRow, DataResidual
 from actmat.diagnostics.on_data import data_residuals
 from actmat.engine.statistics import check_adapters
 from actmat.errors import MergeError, RecipeError, StatisticsError, did_you_mean
+from actmat.experts.resolve import is_adapter
 from actmat.plan.measured import opened_statistics
 from actmat.recipe import ExpertRef, Recipe, add_statistics
 from actmat.statistics.agreement import agreement as compare

@@ -9,7 +9,6 @@ from typing import Any
 
 from actmat.api import Location, Progress, adapters_of, checked_plans, make, opened
 from actmat.api_adapters import check_adapter_values, diagnose_adapters, writes_adapter
-from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.diagnostics.build import RunFacts, build_diagnosis, storage_dtypes
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
 from actmat.diagnostics.run import beside, check_mutes, tensor_watches
@@ -18,6 +17,7 @@ from actmat.engine.resources import check_device, share_resources
 from actmat.engine.statistics import check_adapters
 from actmat.engine.watch import NoWriter
 from actmat.errors import MergeError
+from actmat.experts.lora.expert import AdapterExpert
 from actmat.plan.measured import opened_statistics
 from actmat.recipe import Recipe, make_recipe
 from actmat.report.manifest import read_manifest

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.adapter_expert import AdapterExpert
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.sidecars import copy_sidecars
 from actmat.checkpoints.staging import Staging, check_output_place, disk_errors
 from actmat.checkpoints.writer import ShardWriter
@@ -17,6 +15,8 @@ from actmat.diagnostics.build import RunFacts, build_diagnosis, storage_dtypes
 from actmat.diagnostics.model import Diagnosis
 from actmat.engine.local import Job
 from actmat.errors import OutputError, format_size
+from actmat.experts.base import Expert
+from actmat.experts.lora.expert import AdapterExpert
 from actmat.plan import MergePlan
 from actmat.plan.adapter_model import AdapterPlan
 from actmat.recipe import Recipe
@@ -67,7 +67,7 @@ def check_room(stages: Sequence[Staging], plans: Sequence[MergePlan | AdapterPla
 def finish(
     job: Job,
     stage: Staging,
-    experts: Sequence[Checkpoint],
+    experts: Sequence[Expert],
     directories: Mapping[str, Path | None],
     began: float,
     sha256: bool,
@@ -95,12 +95,12 @@ def finish(
         manifest = build_manifest(job.plan, job.done, out=stage.out, seconds=time.perf_counter() - began, files=copied)
         for row, expert in zip(manifest["experts"], experts, strict=True):
             if isinstance(expert, AdapterExpert):  # its tensors are not those of the output: all are checked
-                row["hashes"] = dict(expert.adapter.hashes)
+                row["hashes"] = dict(expert.hashes())
         write_manifest(stage.path, manifest, sha256=sha256)
     return manifest
 
 
-def finish_report(job: Job, stage: Staging, experts: Sequence[Checkpoint], began: float) -> Diagnosis | None:
+def finish_report(job: Job, stage: Staging, experts: Sequence[Expert], began: float) -> Diagnosis | None:
     """The diagnosis of a watched merge, written beside the manifest."""
     if job.watch is None:
         return None

@@ -12,8 +12,8 @@ from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.helpers.hub import HubStandIn, hub_stand_in
 
 from actmat import api
-from actmat.checkpoints.adapter_open import is_adapter, open_adapter
 from actmat.errors import CheckpointError, MergeError
+from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.report import verify
 
 

@@ -17,8 +17,8 @@ from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
 from actmat import api
-from actmat.checkpoints.adapter_open import open_adapter
 from actmat.errors import MergeError
+from actmat.experts.resolve import open_adapter
 from actmat.plan.adapter_model import AdapterPlan
 
 STACKS = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from torch import Tensor
 
-from actmat.checkpoints.adapter import Adapter
-from actmat.checkpoints.adapter_open import is_adapter, open_adapter
 from actmat.errors import CheckpointError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.resolve import is_adapter, open_adapter
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", LLAMA),

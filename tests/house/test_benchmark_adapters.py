@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.adapters import SIDES, difference, named_pairs, per_layer, real, side, write_adapters
 
-from actmat.checkpoints.adapter_open import open_adapter
+from actmat.experts.resolve import open_adapter
 from actmat.methods import METHODS
 
 

@@ -15,6 +15,7 @@ LAYERS = (
     "methods",
     "checkpoints",
     "layout",
+    "experts",
     "statistics",
     "recipe",
     "plan",

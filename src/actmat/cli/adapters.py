@@ -87,7 +87,7 @@ def print_summary(plan: AdapterPlan, manifest: Mapping[str, Any], out: Path, sec
 
 def describe_adapter(location: str) -> dict[str, Any]:
     """What an adapter holds, as plain data; problems included."""
-    from actmat.checkpoints.adapter_open import open_adapter
+    from actmat.experts.resolve import open_adapter
 
     with open_adapter(location) as adapter:
         modules = [

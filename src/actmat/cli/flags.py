@@ -201,7 +201,7 @@ def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
 
 def _all_adapters(experts: Sequence[Mapping[str, Any]]) -> bool:
     """Adapters merge into an adapter without a base."""
-    from actmat.checkpoints.adapter_open import is_adapter
+    from actmat.experts.resolve import is_adapter
 
     return all(is_adapter(e["path"]) for e in experts)
 

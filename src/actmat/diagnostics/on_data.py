@@ -27,6 +27,7 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.engine.statistics import FOREIGN, check_models, check_probes
 from actmat.errors import StatisticsError
+from actmat.experts.base import Expert
 from actmat.linalg.layer_error import output_energy
 from actmat.plan.measured import Measured, gram_key
 from actmat.plan.model import MergePlan, TensorPlan
@@ -38,7 +39,7 @@ __all__ = ["data_residuals"]
 def data_residuals(
     plan: MergePlan,
     base: Checkpoint,
-    experts: Sequence[Checkpoint],
+    experts: Sequence[Expert],
     merged: Checkpoint,
     measured: Measured,
     *,

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.raw import raw_bytes
@@ -30,6 +29,7 @@ from actmat.engine.statistics import RuleStatistics, check_adapters
 from actmat.engine.survey import SurveyKey, survey_key
 from actmat.engine.watch import WATCHED, SinkSource, Watch
 from actmat.errors import CheckpointError, NumericalError
+from actmat.experts.lora.adapter import Adapter
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.caps import cap_lowrank
 from actmat.linalg.lapack import retry_stats
@@ -112,13 +112,7 @@ def check_finite(adapters: Mapping[str, Adapter]) -> None:
     Raises:
         CheckpointError: NaN or Inf.
     """
-    problems = []
-    for label, adapter in adapters.items():
-        used = [n for m in adapter.modules.values() for n in (m.a, m.b, m.bias) if n is not None]
-        for name in (*used, *adapter.extras.values()):
-            bad = int((~torch.isfinite(adapter.weights.read(name))).sum())
-            if bad:
-                problems.append(f"tensor '{name}' of expert '{label}' has {bad} values that are NaN or Inf")
+    problems = [text for label, adapter in adapters.items() for text in adapter.check_values(label)]
     if problems:
         raise CheckpointError(f"The adapters hold values that cannot be merged: {len(problems)} problem(s).", problems)
 
@@ -273,7 +267,7 @@ def _as_factors(delta_OI: Tensor) -> LowRank:
 
 
 def _stored(item: ModulePlan, value: LowRank) -> tuple[Tensor, Tensor]:
-    """A and B as PEFT stores them, see `checkpoints.adapter`."""
+    """A and B as PEFT stores them, see `experts.lora.modules`."""
     if item.kind == "embedding":
         return value.b_OR.mT, value.a_RI.mT
     if item.kind == "convolution":

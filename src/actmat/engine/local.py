@@ -28,6 +28,7 @@ from actmat.engine.ties import check_ties
 from actmat.engine.variant import TensorRecord, Variant
 from actmat.engine.watch import SinkSource, Watch, watch_bytes
 from actmat.errors import CheckpointError, StatisticsError
+from actmat.experts.base import Expert
 from actmat.methods import get_method
 from actmat.plan.measured import Measured
 from actmat.plan.model import MergePlan, TensorPlan
@@ -53,7 +54,7 @@ class Job:
 def execute(
     jobs: Sequence[Job],
     base: Checkpoint,
-    experts: Sequence[Checkpoint],
+    experts: Sequence[Expert],
     resources: Resources,
     *,
     measured: Measured | None = None,
@@ -176,7 +177,7 @@ def _units(jobs: Sequence[Job]) -> list[Unit]:
     return [sorted(unit, key=lambda group: group[0][1].name) for unit in units.values()]
 
 
-def _prefetch(item: TensorPlan, base: Checkpoint, experts: Sequence[Checkpoint]) -> None:
+def _prefetch(item: TensorPlan, base: Checkpoint, experts: Sequence[Expert]) -> None:
     base.prefetch([item.name])
     for expert, source in zip(experts, item.sources, strict=False):
         expert.prefetch([source])

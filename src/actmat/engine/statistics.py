@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.adapter import Adapter
-from actmat.checkpoints.adapter_expert import AdapterExpert, is_formed
 from actmat.checkpoints.base import Checkpoint
 from actmat.engine.findings import Findings
 from actmat.engine.ties import content_hash
 from actmat.errors import StatisticsError
+from actmat.experts.base import Expert
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.expert import AdapterExpert, is_formed
 from actmat.methods import MergeMethod
 from actmat.plan.measured import Measured, gram_keys
 from actmat.plan.model import TensorPlan
@@ -109,7 +110,7 @@ FOREIGN = (
 )
 
 
-def check_probes(base: Checkpoint, experts: Sequence[Checkpoint], measured: Measured) -> None:
+def check_probes(base: Checkpoint, experts: Sequence[Expert], measured: Measured) -> None:
     """Compare a few small tensors before hours of work; every tensor is compared when it is read.
 
     Raises:
@@ -140,7 +141,7 @@ def _foreign(name: str, who: str, found: str, label: str, file: Statistics) -> s
 
 def check_models(
     item: TensorPlan,
-    experts: Sequence[Checkpoint],
+    experts: Sequence[Expert],
     measured: Measured,
     base_hash: str,
     expert_hashes: Sequence[str],

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import ContentHash
 from actmat.engine.findings import Findings
+from actmat.experts.base import Expert
 from actmat.plan.model import TensorPlan
 
 __all__ = ["check_ties", "content_hash"]
@@ -18,7 +19,7 @@ __all__ = ["check_ties", "content_hash"]
 _PIECE = 1 << 20
 
 
-def content_hash(checkpoint: Checkpoint, name: str) -> str:
+def content_hash(checkpoint: Checkpoint | Expert, name: str) -> str:
     """Content hash of one stored tensor, read in pieces."""
     nbytes = checkpoint.specs[name].nbytes
     seen, buffer = ContentHash(), memoryview(bytearray(min(_PIECE, max(nbytes, 1))))
@@ -32,14 +33,15 @@ def content_hash(checkpoint: Checkpoint, name: str) -> str:
 def check_ties(
     item: TensorPlan,
     base: Checkpoint,
-    experts: Sequence[Checkpoint],
+    experts: Sequence[Expert],
     labels: Sequence[str],
     base_hash: str,
     expert_hashes: Sequence[str],
     findings: Findings,
 ) -> None:
     """Compare every tied name that a checkpoint stores beside the canonical one; differences become findings."""
-    pairs = [("the base", base, item.name, base_hash, item.aliases)]
+    pairs: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = []
+    pairs.append(("the base", base, item.name, base_hash, item.aliases))
     pairs += [
         (f"expert '{label}'", expert, source, digest, twins)
         for label, expert, source, digest, twins in zip(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.experts.base import Expert
 from actmat.layout.types import LayoutMap, Role
 
 __all__ = ["Alignment", "align"]
@@ -33,7 +34,7 @@ class Alignment:
 
 
 def align(
-    base: Checkpoint, experts: Sequence[Checkpoint], labels: Sequence[str], layouts: LayoutMap, kept: frozenset[str]
+    base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str], layouts: LayoutMap, kept: frozenset[str]
 ) -> Alignment:
     """Match every tensor of the base with one tensor of each expert.
 
@@ -135,7 +136,7 @@ def _prefix(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) ->
     return best[1] if best else None
 
 
-def _missing(spec: TensorSpec, label: str, expert: Checkpoint) -> str:
+def _missing(spec: TensorSpec, label: str, expert: Expert) -> str:
     return (
         f"tensor '{spec.name}' {_shape(spec)} is missing in expert '{label}' ({expert.location}). Is it fine-tuned "
         "from this base? To copy it from the base, list it under 'keep' in the recipe (--keep)"

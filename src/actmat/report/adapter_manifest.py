@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.hashing import HASH_NAME, hash_names
+from actmat.experts.lora.adapter import Adapter
 from actmat.methods import get_method
 from actmat.plan.adapter_model import AdapterPlan
 from actmat.recipe.load import recipe_yaml

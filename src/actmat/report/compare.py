@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.adapter_open import open_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_diagnosis
 from actmat.errors import CheckpointError, MergeError
+from actmat.experts.resolve import open_adapter
 from actmat.report.compare_inputs import matched_experts
 from actmat.report.compare_tensors import TensorDifference, action_of, compare_modules, compare_stored
 from actmat.report.manifest import read_manifest

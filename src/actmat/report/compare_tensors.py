@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.experts.lora.adapter import Adapter
 from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
 from actmat.plan.choose import depth_of
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.adapter_open import is_adapter, open_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import ContentHash, hash_names
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
+from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.report.manifest import read_manifest
 
 __all__ = ["Verification", "input_place", "verify"]

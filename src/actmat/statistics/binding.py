@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import ContentHash, hash_names
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import StatisticsError
+from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import Located, Slice, locate, names_on_disk
 from actmat.statistics.header import AdapterInfo, ModelInfo
 

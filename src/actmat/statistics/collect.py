@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.adapter import Adapter
-from actmat.checkpoints.adapter_open import open_adapter
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.resolve import open_adapter
 from actmat.statistics.binding import Binding, batch_hash, bind
 from actmat.statistics.fisher import FisherSum, Labels
 from actmat.statistics.gram import GramSum

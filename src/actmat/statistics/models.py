@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from actmat.checkpoints.adapter_open import is_adapter, open_adapter
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
 from actmat.errors import StatisticsError, did_you_mean
+from actmat.experts.resolve import is_adapter, open_adapter
 
 __all__ = ["Loaded", "extra", "load_model"]
 

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
-from actmat.checkpoints.adapter import Adapter, AdapterModule
-from actmat.checkpoints.adapter_expert import AdapterExpert, Piece
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from actmat.checkpoints.base import Checkpoint
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.modules import AdapterModule
 from actmat.layout import resolve_layout
 from actmat.layout.in_memory import Located, locate
 from actmat.layout.types import LayoutMap
 
-__all__ = ["fit_adapter"]
+__all__ = ["Fit", "Piece", "fit_adapter"]
 
 
-def fit_adapter(adapter: Adapter, base: Checkpoint) -> tuple[AdapterExpert, list[str]]:
-    """The adapter as an expert of the base, and every problem: modules without a tensor, shapes that do not fit."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The delta of one stored tensor: that of a module, its expert `index`, its rows `start:stop`, transposed or not.
+
+    `bias`: what the module adds to its layer's bias instead.
+    """
+
+    module: AdapterModule
+    transposed: bool = False
+    index: int | None = None
+    start: int = 0
+    stop: int | None = None
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How an adapter lies on a base.
+
+    Args:
+        pieces: stored name in the base -> its delta.
+        full: stored name in the base -> stored name in the adapter, for tensors trained in full.
+        hidden: names of the base that the expert does not show: of tied names, all but the one with the delta.
+        problems: modules without a tensor, shapes that do not fit, and all that is wrong with the adapter itself.
+    """
+
+    pieces: Mapping[str, Piece]
+    full: Mapping[str, str]
+    hidden: frozenset[str]
+    problems: tuple[str, ...]
+
+
+def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
+    """Find the stored tensor, the orientation and the rows for each delta of an adapter, from headers."""
     problems = list(adapter.problems)
     layouts = resolve_layout(base.specs, base.config)
     candidates = {m.name: _candidates(adapter, m) for m in adapter.modules.values()}
@@ -46,7 +81,7 @@ def fit_adapter(adapter: Adapter, base: Checkpoint) -> tuple[AdapterExpert, list
             full[found.slices[0].name] = source
         else:
             full[name] = source  # a new head: the base lacks it, alignment says that it is not merged
-    return AdapterExpert(adapter, base, pieces, full, _hidden(layouts, base, {*pieces, *full})), problems
+    return Fit(pieces, full, _hidden(layouts, base, {*pieces, *full}), tuple(problems))
 
 
 def _candidates(adapter: Adapter, module: AdapterModule) -> list[str]:

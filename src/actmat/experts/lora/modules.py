@@ -17,19 +17,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
-import torch
-from torch import Tensor
+from actmat.checkpoints.base import TensorSpec
+from actmat.experts.lora.config import AdapterConfig
 
-from actmat.checkpoints.adapter_config import AdapterConfig
-from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.raw import raw_bytes
-from actmat.linalg.lowrank import LowRank
-
-__all__ = ["Adapter", "AdapterModule", "ModuleKind", "list_modules"]
+__all__ = ["AdapterModule", "ModuleKind", "list_modules"]
 
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 
@@ -62,66 +55,6 @@ class AdapterModule:
     shape: tuple[int, ...]
     kernel: tuple[int, ...] = ()
     bias: str | None = None
-
-
-class Adapter:
-    """An open adapter: its modules, the full tensors beside them, and what cannot be used.
-
-    Args:
-        weights: the stored tensors.
-        config: parsed `adapter_config.json`.
-        problems: what the config forbids.
-        is_pair_list: whether it was a bare list of factors, whose modules were named by their place in it.
-    """
-
-    def __init__(
-        self, weights: Checkpoint, config: AdapterConfig, problems: list[str], *, is_pair_list: bool = False
-    ) -> None:
-        self.weights = weights
-        self.config = config
-        self.is_pair_list = is_pair_list
-        self.location = weights.location
-        self.modules, self.extras, self.copies, found = list_modules(weights.specs, config)
-        self.problems = (*problems, *found)
-
-    @property
-    def dtype(self) -> str:
-        """Widest floating dtype of the stored factors."""
-        dtypes = {self.weights.specs[m.a].dtype for m in self.modules.values()}
-        dtypes |= {self.weights.specs[n].dtype for n in self.extras.values()}
-        return next((d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes), "float32")
-
-    def factors(self, module: AdapterModule, dtype: torch.dtype) -> LowRank:
-        """The delta of a module, scaling folded into `b`, in the shape that the module tells."""
-        a, b = self.weights.read(module.a).to(dtype), self.weights.read(module.b).to(dtype)
-        if module.kind == "embedding":
-            return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
-        if module.kind == "parameter" and len(module.shape) == 3:
-            n = module.shape[0]
-            a_ERI = a.reshape(n, module.rank, a.shape[-1])
-            b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
-            return LowRank(b_EOR * module.scaling, a_ERI)
-        return LowRank(b.flatten(1) * module.scaling, a.flatten(1))
-
-    def bias_delta(self, module: AdapterModule, dtype: torch.dtype) -> Tensor | None:
-        """`scaling * lora_B.bias`, what the module adds to its layer's bias; None without one."""
-        return None if module.bias is None else self.weights.read(module.bias).to(dtype) * module.scaling
-
-    @cached_property
-    def hashes(self) -> Mapping[str, str]:
-        """Content hash of every stored tensor."""
-        out = {}
-        for name in self.weights.specs:
-            seen, tensor = ContentHash(), self.weights.read(name)
-            seen.update(raw_bytes(tensor))
-            out[name] = seen.hexdigest()
-        return out
-
-    def __enter__(self) -> Adapter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.weights.close()
 
 
 def list_modules(

@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.adapter import Adapter
-from actmat.checkpoints.adapter_config import AdapterConfig, parse_adapter_config
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import member, read_json_object
 from actmat.checkpoints.formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS, TORCH_SUFFIXES
@@ -26,6 +24,8 @@ from actmat.checkpoints.resolve import HUB_ID
 from actmat.checkpoints.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.torch_files import DAMAGED, TorchCheckpoint
 from actmat.errors import CheckpointError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 
 __all__ = ["PAIR_LIST", "is_adapter", "open_adapter"]
 

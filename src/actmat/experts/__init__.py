@@ -1,0 +1,1 @@
+"""Experts: sources of deltas for the tensors of one base, as full checkpoints or as adapters."""

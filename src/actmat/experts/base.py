@@ -1,0 +1,186 @@
+"""The `Expert` contract: how a fine-tuned checkpoint or an adapter gives the deltas `D_t = W_t - W_0` of a base.
+
+`actmat.experts.conformance` is its shipped test-suite. `resolve.open_expert` picks the implementation.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.errors import CheckpointError, did_you_mean
+from actmat.experts.lora.adapter import Adapter
+from actmat.linalg.lowrank import LowRank
+
+__all__ = ["Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
+
+SourceKind = Literal["stored", "formed", "zero"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """How an expert gives the delta of one tensor of the base; no data.
+
+    Args:
+        name: the tensor, as the expert calls it.
+        kind: `stored`: `W_t` is in storage, to be reduced by `W_0`; `formed`: a product of factors, or what is added
+            to a bias; `zero`: the expert does not change the tensor.
+        dtype: dtype name of `W_t` (that of the base for what is formed or zero).
+        nbytes: bytes read for it.
+        rank: of a product of factors, else 0.
+    """
+
+    name: str
+    kind: SourceKind
+    dtype: str
+    nbytes: int
+    rank: int = 0
+
+
+class Expert(abc.ABC):
+    """Deltas of the tensors of one base, read or formed on request. Thread-safe for reading. Use as a context manager.
+
+    Attributes:
+        location: what the user called it, for messages.
+        kind: for records only.
+        specs: the tensors that it can give, by its own names (an adapter: those of its base, one name per tied group).
+        n_tensors: number of tensors in storage, for summaries.
+        nbytes: their bytes.
+        adapter: the factors, for outputs that are adapters; None for a full checkpoint.
+    """
+
+    location: str
+    kind: Literal["model", "adapter"]
+    specs: Mapping[str, TensorSpec]
+    n_tensors: int
+    nbytes: int
+    adapter: Adapter | None = None
+
+    @abc.abstractmethod
+    def source(self, name: str) -> Source:
+        """How the delta of the tensor `name` is given.
+
+        Raises:
+            CheckpointError: no such tensor in `specs`.
+        """
+
+    def read(self, name: str) -> Tensor:
+        """The whole `W_t` of a stored source, see `Checkpoint.read`."""
+        self._refuse(name, "read")
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a stored source from byte `start` on, see `Checkpoint.read_into`."""
+        self._refuse(name, "read")
+
+    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Entries `start:stop` of the flattened delta of a formed or zero source."""
+        self._refuse(name, "formed")
+
+    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
+        """The delta of a formed source with a rank, or of a zero source, as a product.
+
+        Args:
+            name: the tensor.
+            shape: `*batch O I` of the wanted product, a convolution's kernel flattened into `I`. A zero source gives a
+                product of zeros of this shape, of rank 1; a formed source has its own.
+            dtype: of the factors.
+        """
+        self._refuse(name, "factored")
+
+    def content(self, name: str) -> str:
+        """Hash of all that a formed or zero delta is made of."""
+        self._refuse(name, "formed")
+
+    def hashes(self) -> Mapping[str, str] | None:
+        """Content hash of every stored tensor where all are read on opening (adapters), else None."""
+        return None
+
+    def check_values(self, label: str) -> list[str]:
+        """One sentence for each stored tensor with NaN or Inf, where all are read on opening (adapters).
+
+        Args:
+            label: name of the expert in the sentences.
+        """
+        return []
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Parsed `config.json` of a full model, else None."""
+        return None
+
+    @abc.abstractmethod
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of every weight file, for fingerprints; reads no tensor."""
+
+    @abc.abstractmethod
+    def handle(self) -> ExpertHandle:
+        """What another process opens the same expert from, with `resolve.open_handle`."""
+
+    def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
+        """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of config, tokenizer and processor files of a full model, else None."""
+        return None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release files. Reading afterwards is an error. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _spec(self, name: str) -> TensorSpec:
+        """Spec of a tensor, or a `CheckpointError` that offers the near name."""
+        spec = self.specs.get(name)
+        if spec is None:
+            hint = did_you_mean(name, self.specs)
+            raise CheckpointError(f"{self.location}: expected a tensor '{name}', found none of that name.{hint}")
+        return spec
+
+    def _refuse(self, name: str, wanted: str) -> NoReturn:
+        """Raise the error of a caller that did not look at `Source.kind`."""
+        raise ValueError(f"{self.location}: '{name}' is {self.source(name).kind} and cannot be {wanted}")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One kind of adapters. An entry of `resolve.FAMILIES`; its functions are those of a module, so that it pickles.
+
+    Args:
+        name: for messages.
+        claims: whether a location holds such an adapter; reads no tensor of a full checkpoint.
+        open: an adapter, fitted to its base. `CheckpointError` with all problems if it does not fit.
+    """
+
+    name: str
+    claims: Callable[[str | Path], bool]
+    open: Callable[[str | Path, Checkpoint], Expert]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertHandle:
+    """What an expert is opened from again, in this process or in another; picklable.
+
+    Args:
+        location: of the expert.
+        family: of an adapter; None for a full checkpoint.
+        base: location of the base that an adapter was fitted to; None for a full checkpoint.
+    """
+
+    location: str
+    family: Family | None = None
+    base: str | None = None

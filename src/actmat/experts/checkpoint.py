@@ -1,0 +1,65 @@
+"""A full fine-tuned checkpoint as an expert: all its tensors are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.experts.base import Expert, ExpertHandle, Source
+
+__all__ = ["CheckpointExpert"]
+
+
+class CheckpointExpert(Expert):
+    """The tensors `W_t` of an open checkpoint, which is closed with the expert."""
+
+    kind = "model"
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.location = checkpoint.location
+        self.specs = checkpoint.specs
+        self.n_tensors = len(checkpoint.specs)
+        self.nbytes = sum(spec.nbytes for spec in checkpoint.specs.values())
+
+    def source(self, name: str) -> Source:
+        """A stored source."""
+        spec = self._spec(name)
+        return Source(name, "stored", spec.dtype, spec.nbytes)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        return self.checkpoint.read(name)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor."""
+        self.checkpoint.read_into(name, start, out)
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Config of the checkpoint."""
+        return self.checkpoint.config
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the checkpoint's weight files."""
+        return self.checkpoint.identity()
+
+    def handle(self) -> ExpertHandle:
+        """The location."""
+        return ExpertHandle(self.location)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        self.checkpoint.prefetch(names)
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of config, tokenizer and processor files."""
+        return self.checkpoint.fetch_sidecars()
+
+    def close(self) -> None:
+        """Close the checkpoint."""
+        self.checkpoint.close()

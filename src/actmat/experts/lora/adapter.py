@@ -1,0 +1,95 @@
+"""An open LoRA adapter: its pairs of factors, and full tensors that were trained with them; no base is needed.
+
+Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.raw import raw_bytes
+from actmat.experts.lora.config import AdapterConfig
+from actmat.experts.lora.modules import AdapterModule, list_modules
+from actmat.linalg.lowrank import LowRank
+
+__all__ = ["Adapter"]
+
+
+class Adapter:
+    """An open adapter: its modules, the full tensors beside them, and what cannot be used.
+
+    Args:
+        weights: the stored tensors.
+        config: parsed `adapter_config.json`.
+        problems: what the config forbids.
+        is_pair_list: whether it was a bare list of factors, whose modules were named by their place in it.
+    """
+
+    def __init__(
+        self, weights: Checkpoint, config: AdapterConfig, problems: list[str], *, is_pair_list: bool = False
+    ) -> None:
+        self.weights = weights
+        self.config = config
+        self.is_pair_list = is_pair_list
+        self.location = weights.location
+        self.modules, self.extras, self.copies, found = list_modules(weights.specs, config)
+        self.problems = (*problems, *found)
+
+    @property
+    def dtype(self) -> str:
+        """Widest floating dtype of the stored factors."""
+        dtypes = {self.weights.specs[m.a].dtype for m in self.modules.values()}
+        dtypes |= {self.weights.specs[n].dtype for n in self.extras.values()}
+        return next((d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes), "float32")
+
+    def factors(self, module: AdapterModule, dtype: torch.dtype) -> LowRank:
+        """The delta of a module, scaling folded into `b`, in the shape that the module tells."""
+        a, b = self.weights.read(module.a).to(dtype), self.weights.read(module.b).to(dtype)
+        if module.kind == "embedding":
+            return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
+        if module.kind == "parameter" and len(module.shape) == 3:
+            n = module.shape[0]
+            a_ERI = a.reshape(n, module.rank, a.shape[-1])
+            b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
+            return LowRank(b_EOR * module.scaling, a_ERI)
+        return LowRank(b.flatten(1) * module.scaling, a.flatten(1))
+
+    def bias_delta(self, module: AdapterModule, dtype: torch.dtype) -> Tensor | None:
+        """`scaling * lora_B.bias`, what the module adds to its layer's bias; None without one."""
+        return None if module.bias is None else self.weights.read(module.bias).to(dtype) * module.scaling
+
+    @cached_property
+    def hashes(self) -> Mapping[str, str]:
+        """Content hash of every stored tensor."""
+        out = {}
+        for name in self.weights.specs:
+            seen, tensor = ContentHash(), self.weights.read(name)
+            seen.update(raw_bytes(tensor))
+            out[name] = seen.hexdigest()
+        return out
+
+    def check_values(self, label: str) -> list[str]:
+        """Read all that is merged; one sentence for each tensor with NaN or Inf.
+
+        Args:
+            label: name of the adapter in the sentences.
+        """
+        names = [n for m in self.modules.values() for n in (m.a, m.b, m.bias) if n is not None]
+        problems = []
+        for name in (*names, *self.extras.values()):
+            bad = int((~torch.isfinite(self.weights.read(name))).sum())
+            if bad:
+                problems.append(f"tensor '{name}' of expert '{label}' has {bad} values that are NaN or Inf")
+        return problems
+
+    def __enter__(self) -> Adapter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.weights.close()

@@ -1,0 +1,196 @@
+"""An adapter as an expert: the tensors of its base, with deltas where the adapter has them.
+
+Shapes: `O` rows and `I` columns of a tensor as it is stored, `R` rank, `E` stacked experts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.hashing import hash_names
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert, ExpertHandle, Family, Source
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fitting import Fit, fit_adapter
+from actmat.experts.lora.open import is_adapter, open_adapter
+from actmat.linalg.lowrank import LowRank
+
+__all__ = ["LORA", "AdapterExpert", "is_formed", "open_fitted"]
+
+_SLAB = 1 << 22
+"""Entries of a product that are formed at a time."""
+
+
+class AdapterExpert(Expert):
+    """`W_0 + scaling * B A` without the sum: `delta` gives the deltas, only tensors trained in full are stored.
+
+    Args:
+        adapter: what is added; closed with the expert.
+        base: what it is added to; not needed afterwards.
+        fit: where each delta lies on the base.
+    """
+
+    kind = "adapter"
+    adapter: Adapter
+
+    def __init__(self, adapter: Adapter, base: Checkpoint, fit: Fit) -> None:
+        self.adapter = adapter
+        self.location = adapter.location
+        self._base_location = base.location
+        self._pieces = fit.pieces
+        self._full = fit.full
+        stored = adapter.weights.specs
+        specs = {name: spec for name, spec in base.specs.items() if name not in fit.hidden}
+        for name, source in fit.full.items():
+            specs[name] = TensorSpec(name, stored[source].shape, stored[source].dtype, stored[source].file)
+        self.specs = MappingProxyType(specs)
+        self.n_tensors = len(stored)
+        self.nbytes = sum(spec.nbytes for spec in stored.values())
+        self._lock = threading.Lock()
+        self._last: tuple[str, torch.dtype, LowRank] | None = None
+
+    def source(self, name: str) -> Source:
+        """Stored if it was trained in full, formed if a module changes it, else zero."""
+        dtype, nbytes = self._spec(name).dtype, sum(self.adapter.weights.specs[n].nbytes for n in self._stored(name))
+        if name in self._full:
+            return Source(name, "stored", dtype, nbytes)
+        piece = self._pieces.get(name)
+        if piece is None:
+            return Source(name, "zero", dtype, nbytes)
+        return Source(name, "formed", dtype, nbytes, 0 if piece.bias else piece.module.rank)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that was trained in full."""
+        if name not in self._full:
+            self._refuse(name, "read")
+        return self.adapter.weights.read(self._full[name])
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of a tensor that was trained in full."""
+        if name not in self._full:
+            self._refuse(name, "read")
+        self.adapter.weights.read_into(self._full[name], start, out)
+
+    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed."""
+        if self.source(name).kind == "stored":
+            self._refuse(name, "formed")
+        piece = self._pieces.get(name)
+        if piece is None:
+            return torch.zeros(stop - start, dtype=dtype)
+        if piece.bias:
+            bias = self.adapter.bias_delta(piece.module, dtype)
+            assert bias is not None
+            return bias.flatten()[start:stop]
+        factors = self._product(name, dtype)
+        rows, columns = factors.shape[-2:]
+        out = torch.empty(stop - start, dtype=dtype)
+        position = start
+        while position < stop:
+            expert, inside = divmod(position, rows * columns)
+            first = inside // columns
+            last = min(rows, first + max(1, _SLAB // columns), -(-(inside + stop - position) // columns))
+            one = LowRank(factors.b_OR[expert], factors.a_RI[expert]) if factors.b_OR.ndim == 3 else factors
+            slab = (one.b_OR[first:last] @ one.a_RI).flatten()
+            take = slab[inside - first * columns :][: stop - position]
+            out[position - start : position - start + take.numel()] = take
+            position += take.numel()
+        return out
+
+    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
+        """The delta as a product, with a convolution's kernel flattened into `I`."""
+        source = self.source(name)
+        if source.kind == "zero":
+            *batch, rows, columns = shape
+            return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
+        if not source.rank:
+            self._refuse(name, "factored")
+        return self._product(name, dtype)
+
+    def content(self, name: str) -> str:
+        """Hash over the factors of the tensor's delta; that of nothing for a zero delta."""
+        if self.source(name).kind == "stored":
+            self._refuse(name, "formed")
+        hashes = self.adapter.hashes
+        return hash_names((n, hashes[n]) for n in self._stored(name))
+
+    def hashes(self) -> Mapping[str, str]:
+        """Content hash of every tensor of the adapter."""
+        return self.adapter.hashes
+
+    def check_values(self, label: str) -> list[str]:
+        """One sentence for each tensor of the adapter with NaN or Inf."""
+        return self.adapter.check_values(label)
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the adapter's weights."""
+        return self.adapter.weights.identity()
+
+    def handle(self) -> ExpertHandle:
+        """The adapter's location and that of its base."""
+        return ExpertHandle(self.location, LORA, self._base_location)
+
+    def close(self) -> None:
+        """Close the adapter's files."""
+        self.adapter.weights.close()
+
+    def _product(self, name: str, dtype: torch.dtype) -> LowRank:
+        """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""
+        with self._lock:
+            if self._last is not None and self._last[:2] == (name, dtype):
+                return self._last[2]
+        piece = self._pieces[name]
+        value = self.adapter.factors(piece.module, dtype)
+        if piece.index is not None:
+            value = LowRank(value.b_OR[piece.index], value.a_RI[piece.index])
+        if piece.transposed:
+            value = LowRank(value.a_RI.mT.contiguous(), value.b_OR.mT.contiguous())
+        if piece.stop is not None:
+            value = LowRank(value.b_OR[..., piece.start : piece.stop, :], value.a_RI)
+        with self._lock:
+            self._last = (name, dtype, value)
+        return value
+
+    def _stored(self, name: str) -> tuple[str, ...]:
+        """Names in the adapter of the tensors that its delta is made of."""
+        if name in self._full:
+            return (self._full[name],)
+        piece = self._pieces.get(name)
+        if piece is None:
+            return ()
+        if piece.bias:
+            return (piece.module.bias,) if piece.module.bias is not None else ()
+        return piece.module.a, piece.module.b
+
+
+def is_formed(expert: object, source: str) -> TypeGuard[AdapterExpert]:
+    """Whether the expert's delta of this tensor is formed (a product of factors, or zeros), not read and subtracted."""
+    return isinstance(expert, AdapterExpert) and expert.source(source).kind != "stored"
+
+
+def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
+    """An adapter, fitted to the base that it is to be merged into.
+
+    Raises:
+        CheckpointError: not an adapter of this base, or none that can be merged; carries all problems.
+    """
+    adapter = open_adapter(location)
+    fit = fit_adapter(adapter, base)
+    if fit.problems:
+        adapter.weights.close()
+        raise CheckpointError(
+            f"{location}: the adapter cannot be merged into {base.location}.",
+            [f"{location}: {problem}" for problem in fit.problems],
+        )
+    return AdapterExpert(adapter, base, fit)
+
+
+LORA = Family("lora", is_adapter, open_fitted)
