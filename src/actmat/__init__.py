@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from actmat.version import __version__
 
 if TYPE_CHECKING:
-    from actmat.api import MergeReport, merge, plan
-    from actmat.api_agreement import agreement, residual_on_data
-    from actmat.api_diagnose import diagnose
+    from actmat.api import MergeReport, diagnose, merge, plan
+    from actmat.api.agreement import agreement, residual_on_data
     from actmat.checkpoints.resolve import open_checkpoint
     from actmat.diagnostics.model import Diagnosis
     from actmat.matrices import merge_matrices
@@ -40,14 +39,14 @@ __all__ = [
 
 _HOME = {
     "Diagnosis": "actmat.diagnostics.model",
-    "MergeReport": "actmat.api",
-    "agreement": "actmat.api_agreement",
-    "diagnose": "actmat.api_diagnose",
+    "MergeReport": "actmat.run",
+    "agreement": "actmat.api.agreement",
+    "diagnose": "actmat.api",
     "merge": "actmat.api",
     "merge_matrices": "actmat.matrices",
     "open_checkpoint": "actmat.checkpoints.resolve",
     "plan": "actmat.api",
-    "residual_on_data": "actmat.api_agreement",
+    "residual_on_data": "actmat.api.agreement",
     "verify": "actmat.report.verify",
 }
 

@@ -122,7 +122,7 @@ def diagnose(
             found = diagnose_recipe(recipes[0], **settings)
         else:
             with MergeProgress("measuring") as progress:
-                found = diagnose_recipe(recipes[0], progress=progress, **settings)  # type: ignore[arg-type]
+                found = diagnose_recipe(recipes[0], progress=progress, **settings)
     _show(found, out, json=json)
     if strict and found.issues:
         raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -97,49 +97,21 @@ def merge(
         raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
     from actmat.api import run_recipes
     from actmat.cli.screen import MergeProgress
+    from actmat.cli.summary import print_summary
+    from actmat.settings import RunSettings
 
-    settings: dict[str, Any] = {"device": device, "max_memory": max_memory, "threads": threads, "overwrite": overwrite}
-    settings |= {"durable": fsync, "sha256": sha256, "diagnose": diagnose, "exact": exact}
+    settings = RunSettings(device=device, max_memory=max_memory, threads=threads, overwrite=overwrite, durable=fsync,
+                           sha256=sha256, diagnose=diagnose, exact=exact)  # fmt: skip
     if quiet:
-        reports = run_recipes(recipes, **settings)
+        reports = run_recipes(recipes, settings)
     else:
         with MergeProgress() as progress:
-            reports = run_recipes(recipes, progress=progress, **settings)  # type: ignore[arg-type]
+            reports = run_recipes(recipes, settings, progress)
         for report in reports:
-            _summary(report)
+            print_summary(report)
+            _judgement(report)
     if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
         raise typer.Exit(1)
-
-
-def _summary(report: MergeReport) -> None:
-    from rich.markup import escape
-
-    from actmat.cli.screen import console
-    from actmat.errors import format_size
-    from actmat.plan.model import MergePlan, count_actions
-
-    plan = report.plan
-    if not isinstance(plan, MergePlan):
-        from actmat.cli.adapters import print_summary
-
-        print_summary(plan, report.manifest, report.out, report.seconds)
-        _judgement(report)
-        return
-    words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
-    counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.tensors).items() if n)
-    tensors = report.manifest["tensors"]
-    unchanged = sum(t["unchanged"] and t["action"] in ("merge", "average") for t in tensors)
-    console.print(f"[bold]{escape(str(report.out))}[/bold]  ({plan.recipe.method}; {len(plan.experts)} experts)")
-    console.print(f"  {counts}" + (f"; {unchanged} of them unchanged by every expert" if unchanged else ""))
-    console.print(
-        f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
-        "all hashes in actmat_manifest.json"
-    )
-    for note in plan.notes:
-        console.print(f"  note: {note}", markup=False)
-    if nonfinite := sum(t["nonfinite"] for t in tensors):
-        console.print(f"  note: {nonfinite} NaN or Inf entries of experts were treated as unchanged")
-    _judgement(report)
 
 
 def _judgement(report: MergeReport) -> None:

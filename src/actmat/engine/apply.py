@@ -23,6 +23,7 @@ from actmat.plan.parts import Part, cut
 __all__ = [
     "apply_method",
     "apply_to_factors",
+    "cap_factors",
     "checked_finite",
     "compute_dtype",
     "merge_factors",
@@ -78,13 +79,29 @@ def merge_factors(task: Task, part: Part, k: int, deltas: Sequence[LowRank], aro
     assert method.merge_lowrank is not None, "the plan chose the factored form"
     merged = method.merge_lowrank(deltas, **needs_of(task, part, k, label, around), **task.call.options)
     task.note(label, merged.stats)
+    return cap_factors(task, merged.value, deltas, part, label)
+
+
+def cap_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], part: Part, label: str) -> LowRank:
+    """The recipe's caps on one merged delta; on each of a stack of experts, as a full model has them."""
+    value = value.to(torch.float64)
     if not task.caps.caps:
-        return merged.value
-    value, stats = cap_lowrank(
-        merged.value, deltas, norm_cap=task.caps.norm_cap, singular_value_cap=task.caps.singular_value_cap
-    )
-    task.note(label, stats)
-    return value
+        return value
+    limits: dict[str, Any] = {
+        "norm_cap": task.caps.norm_cap,
+        "singular_value_cap": task.caps.singular_value_cap if _has_singular_values(part.layout) else None,
+    }
+    if value.b_OR.ndim == 2:
+        value, stats = cap_lowrank(value, deltas, **limits)
+        task.note(label, stats)
+        return value
+    capped, found = [], {}
+    for e in range(value.b_OR.shape[0]):
+        one, *own = (LowRank(d.b_OR[e], d.a_RI[e]) for d in (value, *deltas))
+        one, found[str(e)] = cap_lowrank(one, own, **limits)
+        capped.append(one)
+    task.note(label, {"caps": found})
+    return LowRank(torch.stack([c.b_OR for c in capped]), torch.stack([c.a_RI for c in capped]))
 
 
 def compute_dtype(task: Task) -> torch.dtype:
@@ -142,6 +159,10 @@ def checked_finite(value: Tensor, task: Task) -> Tensor:
     return value
 
 
+def _has_singular_values(layout: TensorLayout) -> bool:
+    return layout.role.is_matrix or layout.role is Role.CONVOLUTION
+
+
 def _is_single(part: Part) -> bool:
     layout = part.layout
     return not layout.blocks and layout.orientation == "OI" and len(part.shape) == 2
@@ -167,8 +188,7 @@ def _cap(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLay
     caps = task.caps
     if not caps.caps:
         return merged
-    is_matrix = layout.role.is_matrix or layout.role is Role.CONVOLUTION
-    limit = caps.singular_value_cap if is_matrix else None
+    limit = caps.singular_value_cap if _has_singular_values(layout) else None
     value, stats = cap_delta(merged, deltas, norm_cap=caps.norm_cap, singular_value_cap=limit)
     task.note(label, stats)
     return value

@@ -202,9 +202,9 @@ class TensorReader:
             delta.masked_fill_(kept, 0.0)
             bad, bad_base = bad & ~kept, bad_base & ~kept
         if note and (n := int((bad & ~bad_base).sum())):
-            self._findings.add(self.item.name, f"expert '{self.inputs.labels[t]}'", n)
+            self._findings.nonfinite[self.item.name, f"expert '{self.inputs.labels[t]}'"] += n
         if note and t == 0 and (n := int(bad_base.sum())):
-            self._findings.add(self.item.name, "the base", n)
+            self._findings.nonfinite[self.item.name, "the base"] += n
         delta.masked_fill_(bad | bad_base, 0.0)
 
     def hashes(self) -> tuple[str, tuple[str, ...]]:

@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import Any
 
 from actmat.engine.observer import Observer, Sink, SinkSource
+from actmat.linalg.lapack import retry_stats
 from actmat.methods import MergeMethod, get_method
 from actmat.plan.model import Item, MergePlan, MethodCall
 from actmat.plan.parts import Part, cut, granularity
 from actmat.recipe import Postprocess
 
-__all__ = ["OBSERVED", "Record", "Task"]
+__all__ = ["OBSERVED", "Record", "Task", "join_stats"]
 
 OBSERVED = "watched"
 """Key of a record's JSON under which lies what its observer measured."""
@@ -82,9 +83,16 @@ class Task:
         if not stats:
             return
         if label:
-            self.stats.setdefault("parts", {}).setdefault(label, {}).update(stats)
+            parts = self.stats.setdefault("parts", {})
+            parts[label] = join_stats(parts.get(label, {}), stats)
         else:
-            self.stats.update(stats)
+            self.stats = join_stats(self.stats, stats)
+
+
+def join_stats(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both records in one; the retries of both."""
+    retries = [name for stats in (one, other) if "retries" in stats for name in stats["retries"].split(", ")]
+    return {**one, **other, **retry_stats(retries)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class Family:
 
     name: str
     claims: Callable[[str | Path], bool]
-    open: Callable[[str | Path, Checkpoint], Expert]
+    open: Callable[[str | Path, Checkpoint | None], Expert]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ def open_handle(handle: ExpertHandle) -> Expert:
     """
     if handle.family is None:
         return CheckpointExpert(open_checkpoint(handle.location))
-    assert handle.base is not None, "an adapter was fitted to a base"
+    if handle.base is None:
+        return handle.family.open(handle.location, None)
     with open_checkpoint(handle.base) as base:
         return handle.family.open(handle.location, base)
 

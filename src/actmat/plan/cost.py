@@ -150,6 +150,7 @@ def _term(text: str, n_experts: int) -> int:
     """Value of a term such as `2T`, `T^2`, `45`."""
     number, _, power = text.strip().partition("T")
     value = int(number) if number.strip() else 1
-    if "T" not in text:
-        return value
-    return value * n_experts ** (int(power.removeprefix("^")) if power.startswith("^") else 1)
+    if "T" in text:
+        for _ in range(int(power.removeprefix("^")) if power.startswith("^") else 1):
+            value *= n_experts
+    return value

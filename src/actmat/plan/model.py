@@ -81,6 +81,7 @@ class FactorPlan:
     Args:
         kind, kernel: see `experts.lora.modules.AdapterModule`.
         shape: of the tensor that the delta belongs to, as a model stores it; `tensor` is its name.
+        transposed: whether it is stored as `I O`.
         ranks: rank in each expert; 0 where an expert has no delta for the module.
         exact_rank: rank that holds every merged delta exactly; `rank`: what is written.
         blocks: rows of packed maps that are merged one by one.
@@ -93,6 +94,7 @@ class FactorPlan:
     ranks: tuple[int, ...]
     exact_rank: int
     rank: int
+    transposed: bool = False
     kernel: tuple[int, ...] = ()
     blocks: tuple[Block, ...] = ()
     grams: tuple[tuple[str, ...], ...] = ()
@@ -160,6 +162,11 @@ class Item:
     def expert_dtypes(self) -> tuple[str, ...]:
         """dtype of the tensor in each expert."""
         return tuple("" if s is None else s.dtype for s in self.sources)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a diagnosis measures it: everything but tensors that adapters trained in full."""
+        return self.factors is not None or bool(self.base_dtype)
 
     @property
     def is_chunkable(self) -> bool:

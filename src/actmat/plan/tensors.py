@@ -38,7 +38,7 @@ def plan_tensors(
         AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
     """
     problems: list[str] = []
-    inputs = [("base", base), *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True))]
+    inputs: list[tuple[str, Checkpoint | Expert]] = [("base", base), *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True))]
     for label, checkpoint in inputs:
         problems += [f"{label}: {p}" for p in quantisation_problems(checkpoint.specs, checkpoint.config)]
         if not checkpoint.specs:

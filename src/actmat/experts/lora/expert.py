@@ -176,12 +176,13 @@ def is_formed(expert: object, source: str) -> TypeGuard[AdapterExpert]:
     return isinstance(expert, AdapterExpert) and expert.source(source).kind != "stored"
 
 
-def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
+def open_fitted(location: str | Path, base: Checkpoint | None) -> AdapterExpert:
     """An adapter, fitted to the base that it is to be merged into.
 
     Raises:
         CheckpointError: not an adapter of this base, or none that can be merged; carries all problems.
     """
+    assert base is not None, "an adapter is fitted to a base"
     adapter = open_adapter(location)
     fit = fit_adapter(adapter, base)
     if fit.problems:

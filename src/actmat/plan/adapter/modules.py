@@ -99,6 +99,7 @@ class _Found:
     name: str
     modules: tuple[AdapterModule | None, ...]
     spec: TensorSpec
+    transposed: bool
     decision: Decision | None = None
     grams: tuple[tuple[str, ...], ...] = ()
 
@@ -120,7 +121,7 @@ def _collect(
         spec = _stored_spec(name, found, adapters)
         pattern = chooser.keeps(spec.name)
         if pattern is None:
-            out.append(_Found(name, found, spec))
+            out.append(_Found(name, found, spec, _is_transposed(found, adapters)))
         else:
             kept[spec.name] = pattern
     return out
@@ -181,6 +182,7 @@ class _ModulePlanner:
             ranks=ranks,
             exact_rank=exact,
             rank=rank,
+            transposed=module.transposed,
             kernel=first.kernel,
             blocks=blocks,
             grams=module.grams,
@@ -291,11 +293,16 @@ def _parameter_name(owner: str, module: AdapterModule, adapter: Adapter) -> str:
     return module.name[len(owner) :].lstrip(".") or "weight"
 
 
+def _is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
+    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    return module.kind == "linear" and adapter.config.fan_in_fan_out
+
+
 def _stored_spec(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> TensorSpec:
     """The base's tensor as the adapters imply it: its shape, transposed for Conv1D, opened up for convolutions."""
     adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
     shape = module.shape
-    if module.kind == "linear" and adapter.config.fan_in_fan_out:
+    if _is_transposed(found, adapters):
         shape = (shape[1], shape[0])
     elif module.kind == "convolution":
         shape = (shape[0], *module.kernel)

@@ -1,4 +1,4 @@
-"""The public functions that hold a merged model on disk against its experts, on data."""
+"""Compare a merged model on disk with its experts, on data."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actmat.api import adapters_of, checked_plans, opened
-from actmat.api_diagnose import recipe_of_output
+from actmat.api.diagnosing import recipe_of_output
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import AgreementRow, DataResidual
 from actmat.diagnostics.on_data import data_residuals
 from actmat.engine.statistics import check_adapters
-from actmat.errors import MergeError, RecipeError, StatisticsError, did_you_mean
+from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.experts.resolve import is_adapter
-from actmat.plan.measured import opened_statistics
 from actmat.recipe import ExpertRef, Recipe, add_statistics
+from actmat.run import opened_inputs, plans_of
 from actmat.statistics.agreement import agreement as compare
 from actmat.statistics.data import DataOptions, check_data, make_batches
 from actmat.statistics.models import Loaded, load_model
@@ -140,15 +139,10 @@ def residual_on_data(
     given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
     experts = add_statistics([e.model_dump() for e in recipe.experts], given)
     recipe = recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
-    found: list[MergeError] = []
-    with (
-        opened([recipe], found) as (base, checkpoints),
-        opened_statistics(recipe) as measured,
-        open_checkpoint(place) as merged,
-    ):
-        (plan,) = checked_plans([recipe], base, checkpoints, "cpu", found, measured)
-        check_adapters(recipe.labels, adapters_of(checkpoints), measured)
-        return data_residuals(plan, base, checkpoints, merged, measured, progress=progress)
+    with opened_inputs([recipe]) as inputs, open_checkpoint(place) as merged:
+        (plan,) = plans_of([recipe], inputs)
+        check_adapters(inputs)
+        return data_residuals(plan, inputs, merged, progress=progress)
 
 
 def _data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
