@@ -148,7 +148,8 @@ def _memory(m: MergeMethod) -> str:
 def flags(name: str) -> str:
     """Arguments and flags of one command, from the signature of its function."""
     home, _, sub = name.partition("_")  # statistics_collect: a command of a group
-    command = importlib.import_module(f"actmat.cli.{home}").__dict__[sub or home]
+    package = "actmat_experiments.commands" if home in ("experiment", "analyze") else "actmat.cli"
+    command = importlib.import_module(f"{package}.{home}").__dict__[sub or home]
     hints = typing.get_type_hints(command, include_extras=True)
     rows = []
     for parameter in inspect.signature(command).parameters.values():
@@ -174,7 +175,7 @@ def flags(name: str) -> str:
 
 def settings(name: str) -> str:
     """Settings of a suite, from its dataclass and the docstrings of it: `vision_small` is `vision/small.py`."""
-    module = importlib.import_module("actmat.experiments." + name.replace("_", "."))
+    module = importlib.import_module("actmat_experiments." + name.replace("_", "."))
     (declared,) = [c for n, c in vars(module).items() if n.endswith("Settings") and c.__module__ == module.__name__]
     return table(["setting", "default", "meaning"], _settings(declared(), ""))
 

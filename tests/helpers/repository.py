@@ -10,11 +10,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "actmat"
+EXPERIMENTS = ROOT / "packages" / "actmat-experiments" / "src" / "actmat_experiments"
+SOURCES = (PACKAGE.parent, EXPERIMENTS.parent)
+"""Folders from which the packages of all distributions are imported."""
 
 
-def modules() -> list[Path]:
-    """Every Python file of the package that holds anything, in a fixed order."""
-    return sorted(p for p in PACKAGE.rglob("*.py") if p.stat().st_size)
+def modules(*packages: Path) -> list[Path]:
+    """Every Python file of the packages (default: all) that holds anything, in a fixed order."""
+    return sorted(
+        p for package in packages or (PACKAGE, EXPERIMENTS) for p in package.rglob("*.py") if p.stat().st_size
+    )
 
 
 def tracked_files() -> list[Path]:

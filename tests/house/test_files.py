@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.repository import PACKAGE, ROOT, modules
+from tests.helpers.repository import ROOT, modules
 
 LONGEST = 500
 MEDIAN = 180
@@ -63,7 +63,7 @@ def test_the_median_file_is_short() -> None:
     assert statistics.median(lines(p) for p in modules()) <= MEDIAN
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_public_things_are_documented_and_annotated(path: Path) -> None:
     found = missing(ast.parse(path.read_text()))
     assert not found, f"{path.relative_to(ROOT)}:\n" + "\n".join(found)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.helpers.repository import PACKAGE, Import, imports_of, modules
+from tests.helpers.repository import EXPERIMENTS, PACKAGE, ROOT, SOURCES, Import, imports_of, modules
 
 LAYERS = (
     "version",
@@ -23,7 +23,7 @@ LAYERS = (
     "diagnostics",
     "report",
     "api",  # files directly in the package: what `import actmat` offers
-    "experiments",
+    "demo",
     "cli",
 )
 MATHEMATICS = {"linalg", "methods"}  # torch, the standard library, errors, and one another (linalg first)
@@ -31,6 +31,8 @@ MATHEMATICS = {"linalg", "methods"}  # torch, the standard library, errors, and 
 
 def layer_of_file(path: Path) -> str:
     """`src/actmat/plan/x.py` -> plan; `src/actmat/errors.py` -> errors; `src/actmat/__init__.py` -> api."""
+    if path.is_relative_to(EXPERIMENTS):
+        return EXPERIMENTS.name
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py").replace("__main__", "cli")
     return first if first in LAYERS or (PACKAGE / first).is_dir() else "api"
 
@@ -38,7 +40,9 @@ def layer_of_file(path: Path) -> str:
 def layer_of_import(target: str) -> str | None:
     """Layer of a dotted name, None for a name outside the package."""
     head, *rest = target.split(".")
-    if head != "actmat":
+    if head == EXPERIMENTS.name:
+        return EXPERIMENTS.name
+    if head != PACKAGE.name:
         return None
     if rest == ["__version__"]:
         return "version"  # a constant that a record may carry
@@ -55,21 +59,26 @@ def problem(layer: str, imported: Import) -> str | None:
         return None
     if target == layer:
         return None
+    if layer == EXPERIMENTS.name:
+        return None
+    if target == EXPERIMENTS.name:
+        return f"{PACKAGE.name} does not need the distribution of {EXPERIMENTS.name}"
     if LAYERS.index(target) > LAYERS.index(layer):
         return f"{layer} lies below {target}"
-    if target == "experiments" and not imported.inside_function:
-        return "a command imports experiments inside the function that needs them"
+    if target == "demo" and not imported.inside_function:
+        return "a command imports the demo inside the function that needs it"
     return None
 
 
 def test_every_module_belongs_to_a_layer() -> None:
-    unknown = {layer_of_file(path) for path in modules()} - set(LAYERS)
+    unknown = {layer_of_file(path) for path in modules(PACKAGE)} - set(LAYERS)
     assert not unknown, f"no place in the order of layers for {sorted(unknown)}: add it to LAYERS and CONTRIBUTING.md"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path: Path) -> None:
-    package = ".".join(["actmat", *path.relative_to(PACKAGE).parent.parts])
+    (source,) = (s for s in SOURCES if path.is_relative_to(s))
+    package = ".".join(path.relative_to(source).parent.parts)
     layer = layer_of_file(path)
     found = [
         f"{path.name}:{imported.line}: {why} ({imported.target})"
@@ -89,8 +98,9 @@ def test_imports_go_down_only(path: Path) -> None:
         ("plan", "from ..engine import local"),
         ("plan", "from actmat import cli"),
         ("report", "from actmat import merge"),
-        ("report", "def f():\n    from actmat.experiments import demo"),
-        ("cli", "from actmat.experiments.demo import run"),
+        ("report", "def f():\n    from actmat.demo import run"),
+        ("cli", "def f():\n    from actmat_experiments import suites"),
+        ("cli", "from actmat.demo import run"),
     ],
 )
 def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
@@ -104,8 +114,9 @@ def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
         ("methods", "from actmat.linalg.lowrank import LowRank\nfrom .contract import Merged"),
         ("checkpoints", "import safetensors\nfrom . import base"),
         ("report", "from actmat import __version__"),
-        ("cli", "def run():\n    from actmat.experiments.demo import run"),
-        ("experiments", "import sklearn\nfrom actmat import merge"),
+        ("cli", "def run():\n    from actmat.demo import run"),
+        ("demo", "import sklearn\nfrom actmat import merge"),
+        ("actmat_experiments", "from actmat.cli import screen\nfrom actmat_experiments import suites"),
     ],
 )
 def test_a_right_import_passes(layer: str, source: str) -> None:

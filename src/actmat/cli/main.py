@@ -10,13 +10,11 @@ import sys
 from typing import Any
 
 import typer
-import typer.core
 
-from actmat.cli.analyze import app as analyze
 from actmat.cli.compare import compare
 from actmat.cli.demo import demo
 from actmat.cli.diagnose import diagnose
-from actmat.cli.experiment import experiment
+from actmat.cli.extensions import ExtensibleGroup
 from actmat.cli.inspect import inspect
 from actmat.cli.merge import merge
 from actmat.cli.methods import methods
@@ -30,10 +28,10 @@ from actmat.version import __version__
 __all__ = ["app", "main"]
 
 
-class _Commands(typer.core.TyperGroup):
+class _Commands(ExtensibleGroup):
     """Says what an interruption means, in place of typer's bare 'Aborted'."""
 
-    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own type of a context
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -64,8 +62,6 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 for command in (merge, plan, diagnose, report, compare, methods, inspect, verify, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
-app.add_typer(experiment)
-app.add_typer(analyze)
 
 
 def _keep_pages_warm() -> None:
