@@ -10,7 +10,7 @@ from tests.helpers.reports import HOSTILE, diagnosis, diagnosis_json, hostile
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.report.html import render_html
-from actmat.report.html.compare import render_comparison
+from actmat.report.html.comparison import render_comparison
 
 pytestmark = needs_browser
 

@@ -19,7 +19,7 @@ from actmat.diagnostics.model import Diagnosis
 from actmat.errors import OutputError
 from actmat.recipe import make_recipe
 from actmat.report.html import render_html, write_html
-from actmat.report.html.compare import render_comparison, write_comparison
+from actmat.report.html.comparison import render_comparison, write_comparison
 from actmat.report.html.tensors import DETAILED, PAGE_ROWS
 from actmat.report.html.words import CAVEAT, listed, plural, rho_words
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.report.compare import Comparison
-from actmat.report.compare_tensors import TensorDifference
+from actmat.report.comparison import Comparison, TensorDifference
 from actmat.report.html.figures import figure, heat_legend
 from actmat.report.html.layers import kind_of_name
 from actmat.report.html.markup import Child, Markup, columns_table, el, join
