@@ -51,7 +51,7 @@ cell.dispatchEvent(new window.PointerEvent("pointermove", { bubbles: true, clien
 const tip = document.getElementById("tip");
 seen.tip = [tip.hidden, tip.textContent === cell.dataset.tip, tip.textContent];
 seen.copy = all(".copy").every((b) => !b.hidden);
-seen.heights = all("svg.plot, svg.strip, svg.stages").filter((s) => s.getBoundingClientRect().height < 8).length;
+seen.heights = all("svg.plot, svg.strip").filter((s) => s.getBoundingClientRect().height < 8).length;
 return seen;
 """
 

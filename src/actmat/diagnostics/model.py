@@ -67,12 +67,9 @@ class ExpertRow(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Stages(_Strict):
-    """Seconds of all workers together, per stage; None where not measured apart."""
+    """Seconds of all workers together in a stage that is timed apart: measuring; None where nothing was measured."""
 
-    read: float | None = None
-    rule: float | None = None
     measure: float | None = None
-    write: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +236,6 @@ class Diagnosis(_Strict):
         storage_dtypes: of the base's tensors that are merged (of the adapters', where there is no base).
         tensors: in the order of the output.
         measures: in the order of the tensors.
-        forecast: reserved.
         agreement: of the merged model with those experts whose inputs were given, in their order; None: none were.
         residual_on_data: of the merged model, for those experts whose statistics were given; None: none were.
     """
@@ -259,7 +255,6 @@ class Diagnosis(_Strict):
     measures: tuple[Measure, ...]
     experts_summary: tuple[ExpertSummary, ...]
     checks: tuple[CheckResult, ...]
-    forecast: Mapping[str, Any] | None = None
     agreement: tuple[AgreementRow, ...] | None = None
     residual_on_data: tuple[DataResidual, ...] | None = None
     format: Literal[1] = FORMAT
@@ -287,7 +282,7 @@ class Diagnosis(_Strict):
         """
         from pydantic import TypeAdapter, ValidationError
 
-        text = data if isinstance(data, str | bytes) else json.dumps(data)
+        text = _without_retired(data if isinstance(data, str | bytes) else json.dumps(data))
         try:
             found = TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
@@ -301,6 +296,25 @@ class Diagnosis(_Strict):
             "written by another version. Make it again with actmat diagnose.",
             problems,
         )
+
+
+RETIRED = (((), "forecast"), *((("totals", "stages"), stage) for stage in ("read", "rule", "write")))
+"""(parents, field) of what earlier versions wrote, always null."""
+
+
+def _without_retired(text: str | bytes) -> str | bytes:
+    """The text without `RETIRED` fields that are null; what is no JSON object is returned as it is."""
+    try:
+        data = json.loads(text)
+        for parents, field in RETIRED:
+            owner = data
+            for parent in parents:
+                owner = owner[parent]
+            if owner.get(field, ...) is None:
+                del owner[field]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return text
+    return json.dumps(data)
 
 
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:

@@ -11,19 +11,12 @@ import yaml
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import format_size
-from actmat.report.html.figures import line_legend, numbers, plot
 from actmat.report.html.markup import Child, Markup, el
 from actmat.report.html.overview import section, tensor_link, tiles
-from actmat.report.html.scales import number, percent
+from actmat.report.html.scales import number
 
 __all__ = ["code_block", "cost", "recipe", "recipe_text"]
 
-_STAGES = {
-    "read": "reading and subtracting",
-    "rule": "merge rule",
-    "measure": "measuring for this report",
-    "write": "writing",
-}
 SLOWEST = 8
 
 
@@ -41,41 +34,17 @@ def cost(diagnosis: Diagnosis) -> Markup:
     if slow:
         items = (el("li", tensor_link(t.name), f" {number(t.seconds)} s") for t in slow)
         slowest = el("details", el("summary", "Slowest tensors"), el("ol", *items))
+    measuring = totals.stages.measure
+    said = f"Measuring for this report: {number(measuring)} s of all workers; other stages were not timed apart."
+    timed = el("p", said) if measuring else None
     return section(
         "cost",
         "Time and memory",
         tiles((v, w, "") for v, w in known if v is not None),
-        _stages(diagnosis),
+        timed,
         slowest,
         lead="Stages count the seconds of all workers together; they may add up to more than the time that passed.",
     )
-
-
-def _stages(diagnosis: Diagnosis) -> Markup | None:
-    stages = diagnosis.totals.stages
-    found = [(i, k, v) for i, k in enumerate(_STAGES) if (v := getattr(stages, k)) is not None]
-    total = sum(v for _, _, v in found)
-    if not total:
-        return None
-    if len(found) == 1:
-        _, key, value = found[0]
-        return el(
-            "p", f"{_STAGES[key].capitalize()}: {number(value)} s of all workers; other stages were not timed apart."
-        )
-    shapes, start = [], 0.0
-    for i, key, value in found:
-        tip = f"{_STAGES[key]}: {number(value)} s, {percent(value / total)}"
-        shapes.append(
-            el("rect", x=f"{start:.4f}", width=f"{value / total:.4f}", height=1, class_=f"fill e{i}", data_tip=tip)
-        )
-        start += value / total
-    legend = line_legend((f"e{i} thick", f"{_STAGES[k]}, {number(v)} s ({percent(v / total)})") for i, k, v in found)
-    table = numbers(
-        ["stage", "seconds", "share"],
-        ([_STAGES[k], number(v), percent(v / total)] for _, k, v in found),
-        caption="Seconds by stage",
-    )
-    return el("figure", plot(shapes, width=1, height=1, label="Seconds by stage", class_="stages"), legend, table)
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> str:
