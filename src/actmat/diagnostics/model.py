@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from actmat.diagnostics.files import write_whole
 from actmat.errors import CheckpointError
 
 __all__ = [
@@ -375,9 +376,5 @@ def write_diagnosis(diagnosis: Diagnosis, path: str | Path) -> Path:
     file = Path(path)
     if file.is_dir():
         file = file / REPORT_NAME
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.part")
     text = json.dumps(diagnosis.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    aside.write_text(text + "\n", encoding="utf-8")
-    aside.replace(file)
-    return file
+    return write_whole(file, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""End of the report: where time and memory went, every tensor, how to make the merge again."""
+"""Sections "Time and memory" and "Make it again"."""
 
 from __future__ import annotations
 
@@ -11,52 +11,40 @@ import yaml
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import format_size
-from actmat.report.html.markup import Child, Markup, el
-from actmat.report.html.overview import section, tensor_link, tiles
+from actmat.report.html.elements import code_block, section, tensor_link, tiles
+from actmat.report.html.markup import Markup, el
 from actmat.report.html.scales import number
 
-__all__ = ["code_block", "cost", "recipe", "recipe_text"]
+__all__ = ["cost", "recipe", "recipe_text"]
 
 SLOWEST = 8
 
 
 def cost(diagnosis: Diagnosis) -> Markup:
-    """Time by stage, memory, traffic, slowest tensors."""
+    """Time, memory, bytes read and written, slowest tensors."""
     totals = diagnosis.totals
-    known = [
-        (f"{totals.seconds:,.1f} s" if totals.seconds is not None else None, "from start to end"),
-        (format_size(totals.peak_bytes) if totals.peak_bytes is not None else None, "peak memory"),
-        (format_size(totals.bytes_read) if totals.bytes_read is not None else None, "read"),
-        (format_size(totals.bytes_written) if totals.bytes_written is not None else None, "written"),
-    ]
-    slow = sorted((t for t in diagnosis.tensors if t.seconds), key=lambda t: -(t.seconds or 0))[:SLOWEST]
-    slowest: Child = None
-    if slow:
-        items = (el("li", tensor_link(t.name), f" {number(t.seconds)} s") for t in slow)
-        slowest = el("details", el("summary", "Slowest tensors"), el("ol", *items))
+    sizes = [(totals.peak_bytes, "peak memory"), (totals.bytes_read, "read"), (totals.bytes_written, "written")]
+    entries = [(format_size(v), w, "") for v, w in sizes if v is not None]
+    if totals.seconds is not None:
+        entries.insert(0, (f"{totals.seconds:,.1f} s", "from start to end", ""))
     measuring = totals.stages.measure
     said = f"Measuring for this report: {number(measuring)} s of all workers; other stages were not timed apart."
-    timed = el("p", said) if measuring else None
+    slow = sorted((t for t in diagnosis.tensors if t.seconds), key=lambda t: -(t.seconds or 0))[:SLOWEST]
+    items = (el("li", tensor_link(t.name), f" {number(t.seconds)} s") for t in slow)
     return section(
         "cost",
         "Time and memory",
-        tiles((v, w, "") for v, w in known if v is not None),
-        timed,
-        slowest,
+        tiles(entries),
+        el("p", said) if measuring else None,
+        el("details", el("summary", "Slowest tensors"), el("ol", *items)) if slow else None,
         lead="Stages count the seconds of all workers together; they may add up to more than the time that passed.",
     )
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> str:
-    """The recipe as YAML that `actmat merge` reads; the place of the output is given on the command line."""
+    """The recipe as YAML that `actmat merge` reads; the output is given on the command line."""
     fields = {k: v for k, v in recipe.items() if k != "out"}
     return str(yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=100))
-
-
-def code_block(text: str) -> Markup:
-    """Text to copy, with a button where the script runs."""
-    button = el("button", "Copy", type="button", class_="copy", hidden=True)
-    return el("div", el("pre", el("code", text), tabindex="0"), button, class_="code")
 
 
 def recipe(diagnosis: Diagnosis) -> Markup:
