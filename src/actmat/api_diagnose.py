@@ -20,8 +20,8 @@ from actmat.engine.watch import NoWriter
 from actmat.errors import MergeError
 from actmat.plan.measured import opened_statistics
 from actmat.recipe import Recipe, make_recipe
+from actmat.report.inputs import input_location
 from actmat.report.manifest import read_manifest
-from actmat.report.verify import input_place
 
 __all__ = ["diagnose", "diagnose_output", "diagnose_recipe", "recipe_of_output"]
 
@@ -122,9 +122,9 @@ def recipe_of_output(directory: str | Path) -> Recipe:
     manifest = read_manifest(place)
     fields = dict(manifest["recipe"])
     if manifest["base"] is not None:
-        fields["base"] = input_place(manifest["base"], place)
+        fields["base"] = input_location(manifest["base"], place)
     rows = zip(fields.get("experts", ()), manifest["experts"], strict=False)
-    fields["experts"] = [{**e, "name": row["name"], "path": input_place(row, place)} for e, row in rows]
+    fields["experts"] = [{**e, "name": row["name"], "path": input_location(row, place)} for e, row in rows]
     return make_recipe(fields)
 
 

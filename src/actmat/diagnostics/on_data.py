@@ -1,11 +1,11 @@
-"""How far a merged model on disk is from each expert on the inputs that the expert's layers really see.
+"""Residual of a merged model on disk on the inputs that each expert's layers really see.
 
-`rho_t` asks this of the inputs that the deltas stand for; here they are measured, as Gram matrices `C_t`:
+`rho_t` uses the inputs that the deltas stand for; here inputs are measured, as Gram matrices `C_t`:
 
     rho_t(data)^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2,    E||A z||^2 = tr(A C_t A^T)
 
 over the merged matrices `l`: 0 is as the expert, 1 as the base. Sums over layers come before the ratio, so that a
-layer counts by what its expert changed there. `W*` is as stored, rounded to its dtype.
+layer counts by the size of its expert's change. `W*` is as stored, rounded to its dtype.
 
 Shapes: `O` out_features, `I` in_features.
 """
@@ -48,32 +48,32 @@ def data_residuals(
 
     Args:
         plan: of the merge that made `merged`.
-        base, experts, merged: opened.
+        base, experts, merged: open checkpoints.
         measured: statistics; experts without any have no row.
-        progress: called with tensors done and of how many.
+        progress: called with the number of tensors done, and of all.
 
     Raises:
-        StatisticsError: statistics of another model, or none that covers a merged matrix.
+        StatisticsError: statistics of another model, or of no merged matrix.
     """
     check_probes(base, experts, measured)
     items = [t for t in plan.tensors if t.call is not None and t.action != "tie" and t.layout.role.is_matrix]
-    apart: list[list[float]] = [[] for _ in experts]
-    own: list[list[float]] = [[] for _ in experts]
+    missed: list[list[float]] = [[] for _ in experts]
+    changed: list[list[float]] = [[] for _ in experts]
     findings = Findings(tolerated=True)
     with torch.no_grad():
         for done, item in enumerate(items):
             reader = TensorReader(
                 item, base, experts, measured.labels, torch.float64, torch.device("cpu"), Scratch(), findings
             )
-            for t, missed, changed in _energies(item, reader, merged, measured):
-                apart[t].append(missed)
-                own[t].append(changed)
+            for t, error_energy, delta_energy in _energies(item, reader, merged, measured):
+                missed[t].append(error_energy)
+                changed[t].append(delta_energy)
             check_models(item, experts, measured, *reader.hashes(), findings)
             progress(done + 1, len(items))
     if findings.foreign_statistics:
         raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
     files = [(t, f) for t, f in enumerate(measured.files) if f is not None]
-    if empty := [measured.labels[t] for t, _ in files if not own[t]]:
+    if empty := [measured.labels[t] for t, _ in files if not changed[t]]:
         raise StatisticsError(
             "Nothing can be measured with these statistics: they hold no Gram matrix of a merged matrix. Collect them "
             "with --gram.",
@@ -83,8 +83,8 @@ def data_residuals(
         DataResidual(
             expert=measured.labels[t],
             statistics=file.location,
-            residual=tidy(math.sqrt(math.fsum(apart[t]) / energy)) if (energy := math.fsum(own[t])) else None,
-            matrices=len(own[t]),
+            residual=tidy(math.sqrt(math.fsum(missed[t]) / energy)) if (energy := math.fsum(changed[t])) else None,
+            matrices=len(changed[t]),
         )
         for t, file in files
     )
@@ -93,7 +93,7 @@ def data_residuals(
 def _energies(
     item: TensorPlan, reader: TensorReader, merged: Checkpoint, measured: Measured
 ) -> Iterator[tuple[int, float, float]]:
-    """Per logical matrix and expert with its Gram: the expert, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
+    """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
     for part in cut(item.shape, item.layout, "matrix"):
         base_raw = reader.read_base(part)
         step_OI = (_stored(merged, item, part).double() - base_raw.double()).view(part.shape)

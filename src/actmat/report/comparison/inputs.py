@@ -7,6 +7,7 @@ from typing import Any
 
 from actmat.errors import AlignmentError
 from actmat.report.comparison.outputs import items_of, makes_adapter
+from actmat.report.inputs import expert_hashes
 
 __all__ = ["matched_experts"]
 
@@ -67,7 +68,7 @@ def _reason(expert: Mapping[str, Any], first: Manifest, second: Manifest, name: 
     twin = _named(second, expert["name"])
     if twin is None:
         return f"is none of {name}, which has {', '.join(e['name'] for e in second['experts'])}"
-    mine, other = _hashes(first, expert), _hashes(second, twin)
+    mine, other = expert_hashes(first, expert["name"]), expert_hashes(second, twin["name"])
     differing = _differing(mine, other)
     if not differing:
         return f"lies at {expert['location']}, that of {name} at {twin['location']}; no tensor was read by both"
@@ -75,7 +76,7 @@ def _reason(expert: Mapping[str, Any], first: Manifest, second: Manifest, name: 
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any], first: Manifest, second: Manifest) -> bool:
-    mine, other = _hashes(first, a), _hashes(second, b)
+    mine, other = expert_hashes(first, a["name"]), expert_hashes(second, b["name"])
     if mine.keys() & other.keys():
         return not _differing(mine, other)
     return bool(a["name"] == b["name"] and a["location"] == b["location"])
@@ -84,15 +85,6 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any], first: Manifest, second: M
 def _differing(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names that both have with another value."""
     return [n for n in mine if n in other and mine[n] != other[n]]
-
-
-def _hashes(manifest: Manifest, expert: Mapping[str, Any]) -> dict[str, str]:
-    """Stored name -> hash of every tensor that was read from an expert."""
-    if "hashes" in expert:  # an adapter: all that it stores
-        return dict(expert["hashes"])
-    t = [e["name"] for e in manifest["experts"]].index(expert["name"])
-    rows = (r for r in manifest["tensors"] if "sources" in r and expert["name"] in r["input_hashes"])
-    return {r["sources"][t]: r["input_hashes"][expert["name"]] for r in rows}
 
 
 def _base_problems(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[str]:

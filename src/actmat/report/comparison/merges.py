@@ -16,8 +16,8 @@ from actmat.report.comparison.model import Comparison, TensorDifference
 from actmat.report.comparison.outputs import Output, items_of, open_output
 from actmat.report.comparison.reports import check_differences, method_of, residual_differences, setting_differences
 from actmat.report.comparison.tensors import difference, factored_sums, stored_sums
+from actmat.report.inputs import input_location
 from actmat.report.manifest import read_manifest
-from actmat.report.verify import input_place
 
 __all__ = ["compare"]
 
@@ -100,7 +100,7 @@ def _opened_base(sides: tuple[tuple[Path, Manifest], ...], notes: list[str]) -> 
     for directory, manifest in sides:
         if manifest["base"] is None:
             continue
-        location = input_place(manifest["base"], directory)
+        location = input_location(manifest["base"], directory)
         try:
             opened = open_checkpoint(location)
         except MergeError as error:

@@ -1,4 +1,4 @@
-"""HTML by construction: every text is escaped unless it was made here, every element is closed.
+"""HTML by construction: every text that is not `Markup` is escaped, every element is closed.
 
 `el("p", "a < b", class_="x")` gives `<p class="x">a &lt; b</p>`, as `Markup`, which other elements take as it is.
 """
