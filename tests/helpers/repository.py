@@ -22,6 +22,23 @@ def modules(*packages: Path) -> list[Path]:
     )
 
 
+def module_name(path: Path) -> str:
+    """Dotted name under which a file is imported: `src/actmat/plan/__init__.py` -> `actmat.plan`."""
+    source = next(s for s in SOURCES if path.is_relative_to(s))
+    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_name(path: Path) -> str:
+    """Dotted package of a file, from which its relative imports start."""
+    name = module_name(path)
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+def source_lines(path: Path) -> int:
+    """Number of lines of a file."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
 def tracked_files() -> list[Path]:
     """Files that git tracks or would add; outside a git checkout (an unpacked archive), all files but hidden ones."""
     if (ROOT / ".git").exists():

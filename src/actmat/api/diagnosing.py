@@ -10,8 +10,8 @@ from actmat.api.merging import Location, make_arguments
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
 from actmat.progress import Progress
 from actmat.recipe import Recipe, make_recipe
+from actmat.report.inputs import input_location
 from actmat.report.manifest import read_manifest
-from actmat.report.verify import input_place
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
 
@@ -55,9 +55,9 @@ def recipe_of_output(directory: str | Path) -> Recipe:
     manifest = read_manifest(folder)
     fields = dict(manifest["recipe"])
     if manifest["base"] is not None:
-        fields["base"] = input_place(manifest["base"], folder)
+        fields["base"] = input_location(manifest["base"], folder)
     rows = zip(fields.get("experts", ()), manifest["experts"], strict=False)
-    fields["experts"] = [{**e, "name": row["name"], "path": input_place(row, folder)} for e, row in rows]
+    fields["experts"] = [{**e, "name": row["name"], "path": input_location(row, folder)} for e, row in rows]
     return make_recipe(fields)
 
 

@@ -1,11 +1,11 @@
-"""How far a merged model on disk is from each expert on the inputs that the expert's layers really see.
+"""Residual of a merged model on disk on the inputs that each expert's layers really see.
 
-`rho_t` asks this of the inputs that the deltas stand for; here they are measured, as Gram matrices `C_t`:
+`rho_t` uses the inputs that the deltas stand for; here inputs are measured, as Gram matrices `C_t`:
 
     rho_t(data)^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2,    E||A z||^2 = tr(A C_t A^T)
 
 over the merged matrices `l`: 0 is as the expert, 1 as the base. Sums over layers come before the ratio, so that a
-layer counts by what its expert changed there. `W*` is as stored, rounded to its dtype.
+layer counts by the size of its expert's change. `W*` is as stored, rounded to its dtype.
 
 Shapes: `O` out_features, `I` in_features.
 """
@@ -52,7 +52,7 @@ def data_residuals(
         progress: called with tensors done and of how many.
 
     Raises:
-        StatisticsError: statistics of another model, or none that covers a merged matrix.
+        StatisticsError: statistics of another model, or of no merged matrix.
     """
     check_probes(inputs)
     items = [i for i in plan.items if i.call is not None and i.layout.role.is_matrix]
@@ -91,7 +91,7 @@ def data_residuals(
 def _energies(
     item: Item, reader: TensorReader, merged: Checkpoint
 ) -> Iterator[tuple[int, float, float]]:
-    """Per logical matrix and expert with its Gram: the expert, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
+    """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
     for part in cut(item.shape, item.layout, "matrix"):
         base_raw = reader.read_base(part)
         step_OI = (_stored(merged, item, part).double() - base_raw.double()).view(part.shape)

@@ -7,28 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.report.compare import Comparison
-from actmat.report.compare_tensors import TensorDifference
-from actmat.report.html.figures import figure, heat_legend
+from actmat.report.comparison import Comparison, TensorDifference
+from actmat.report.html.document import document, write_document
+from actmat.report.html.elements import bullets, columns_table, section, stacked_table, tensor_link, tiles
+from actmat.report.html.figures import TENTHS, figure, heat_legend
 from actmat.report.html.layers import kind_of_name
-from actmat.report.html.markup import Child, Markup, columns_table, el, join
-from actmat.report.html.overview import section, stacked_table, tensor_link, tiles
-from actmat.report.html.page import page, write_page
+from actmat.report.html.markup import Child, Markup, el, join
 from actmat.report.html.scales import number, residual_text
 from actmat.report.html.strips import Cell, Strip, strips
 from actmat.report.html.tensors import Column, big_table
-from actmat.report.html.words import CAVEAT, plural
+from actmat.report.html.words import caveat, plural, shape_text
 from actmat.version import __version__
 
 __all__ = ["render_comparison", "write_comparison"]
 
-MOST = 10
+MOST_TENSORS = 10
 MOST_KINDS = 14
+NUMBERS = ("relative", "cosine", "distance", "‖D‖ first", "‖D‖ second")
 
 
 def render_comparison(comparison: Comparison) -> str:
     """Two merges side by side as one HTML page; the same comparison gives the same page."""
-    found: list[tuple[str, str, Markup | None]] = [
+    sections = [
         ("summary", "Summary", _summary(comparison)),
         ("settings", "Recipes", _settings(comparison)),
         ("experts", "Residuals", _residuals(comparison)),
@@ -39,16 +39,17 @@ def render_comparison(comparison: Comparison) -> str:
     first, second = comparison.outs
     subtitle = join([el("code", first), " (first) and ", el("code", second), " (second)"])
     made = f"Made by actmat {__version__} from the outputs and their manifests."
-    return page("Two merges compared", subtitle, [(n, s, c) for n, s, c in found if c is not None], made=made)
+    return document("Two merges compared", subtitle, sections, made=made)
 
 
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page to a file, whole or not at all.
 
     Raises:
-        OSError: the disk says no.
+        OutputError: it is a directory.
+        OSError: writing failed.
     """
-    return write_page(render_comparison(comparison), path)
+    return write_document(render_comparison(comparison), path)
 
 
 def _summary(comparison: Comparison) -> Markup:
@@ -76,8 +77,7 @@ def _summary(comparison: Comparison) -> Markup:
         (number(comparison.relative), "relative distance", ""),
     ]
     notes = [el("p", f"{n[:1].upper()}{n[1:]}.", class_="caveat") for n in comparison.notes]
-    words = el("ul", *(el("li", s) for s in said), class_="plain")
-    return section("summary", "Summary", words, tiles(entries), *notes)
+    return section("summary", "Summary", bullets(said), tiles(entries), *notes)
 
 
 def _settings(comparison: Comparison) -> Markup:
@@ -110,7 +110,7 @@ def _residuals(comparison: Comparison) -> Markup | None:
         "experts",
         "Residuals",
         table,
-        el("p", CAVEAT, class_="caveat"),
+        caveat(),
         lead="How near each merge comes to each expert, on the directions that the expert changed: ρ = 0 is as the "
         "expert, ρ = 1 as the base.",
     )
@@ -129,22 +129,21 @@ def _layers(comparison: Comparison) -> Markup | None:
     differing = comparison.differing
     if not differing:
         return None
-    head = ["tensor", "relative", "cosine", "distance", "‖D‖ first", "‖D‖ second"]
-    rows = [[tensor_link(t.name), *_numbers(t)] for t in differing[:MOST]]
-    top = stacked_table(head, rows, caption="Tensors that differ most")
+    rows = [[tensor_link(t.name), *map(number, _numbers(t))] for t in differing[:MOST_TENSORS]]
+    top = stacked_table(["tensor", *NUMBERS], rows, caption="Tensors that differ most")
     return section(
         "layers",
         "Where they differ",
-        figure(f"The {min(MOST, len(differing))} tensors that differ most", top),
+        figure(f"The {len(rows)} tensors that differ most", top),
         _heat(comparison.tensors),
         lead="Relative: the distance between the merged weights over the mean size of the two merged changes. 0 is the "
         "same, 1 as far apart as a change is long; more than 2 is impossible.",
     )
 
 
-def _numbers(t: TensorDifference) -> list[str]:
-    norms = t.norms or (None, None)
-    return [number(t.relative), number(t.cosine), number(t.distance), number(norms[0]), number(norms[1])]
+def _numbers(t: TensorDifference) -> tuple[float | None, ...]:
+    """Values of `NUMBERS`."""
+    return (t.relative, t.cosine, t.distance, *(t.norms or (None, None)))
 
 
 def _heat(tensors: Sequence[TensorDifference]) -> Markup | None:
@@ -163,7 +162,7 @@ def _heat(tensors: Sequence[TensorDifference]) -> Markup | None:
         found = [kinds[kind].get(d) for d in depths]
         tips = [None if t is None else Cell(_level(_far(t)), f"{t.name}: {number(_far(t))}") for t in found]
         rows.append(Strip(el("code", kind), kind, tips, number(max(_far(t) for t in found if t is not None))))
-    legend = heat_legend([f"q{i}" for i in range(10)], "0, the same", "1", ("h0", "above 1"), ("h1", "above 1.5"))
+    legend = heat_legend(TENTHS, "0, the same", "1", ("h0", "above 1"), ("h1", "above 1.5"))
     return figure(
         "Relative distance by layer",
         legend,
@@ -184,17 +183,14 @@ def _level(relative: float) -> str:
 
 def _tensors(comparison: Comparison) -> Markup:
     rows = comparison.tensors
+    values = [(0.0, *_numbers(t)[1:]) if t.same else _numbers(t) for t in rows]
     columns = [
         Column("tensor", "name", [t.name for t in rows]),
-        Column("shape", "text", ["×".join(map(str, t.shape)) or "scalar" for t in rows]),
+        Column("shape", "text", [shape_text(t.shape) for t in rows]),
         Column("first", "choice", [t.actions[0] for t in rows]),
         Column("second", "choice", [t.actions[1] for t in rows]),
         Column("stored", "choice", ["same" if t.same else "differ" for t in rows]),
-        Column("relative", "number", [0.0 if t.same else t.relative for t in rows]),
-        Column("cosine", "number", [t.cosine for t in rows]),
-        Column("distance", "number", [t.distance for t in rows]),
-        Column("‖D‖ first", "number", [t.norms[0] if t.norms else None for t in rows]),
-        Column("‖D‖ second", "number", [t.norms[1] if t.norms else None for t in rows]),
+        *(Column(title, "number", [v[i] for v in values]) for i, title in enumerate(NUMBERS)),
     ]
     return section(
         "tensors",
