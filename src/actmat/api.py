@@ -16,8 +16,8 @@ from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.checkpoints.adapter_open import is_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.staging import Staging
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.staging import Staging
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.model import Diagnosis
 from actmat.diagnostics.run import beside, check_mutes, tensor_watches, with_measures
 from actmat.engine.local import Job, execute

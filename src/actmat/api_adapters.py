@@ -15,8 +15,8 @@ from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.checkpoints.adapter_open import is_adapter, open_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.staging import Staging, disk_errors
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.staging import Staging, disk_errors
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import RunFacts, build_diagnosis
 from actmat.diagnostics.model import Diagnosis
 from actmat.diagnostics.run import module_watches, with_measures

@@ -13,10 +13,10 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.conformance import CheckpointConformance
 from actmat.checkpoints.counting import CountingCheckpoint
-from actmat.checkpoints.hub import open_hub
+from actmat.checkpoints.formats.safetensors import open_safetensors
+from actmat.checkpoints.formats.torch_files import open_torch_files
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.safetensors import open_safetensors
-from actmat.checkpoints.torch_files import open_torch_files
+from actmat.checkpoints.resolve import open_checkpoint
 
 
 class TestSingleSafetensorsFile(CheckpointConformance):
@@ -76,7 +76,7 @@ class TestHub(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         save_sharded(tensors, folder, shards=min(2, len(tensors)))
         self.hub.add("org/model", folder)
-        return open_hub("org/model")
+        return open_checkpoint("org/model")
 
 
 def test_the_suite_catches_a_checkpoint_that_returns_its_own_memory(tmp_path: Path) -> None:

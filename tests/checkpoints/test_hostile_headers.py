@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.torch import save
 
+from actmat.checkpoints.formats.safetensors import open_safetensors
 from actmat.checkpoints.header import MAX_HEADER_BYTES, Header, header_length, read_header
-from actmat.checkpoints.safetensors import open_safetensors
 from actmat.errors import CheckpointError
 
 VALID = save(

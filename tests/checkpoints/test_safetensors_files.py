@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import sample_tensors, save_sharded
 
-from actmat.checkpoints.safetensors import open_safetensors
+from actmat.checkpoints.formats.safetensors import open_safetensors
 from actmat.errors import CheckpointError
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from actmat.checkpoints.base import DTYPES, TensorSpec
+from actmat.checkpoints.formats.safetensors import open_safetensors
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.safetensors import open_safetensors
-from actmat.checkpoints.shards import INDEX_NAME, parse_size, plan_shards
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.shards import INDEX_NAME, parse_size, plan_shards
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import RecipeError
 
 

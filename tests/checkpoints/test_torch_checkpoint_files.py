@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actmat.checkpoints.torch_files import open_torch_files
+from actmat.checkpoints.formats.torch_files import open_torch_files
 from actmat.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")

@@ -13,10 +13,10 @@ import xxhash
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash, hash_names, sha256_file
-from actmat.checkpoints.shards import Shard, plan_shards
-from actmat.checkpoints.sidecars import copy_sidecars
-from actmat.checkpoints.staging import check_output_place
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.shards import Shard, plan_shards
+from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.staging import check_output_place
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
 
 

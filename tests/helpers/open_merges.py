@@ -14,7 +14,7 @@ import actmat
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.counting import CountingCheckpoint
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.local import Job, execute
 from actmat.engine.resources import Resources
 from actmat.plan import build_plan

@@ -17,18 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from actmat.checkpoints.base import DTYPES, TensorSpec
+from actmat.checkpoints.folder import shown, unique_keys
 from actmat.errors import CheckpointError
 
-__all__ = [
-    "MAX_HEADER_BYTES",
-    "PREFIX_BYTES",
-    "Header",
-    "header_length",
-    "parse_header",
-    "read_header",
-    "shown",
-    "unique_keys",
-]
+__all__ = ["MAX_HEADER_BYTES", "PREFIX_BYTES", "Header", "header_length", "parse_header", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The cap of the reference implementation."""
@@ -141,18 +133,6 @@ def _load_json(raw: bytes, file: str) -> dict[str, Any]:
     return entries
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of `json` that refuses a key given twice (`ValueError`)."""
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {shown(key)} twice")
-            seen.add(key)
-    return out
-
-
 def _no_constant(word: str) -> NoReturn:
     raise ValueError(f"{word}, which is not JSON")
 
@@ -224,9 +204,3 @@ def _gaps(found: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -
     if reached != data_size:
         problems.append(f"{file}: {data_size - reached} bytes of data follow the last tensor; the format forbids that")
     return problems
-
-
-def shown(value: Any) -> str:
-    """`repr`, cut: a hostile name must not flood the terminal."""
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from actmat.checkpoints.shards import parse_size
+from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.memory import available_memory
 from actmat.errors import RecipeError, format_size
 from actmat.plan.adapter_model import AdapterPlan

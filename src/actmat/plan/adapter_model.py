@@ -11,7 +11,7 @@ from typing import Any
 
 from actmat.checkpoints.adapter import ModuleKind
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.shards import Shard
+from actmat.checkpoints.writing.shards import Shard
 from actmat.layout.types import Block
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import Action, InputSummary, MethodCall

@@ -12,7 +12,7 @@ import torch
 
 from actmat.checkpoints.adapter import Adapter, AdapterModule
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.shards import plan_shards
+from actmat.checkpoints.writing.shards import plan_shards
 from actmat.errors import AlignmentError, RecipeError
 from actmat.layout.fused import GATED
 from actmat.layout.types import Block, Role, TensorLayout

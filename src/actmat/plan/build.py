@@ -12,7 +12,7 @@ import torch
 from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.quantisation import quantisation_problems
-from actmat.checkpoints.shards import parse_size, plan_shards
+from actmat.checkpoints.writing.shards import parse_size, plan_shards
 from actmat.errors import AlignmentError, MergeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import MergeMethod, get_method

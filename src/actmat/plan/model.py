@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from actmat.checkpoints.base import FileIdentity, TensorSpec
-from actmat.checkpoints.shards import Shard
+from actmat.checkpoints.writing.shards import Shard
 from actmat.layout.types import TensorLayout
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.recipe import Recipe

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.shards import INDEX_NAME, Placement, Shard, index_json
-from actmat.checkpoints.staging import disk_errors
+from actmat.checkpoints.writing.shards import INDEX_NAME, Placement, Shard, index_json
+from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import OutputError
 
 __all__ = ["ShardWriter", "TensorSink"]

@@ -14,8 +14,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,16 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
-from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.folder import join_shards, member, read_config, read_index
-from actmat.checkpoints.formats import NOT_WEIGHTS, TORCH_SUFFIXES
-from actmat.checkpoints.memory import shared_storage, tensor_specs
-from actmat.checkpoints.raw import check_range, copy_range, empty_tensor, find_spec
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.files import CHANGED, file_identity
+from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
+from actmat.checkpoints.formats.contract import Format
+from actmat.checkpoints.formats.names import NOT_WEIGHTS
+from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
+from actmat.checkpoints.source import LocalSource, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 
-__all__ = ["BIN_INDEX_NAME", "BIN_NAME", "DAMAGED", "TorchCheckpoint", "choose_torch_file", "open_torch_files"]
+__all__ = ["DAMAGED", "TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint", "open_torch_files"]
 
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
@@ -57,102 +58,72 @@ DAMAGED = (
 """What torch's reader raises on damaged or hostile bytes; it has no error class of its own."""
 
 
-class TorchCheckpoint(Checkpoint):
-    """Tensors of files written by `torch.save`. A mapped file must not shrink while it is open (the system would
-    end the process); a file that changed is refused at the next read.
+class TorchCheckpoint(StoredCheckpoint, HeldTensors):
+    """Tensors of files written by `torch.save`, downloaded when the checkpoint is opened.
+
+    A mapped file must not shrink while it is open (the system would end the process); a file that changed is refused at
+    the next read.
 
     Args:
-        location: what the user called it.
-        files: label -> path of every weight file.
-        directory: folder of `config.json`, or None.
+        source: the files.
+        labels: names of the weight files.
         weight_map: tensor -> label, where an index gave one.
 
     Raises:
         CheckpointError: code in the pickle, damage, entries that are not tensors, disagreement with the index.
     """
 
-    def __init__(
-        self,
-        location: str,
-        files: Mapping[str, Path],
-        directory: Path | None = None,
-        weight_map: Mapping[str, str] | None = None,
-    ) -> None:
-        self.location = location
-        self.directory = directory
-        self._files = dict(files)
-        self._opened = {label: file_identity(path) for label, path in files.items()}
-        self._tensors: dict[str, Tensor] | None = {}
+    format = "torch"
+
+    def __init__(self, source: Source, labels: Sequence[str], weight_map: Mapping[str, str] | None = None) -> None:
+        super().__init__(source, labels)
+        self._files = {label: source.fetch(label) for label in labels}
+        self._opened = {label: file_identity(path) for label, path in self._files.items()}
+        self._tensors = {}
         shards: dict[str, Mapping[str, TensorSpec]] = {}
         aliases: dict[str, str] = {}
-        for label, path in files.items():
-            state = _load(path, label, location)
-            shards[label] = tensor_specs(state, label, location=location)
+        for label, path in self._files.items():
+            state = _load(path, label, self.location)
+            shards[label] = tensor_specs(state, label, location=self.location)
             self._tensors.update({name: tensor.detach() for name, tensor in state.items()})
             aliases.update(shared_storage(state))
-        self.specs = MappingProxyType(join_shards(shards, weight_map, location=location))
+        self.specs = MappingProxyType(join_shards(shards, weight_map, location=self.location))
         self.aliases = MappingProxyType(aliases)
 
-    @cached_property
-    def _config(self) -> Mapping[str, Any] | None:
-        return read_config(self.directory)
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """Parsed `config.json` of the folder."""
-        return self._config
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Size and times of every weight file."""
-        return tuple(file_identity(path) for path in self._files.values())
-
-    def read(self, name: str) -> Tensor:
-        """A contiguous copy out of the mapped file."""
-        return empty_tensor(find_spec(self, name)).copy_(self._tensor(name))
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Copy bytes of the tensor out of the mapped file."""
-        check_range(find_spec(self, name), start, out)
-        copy_range(self._tensor(name), start, out)
-
-    def close(self) -> None:
-        """Drop the mappings."""
-        self._tensors = None
-
     def _tensor(self, name: str) -> Tensor:
-        if self._tensors is None:
-            raise ValueError(f"{self.location}: read from a checkpoint that is closed")
-        label = find_spec(self, name).file
+        tensor = super()._tensor(name)
+        label = self.specs[name].file
         before, now = self._opened[label], file_identity(self._files[label])
         if (before.size, before.modified_ns) != (now.size, now.modified_ns):
-            raise CheckpointError(
-                f"tensor {name!r} in {label}: the file changed since it was opened. Likely cause: another process "
-                "writes to it. Fix: wait until it is complete, then run again."
-            )
-        return self._tensors[name]
+            raise CheckpointError(f"tensor {name!r} in {label}: the file changed since it was opened. {CHANGED}")
+        return tensor
 
 
-def open_torch_files(path: Path, location: str | None = None) -> TorchCheckpoint:
+def open_torch_files(path: Path, location: str | None = None) -> Checkpoint:
     """Open a torch file, an index file, or a folder (index, else `pytorch_model.bin`, else its only torch file).
 
     Raises:
         CheckpointError: nothing usable there, several candidates, or files that cannot be used.
     """
-    location = str(path) if location is None else location
-    if path.is_dir():
-        path = path / choose_torch_file((entry.name for entry in path.iterdir()), location)
-        directory: Path | None = path.parent
-    else:
-        directory = path.parent if path.name.endswith(".index.json") else None
-    if path.name.endswith(".index.json"):
-        weight_map = read_index(path)
-        names = sorted(set(weight_map.values()))
-        return TorchCheckpoint(location, {n: member(path.parent, n) for n in names}, directory, weight_map)
-    file = path if directory is None else member(directory, path.name)
-    return TorchCheckpoint(location, {path.name: file}, directory)
+    return TORCH_FILES.open(LocalSource(path, location))
 
 
-def choose_torch_file(names: Iterable[str], location: str) -> str:
+def _claims(names: Sequence[str]) -> bool:
+    return any(name.endswith((*TORCH_SUFFIXES, ".bin.index.json")) for name in names)
+
+
+def _open(source: Source) -> TorchCheckpoint:
+    name = source.named or _main_file(source.names, source.location)
+    if not name.endswith(INDEX_SUFFIX):
+        return TorchCheckpoint(source, [name])
+    weight_map = source.weight_map(name)
+    return TorchCheckpoint(source, sorted(set(weight_map.values())), weight_map)
+
+
+TORCH_FILES = Format("torch", (BIN_NAME, "*.pt", "*.pth"), _claims, _open)
+
+
+def _main_file(names: Sequence[str], location: str) -> str:
     """The index, else `pytorch_model.bin`, else the only torch file among the names of a folder.
 
     Raises:
