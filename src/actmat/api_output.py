@@ -11,7 +11,8 @@ from typing import Any
 from actmat.checkpoints.adapter_expert import AdapterExpert
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.writing.sidecars import copy_sidecars
-from actmat.checkpoints.writing.staging import Staging, check_output_place, disk_errors
+from actmat.checkpoints.writing.staging import Staging, disk_errors
+from actmat.checkpoints.writing.staging import check_output_path as check_output_place
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import RunFacts, build_diagnosis, storage_dtypes
 from actmat.diagnostics.model import Diagnosis

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.counting import CountingCheckpoint
 from tests.helpers.hub import hub_stand_in
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.conformance import CheckpointConformance
-from actmat.checkpoints.counting import CountingCheckpoint
 from actmat.checkpoints.formats.safetensors import open_safetensors
 from actmat.checkpoints.formats.torch_files import open_torch_files
 from actmat.checkpoints.memory import MemoryCheckpoint

@@ -1,8 +1,8 @@
-"""The safetensors header, parsed as if an enemy had written it.
+"""Parser of the safetensors header, safe for hostile files.
 
 A file is `length (8 bytes, little-endian) | header (JSON) | data`. The header maps each tensor's name to its dtype,
 shape and `data_offsets = [begin, end)` in the data; `__metadata__` is an optional map of strings. The format forbids
-gaps, overlaps and trailing bytes, so that a file has one meaning and hides nothing.
+gaps, overlaps and trailing bytes, so that a file has one meaning and no hidden bytes.
 
 The length is checked against the file and a cap before anything is allocated. Everything wrong inside a header is
 collected into one error. (https://github.com/huggingface/safetensors, section "Format".)
@@ -35,7 +35,7 @@ LIKELY = "Likely cause: an interrupted download or copy. Fix: fetch the file aga
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Checked content of a header.
+    """Content of a header that passed all checks.
 
     Args:
         specs: name -> spec in the order of the data; offsets count from the start of the file.
@@ -49,7 +49,7 @@ class Header:
 
 
 def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: str) -> Header:
-    """Header of a file that is read through `read_at(offset, length)` (a local file, HTTP ranges).
+    """Header of a file that is read by `read_at(offset, length)` (a local file, HTTP ranges).
 
     Raises:
         CheckpointError: with every problem found.
@@ -59,7 +59,10 @@ def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: s
 
 
 def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
-    """Length of the JSON part, checked against the size of the file and the cap.
+    """Length of the JSON text, checked against the size of the file and the cap.
+
+    >>> header_length((16).to_bytes(8, "little"), 1000, file="model.safetensors")
+    16
 
     Raises:
         CheckpointError: not a safetensors file, or cut off inside the header.
@@ -83,7 +86,11 @@ def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
 
 
 def parse_header(raw: bytes, file_size: int, *, file: str) -> Header:
-    """Parse and check the JSON part of a file of `file_size` bytes.
+    """Parse and check the JSON text of a file of `file_size` bytes.
+
+    >>> text = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    >>> parse_header(text, 8 + len(text) + 8, file="model.safetensors").specs["w"].shape
+    (2,)
 
     Raises:
         CheckpointError: with every problem found, each naming the tensor.
@@ -110,7 +117,7 @@ def parse_header(raw: bytes, file_size: int, *, file: str) -> Header:
 
 
 class _Problem(ValueError):
-    """One thing wrong with one entry."""
+    """A fault of one entry."""
 
 
 def _load_json(raw: bytes, file: str) -> dict[str, Any]:
@@ -150,7 +157,7 @@ def _metadata(value: Any, problems: list[str], file: str) -> dict[str, str]:
 
 
 def _tensor(name: str, entry: Any, data_start: int, data_size: int, file: str) -> tuple[int, int, TensorSpec]:
-    """One entry -> (begin, end, spec), or `_Problem`."""
+    """`(begin, end, spec)` of one entry; raises `_Problem`."""
     if not name.isascii():
         try:
             name.encode()
@@ -192,7 +199,7 @@ def _nbytes(shape: list[int], itemsize: int) -> int:
 
 
 def _gaps(found: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -> list[str]:
-    """Overlaps, holes and bytes behind the last tensor, given entries sorted by offset."""
+    """Overlaps, gaps and bytes after the last tensor, given entries sorted by offset."""
     problems: list[str] = []
     reached, before = 0, "the start of the data"
     for begin, end, spec in found:

@@ -196,7 +196,7 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
 
 
 def _cached_files(snapshot: Path) -> dict[str, HubFile]:
-    """Files of a snapshot: links to blobs that are named by their content hash (the commit stands in for copies)."""
+    """Files of a snapshot: links to blobs named by their content hash (a copy has the commit as its hash)."""
     files: dict[str, HubFile] = {}
     for path in sorted(snapshot.rglob("*")):
         if path.is_file():
@@ -221,8 +221,10 @@ def explained(location: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        what = "is gated. Fix: accept its terms on its page, then log in (hf auth login or HF_TOKEN)"
-        raise CheckpointError(f"{location}: the hub repository {what}.") from error
+        raise CheckpointError(
+            f"{location}: the hub repository is gated. Fix: accept its terms on its page, then log in (hf auth login "
+            "or HF_TOKEN)."
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(
             f"{location}: the hub repository has no such revision. Fix: give a branch, tag or commit that it has."

@@ -77,10 +77,6 @@ class Source(abc.ABC):
         """Local folder of config, tokenizer and processor files, downloaded first where they are not local."""
         return self.directory
 
-    def handle(self, format_name: str) -> CheckpointHandle:
-        """Handle of the checkpoint that a format opens from these files."""
-        return CheckpointHandle(self.address, format_name, self.location, str(self.cache_dir or ""))
-
 
 class LocalSource(Source):
     """A folder or a file on this machine.
@@ -171,4 +167,4 @@ class StoredCheckpoint(Checkpoint):
 
     def handle(self) -> CheckpointHandle:
         """Address of the source, and the format."""
-        return self.source.handle(self.format)
+        return CheckpointHandle(self.source.address, self.format, self.location, str(self.source.cache_dir or ""))

@@ -55,7 +55,7 @@ DAMAGED = (
     AssertionError,
     MemoryError,
 )
-"""What torch's reader raises on damaged or hostile bytes; it has no error class of its own."""
+"""Errors of torch's reader on damaged or hostile bytes; it has no error class of its own."""
 
 
 class TorchCheckpoint(StoredCheckpoint, HeldTensors):
@@ -164,9 +164,9 @@ def _load(path: Path, label: str, location: str) -> Mapping[Any, Any]:
 def _refusal(error: BaseException, label: str, location: str) -> CheckpointError:
     blocked = BLOCKED_GLOBAL.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
     if blocked or "TorchScript" in str(error):
-        what = f"code in it ('{blocked[1]}')" if blocked else "a TorchScript program"
+        found = f"code in it ('{blocked[1]}')" if blocked else "a TorchScript program"
         return CheckpointError(
-            f"{location}: expected tensors in {label}, found {what}. Nothing of it was run. Likely cause: a whole "
+            f"{location}: expected tensors in {label}, found {found}. Nothing of it was run. Likely cause: a whole "
             "module or trainer state was saved, or the file is hostile. Fix: if you trust it, save its state_dict as "
             "safetensors in a place where running it does no harm, and merge that."
         )
@@ -177,7 +177,7 @@ def _refusal(error: BaseException, label: str, location: str) -> CheckpointError
 
 
 def _unwrap(content: Any, label: str, location: str) -> Mapping[Any, Any]:
-    """The state dict in what was saved: itself, or the only mapping of tensors under a usual key."""
+    """The state dict in the saved object: itself, or the only mapping of tensors under a usual key."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{location}: expected a state dict in {label}, found {type(content).__name__}. "
