@@ -13,8 +13,6 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.conformance import CheckpointConformance
-from actmat.checkpoints.formats.safetensors import open_safetensors
-from actmat.checkpoints.formats.torch_files import open_torch_files
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 
@@ -22,25 +20,25 @@ from actmat.checkpoints.resolve import open_checkpoint
 class TestSingleSafetensorsFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         save_file(dict(tensors), folder / "model.safetensors")
-        return open_safetensors(folder)
+        return open_checkpoint(folder)
 
 
 class TestShardedSafetensors(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         save_sharded(tensors, folder, shards=min(3, len(tensors)))
-        return open_safetensors(folder)
+        return open_checkpoint(folder)
 
 
 class TestTorchFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         torch.save(dict(tensors), folder / "pytorch_model.bin")
-        return open_torch_files(folder)
+        return open_checkpoint(folder)
 
 
 class TestLegacyTorchFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         torch.save(dict(tensors), folder / "weights.pt", _use_new_zipfile_serialization=False)
-        return open_torch_files(folder / "weights.pt")
+        return open_checkpoint(folder / "weights.pt")
 
 
 class TestTransposedTorchFile(CheckpointConformance):
@@ -49,7 +47,7 @@ class TestTransposedTorchFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         turned = {n: t.t().contiguous().t() if t.ndim == 2 else t for n, t in tensors.items()}
         torch.save(turned, folder / "pytorch_model.bin")
-        return open_torch_files(folder)
+        return open_checkpoint(folder)
 
 
 class TestMemory(CheckpointConformance):
@@ -69,7 +67,7 @@ class TestStridedMemory(CheckpointConformance):
 class TestCounting(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         save_file(dict(tensors), folder / "model.safetensors")
-        return CountingCheckpoint(open_safetensors(folder))
+        return CountingCheckpoint(open_checkpoint(folder))
 
 
 class TestHub(CheckpointConformance):

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.adapter_config import AdapterConfig, parse_adapter_config
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import member, read_json_object
 from actmat.checkpoints.formats.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
-from actmat.checkpoints.formats.safetensors import open_safetensors
-from actmat.checkpoints.formats.torch_files import DAMAGED, TORCH_SUFFIXES, open_torch_files
+from actmat.checkpoints.formats.safetensors import SAFETENSORS
+from actmat.checkpoints.formats.torch_files import DAMAGED, TORCH_FILES, TORCH_SUFFIXES
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import HUB_ID
+from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError
 
 __all__ = ["PAIR_LIST", "is_adapter", "open_adapter"]
@@ -73,7 +73,7 @@ def open_adapter(location: str | Path) -> Adapter:
         raise CheckpointError(f"{location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
     parsed, problems = parse_adapter_config(read_json_object(config))
     (name, file), *_ = files.items()
-    weights: Checkpoint = (open_torch_files if name.endswith(".bin") else open_safetensors)(file, str(location))
+    weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(LocalSource(file, str(location)))
     return Adapter(weights, parsed, problems)
 
 

@@ -20,7 +20,7 @@ from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.checkpoints.folder import shown, unique_keys
 from actmat.errors import CheckpointError
 
-__all__ = ["MAX_HEADER_BYTES", "PREFIX_BYTES", "Header", "header_length", "parse_header", "read_header"]
+__all__ = ["MAX_HEADER_BYTES", "Header", "header_length", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The cap of the reference implementation."""
@@ -49,13 +49,36 @@ class Header:
 
 
 def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: str) -> Header:
-    """Header of a file that is read by `read_at(offset, length)` (a local file, HTTP ranges).
+    """Read and check the header of a file through `read_at(offset, length)` (of a local file, or HTTP ranges).
+
+    >>> text = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    >>> data = len(text).to_bytes(8, "little") + text + bytes(8)
+    >>> read_header(lambda offset, n: data[offset : offset + n], len(data), file="model.safetensors").specs["w"].shape
+    (2,)
 
     Raises:
-        CheckpointError: with every problem found.
+        CheckpointError: with every problem found, each naming the tensor.
     """
     length = header_length(read_at(0, min(PREFIX_BYTES, file_size)), file_size, file=file)
-    return parse_header(read_at(PREFIX_BYTES, length), file_size, file=file)
+    if sys.byteorder != "little":
+        raise CheckpointError(f"{file}: safetensors files are little-endian, this machine is not; use another one")
+    entries = _load_json(read_at(PREFIX_BYTES, length), file)
+    data_start = PREFIX_BYTES + length
+    data_size = file_size - data_start
+    problems: list[str] = []
+    metadata = _metadata(entries.pop("__metadata__", {}), problems, file)
+    found: list[tuple[int, int, TensorSpec]] = []
+    for name, entry in entries.items():
+        try:
+            found.append(_tensor(name, entry, data_start, data_size, file))
+        except _Problem as problem:
+            problems.append(f"tensor {shown(name)} in {file}: {problem}")
+    found.sort(key=lambda item: item[:2])
+    if not problems:  # one bad entry would show up again as a gap where it should have been
+        problems.extend(_gaps(found, data_size, file))
+    if problems:
+        raise CheckpointError(f"{file}: the safetensors header is not valid", problems)
+    return Header({spec.name: spec for _, _, spec in found}, metadata, data_start)
 
 
 def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
@@ -83,37 +106,6 @@ def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
             f"{file}: the header claims {length} bytes, but only {file_size - PREFIX_BYTES} follow. {LIKELY}"
         )
     return length
-
-
-def parse_header(raw: bytes, file_size: int, *, file: str) -> Header:
-    """Parse and check the JSON text of a file of `file_size` bytes.
-
-    >>> text = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
-    >>> parse_header(text, 8 + len(text) + 8, file="model.safetensors").specs["w"].shape
-    (2,)
-
-    Raises:
-        CheckpointError: with every problem found, each naming the tensor.
-    """
-    if sys.byteorder != "little":
-        raise CheckpointError(f"{file}: safetensors files are little-endian, this machine is not; use another one")
-    entries = _load_json(raw, file)
-    data_start = PREFIX_BYTES + len(raw)
-    data_size = file_size - data_start
-    problems: list[str] = []
-    metadata = _metadata(entries.pop("__metadata__", {}), problems, file)
-    found: list[tuple[int, int, TensorSpec]] = []
-    for name, entry in entries.items():
-        try:
-            found.append(_tensor(name, entry, data_start, data_size, file))
-        except _Problem as problem:
-            problems.append(f"tensor {shown(name)} in {file}: {problem}")
-    found.sort(key=lambda item: item[:2])
-    if not problems:  # one bad entry would show up again as a gap where it should have been
-        problems.extend(_gaps(found, data_size, file))
-    if problems:
-        raise CheckpointError(f"{file}: the safetensors header is not valid", problems)
-    return Header({spec.name: spec for _, _, spec in found}, metadata, data_start)
 
 
 class _Problem(ValueError):

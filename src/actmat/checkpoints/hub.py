@@ -37,6 +37,17 @@ SIDECAR_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 TIMEOUT = 30.0  # seconds
 HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
 
+REFUSALS: dict[type[Exception], str] = {
+    errors.GatedRepoError: "the hub repository is gated. Fix: accept its terms on its page, then log in (hf auth login "
+    "or HF_TOKEN).",
+    errors.RevisionNotFoundError: "the hub repository has no such revision. Fix: give a branch, tag or commit that it "
+    "has.",
+    errors.RepositoryNotFoundError: "no local path, and no such repository on the hub, or it is private. Fix: correct "
+    "the name, or log in (hf auth login or HF_TOKEN).",
+    errors.OfflineModeIsEnabled: "offline (HF_HUB_OFFLINE) and not in the cache. Fix: go online.",
+}
+"""Errors of the hub library -> cause and fix. The first that matches counts: a gated repository is also not found."""
+
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
@@ -220,22 +231,9 @@ def explained(location: str) -> Iterator[None]:
     """Turn errors of the hub library into a `CheckpointError` with the cause and the fix."""
     try:
         yield
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"{location}: the hub repository is gated. Fix: accept its terms on its page, then log in (hf auth login "
-            "or HF_TOKEN)."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"{location}: the hub repository has no such revision. Fix: give a branch, tag or commit that it has."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{location}: no local path, and no such repository on the hub, or it is private. Fix: correct the name, "
-            "or log in (hf auth login or HF_TOKEN)."
-        ) from error
-    except errors.OfflineModeIsEnabled as error:
-        raise CheckpointError(f"{location}: offline (HF_HUB_OFFLINE) and not in the cache. Fix: go online.") from error
+    except tuple(REFUSALS) as error:
+        text = next(text for kind, text in REFUSALS.items() if isinstance(error, kind))
+        raise CheckpointError(f"{location}: {text}") from error
     except errors.EntryNotFoundError as error:
         offline = constants.is_offline_mode()
         cause = "offline (HF_HUB_OFFLINE) and not in the cache" if offline else "gone or out of reach"

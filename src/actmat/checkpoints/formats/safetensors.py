@@ -20,22 +20,21 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
 from actmat.checkpoints.formats.contract import Format
 from actmat.checkpoints.formats.names import ADAPTER_WEIGHTS
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
-from actmat.checkpoints.source import LocalSource, Source, StoredCheckpoint
+from actmat.checkpoints.source import Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 
-__all__ = ["INDEX_NAME", "SAFETENSORS", "SINGLE_NAME", "SafetensorsCheckpoint", "open_safetensors"]
+__all__ = ["INDEX_NAME", "SAFETENSORS", "SINGLE_NAME", "SafetensorsCheckpoint"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -141,20 +140,16 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             return dict(zip(self.labels, pool.map(specs_of, self.labels), strict=True))
 
 
-def open_safetensors(path: Path, location: str | None = None) -> Checkpoint:
-    """Open a safetensors file, an index file, or a folder (see the module's text for the files of a folder).
-
-    Raises:
-        CheckpointError: nothing usable there, ambiguous, incomplete, or invalid headers.
-    """
-    return SAFETENSORS.open(LocalSource(path, location))
-
-
 def _claims(names: Sequence[str]) -> bool:
     return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
 
 
 def _open(source: Source) -> SafetensorsCheckpoint:
+    """Open the weights in a source, chosen as the module's text says.
+
+    Raises:
+        CheckpointError: nothing usable there, ambiguous, incomplete, or invalid headers.
+    """
     names, named = source.names, source.named
     index = INDEX_NAME if INDEX_NAME in names else None
     if named is not None:
@@ -175,7 +170,7 @@ def _open(source: Source) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(source, labels)
 
 
-SAFETENSORS = Format("safetensors", ("*.safetensors",), _claims, _open)
+SAFETENSORS = Format(SafetensorsCheckpoint.format, ("*.safetensors",), _claims, _open)
 
 
 def _unindexed_files(names: Iterable[str], location: str) -> list[str]:

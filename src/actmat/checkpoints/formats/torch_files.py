@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
 from actmat.checkpoints.formats.contract import Format
 from actmat.checkpoints.formats.names import NOT_WEIGHTS
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
-from actmat.checkpoints.source import LocalSource, Source, StoredCheckpoint
+from actmat.checkpoints.source import Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 
-__all__ = ["DAMAGED", "TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint", "open_torch_files"]
+__all__ = ["DAMAGED", "TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint"]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 BIN_NAME = "pytorch_model.bin"
@@ -99,20 +99,12 @@ class TorchCheckpoint(StoredCheckpoint, HeldTensors):
         return tensor
 
 
-def open_torch_files(path: Path, location: str | None = None) -> Checkpoint:
-    """Open a torch file, an index file, or a folder (index, else `pytorch_model.bin`, else its only torch file).
-
-    Raises:
-        CheckpointError: nothing usable there, several candidates, or files that cannot be used.
-    """
-    return TORCH_FILES.open(LocalSource(path, location))
-
-
 def _claims(names: Sequence[str]) -> bool:
     return any(name.endswith((*TORCH_SUFFIXES, ".bin.index.json")) for name in names)
 
 
 def _open(source: Source) -> TorchCheckpoint:
+    """Open the named file, else the main file of the source, with the shards that an index names."""
     name = source.named or _main_file(source.names, source.location)
     if not name.endswith(INDEX_SUFFIX):
         return TorchCheckpoint(source, [name])
@@ -120,7 +112,7 @@ def _open(source: Source) -> TorchCheckpoint:
     return TorchCheckpoint(source, sorted(set(weight_map.values())), weight_map)
 
 
-TORCH_FILES = Format("torch", (BIN_NAME, "*.pt", "*.pth"), _claims, _open)
+TORCH_FILES = Format(TorchCheckpoint.format, (BIN_NAME, "*.pt", "*.pth"), _claims, _open)
 
 
 def _main_file(names: Sequence[str], location: str) -> str:
