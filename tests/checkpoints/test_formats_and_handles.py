@@ -50,8 +50,8 @@ def save_hex(tensors: Mapping[str, Tensor], path: Path) -> None:
 HEX = Format(
     "hex",
     ("*.hex",),
-    claims=lambda names: any(name.endswith(".hex") for name in names),
-    open=lambda source: HexCheckpoint(source, next(name for name in source.names if name.endswith(".hex"))),
+    claims=lambda source: any(name.endswith(".hex") for name in source.weights),
+    open=lambda source: HexCheckpoint(source, next(name for name in source.weights if name.endswith(".hex"))),
 )
 
 

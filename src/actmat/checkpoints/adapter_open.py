@@ -18,8 +18,8 @@ from torch import Tensor
 
 from actmat.checkpoints.adapter import Adapter
 from actmat.checkpoints.adapter_config import AdapterConfig, parse_adapter_config
+from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
 from actmat.checkpoints.folder import member, read_json_object
-from actmat.checkpoints.formats.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import DAMAGED, TORCH_FILES, TORCH_SUFFIXES
 from actmat.checkpoints.memory import MemoryCheckpoint

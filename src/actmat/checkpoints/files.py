@@ -59,7 +59,7 @@ def file_identity(path: Path) -> FileIdentity:
     try:
         status = path.stat()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be looked at: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     return FileIdentity(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 

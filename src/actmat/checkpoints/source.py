@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
+from actmat.checkpoints.file_names import NOT_WEIGHTS
 from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX, member, read_config, read_index
 from actmat.errors import CheckpointError
@@ -34,6 +35,11 @@ class Source(abc.ABC):
     names: Sequence[str]
     named: str | None = None
     cache_dir: Path | None = None
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of files that may be weights: the named file, or all but those of adapters and of training."""
+        return [name for name in self.names if name == self.named or name not in NOT_WEIGHTS]
 
     @property
     @abc.abstractmethod

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.contract import Format
-from actmat.checkpoints.formats.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS, foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.source import Source
@@ -24,11 +24,10 @@ def find_format(source: Source) -> Format:
     Raises:
         CheckpointError: an adapter, a foreign format, or no weights at all.
     """
-    weights = source.names if source.named else [n for n in source.names if n not in NOT_WEIGHTS]
     if source.named not in ADAPTER_WEIGHTS:
-        for format_ in FORMATS:
-            if format_.claims(weights):
-                return format_
+        for candidate in FORMATS:
+            if candidate.claims(source):
+                return candidate
     raise _unclaimed_file(source.named, source.location) if source.named else _unclaimed_folder(source)
 
 
@@ -38,9 +37,9 @@ def format_named(name: str) -> Format:
     Raises:
         CheckpointError: this process has no such format.
     """
-    for format_ in FORMATS:
-        if format_.name == name:
-            return format_
+    for candidate in FORMATS:
+        if candidate.name == name:
+            return candidate
     known = ", ".join(f.name for f in FORMATS)
     raise CheckpointError(f"expected a handle of one of the formats {known}, found {name!r}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from actmat.checkpoints.base import Checkpoint
@@ -18,13 +18,11 @@ class Format:
     Args:
         name: in handles.
         patterns: its weight files as error messages list them, such as `*.safetensors`.
-        claims: true if the file names include weights of this format. Names of adapters and of optimizer states are
-            removed before.
-        open: the checkpoint in a source that is claimed, or in a file that the user named. Reads headers, no tensor.
-            A folder may hold files of other formats too.
+        claims: true if `Source.weights` has files of this format, maybe among others.
+        open: the checkpoint in a source that is claimed; reads headers, no tensor.
     """
 
     name: str
     patterns: tuple[str, ...]
-    claims: Callable[[Sequence[str]], bool]
+    claims: Callable[[Source], bool]
     open: Callable[[Source], Checkpoint]

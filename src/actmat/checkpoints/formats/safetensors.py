@@ -28,7 +28,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
 from actmat.checkpoints.formats.contract import Format
-from actmat.checkpoints.formats.names import ADAPTER_WEIGHTS
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Source, StoredCheckpoint
@@ -64,7 +63,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         self._remote = {label for label, path in paths.items() if path is None}
         self._downloads = {label: threading.Lock() for label in self._remote}
         try:
-            headers = self._all_specs() if not self._remote else self._all_specs_at_once()
+            headers = self._request_specs() if self._remote else self._all_specs()
             self.specs = MappingProxyType(join_shards(headers, weight_map, location=self.location))
         except CheckpointError:
             self._reader.close()
@@ -127,7 +126,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             raise CheckpointError(f"{self.location}: weight files that cannot be used", problems)
         return found
 
-    def _all_specs_at_once(self) -> dict[str, Mapping[str, TensorSpec]]:
+    def _request_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
         """Specs of every file by label, through parallel requests; the first error is raised."""
 
         def specs_of(label: str) -> Mapping[str, TensorSpec]:
@@ -140,8 +139,8 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             return dict(zip(self.labels, pool.map(specs_of, self.labels), strict=True))
 
 
-def _claims(names: Sequence[str]) -> bool:
-    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+def _claims(source: Source) -> bool:
+    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in source.weights)
 
 
 def _open(source: Source) -> SafetensorsCheckpoint:
@@ -150,7 +149,7 @@ def _open(source: Source) -> SafetensorsCheckpoint:
     Raises:
         CheckpointError: nothing usable there, ambiguous, incomplete, or invalid headers.
     """
-    names, named = source.names, source.named
+    names, named = source.weights, source.named
     index = INDEX_NAME if INDEX_NAME in names else None
     if named is not None:
         index = named if named.endswith(INDEX_SUFFIX) else None
@@ -173,13 +172,13 @@ def _open(source: Source) -> SafetensorsCheckpoint:
 SAFETENSORS = Format(SafetensorsCheckpoint.format, ("*.safetensors",), _claims, _open)
 
 
-def _unindexed_files(names: Iterable[str], location: str) -> list[str]:
-    """Weight files of a folder without index and without `model.safetensors`, given the names in it.
+def _unindexed_files(names: Sequence[str], location: str) -> list[str]:
+    """Weight files of a folder without index and without `model.safetensors`, given the sorted names in it.
 
     Raises:
         CheckpointError: none, or several that are not one complete numbered set.
     """
-    names = sorted(n for n in names if n.endswith(".safetensors") and n not in ADAPTER_WEIGHTS)
+    names = [name for name in names if name.endswith(".safetensors")]
     if len(names) == 1:
         return names
     if not names:

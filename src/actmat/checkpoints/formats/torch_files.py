@@ -26,7 +26,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
 from actmat.checkpoints.formats.contract import Format
-from actmat.checkpoints.formats.names import NOT_WEIGHTS
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
 from actmat.checkpoints.source import Source, StoredCheckpoint
 from actmat.errors import CheckpointError
@@ -35,6 +34,7 @@ __all__ = ["DAMAGED", "TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint"]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 BIN_NAME = "pytorch_model.bin"
+BIN_INDEX_SUFFIX = ".bin.index.json"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts put the state dict."""
@@ -99,13 +99,17 @@ class TorchCheckpoint(StoredCheckpoint, HeldTensors):
         return tensor
 
 
-def _claims(names: Sequence[str]) -> bool:
-    return any(name.endswith((*TORCH_SUFFIXES, ".bin.index.json")) for name in names)
+def _torch_names(source: Source) -> list[str]:
+    return [name for name in source.weights if name.endswith((*TORCH_SUFFIXES, BIN_INDEX_SUFFIX))]
+
+
+def _claims(source: Source) -> bool:
+    return bool(_torch_names(source))
 
 
 def _open(source: Source) -> TorchCheckpoint:
     """Open the named file, else the main file of the source, with the shards that an index names."""
-    name = source.named or _main_file(source.names, source.location)
+    name = source.named or _main_file(_torch_names(source), source.location)
     if not name.endswith(INDEX_SUFFIX):
         return TorchCheckpoint(source, [name])
     weight_map = source.weight_map(name)
@@ -115,13 +119,12 @@ def _open(source: Source) -> TorchCheckpoint:
 TORCH_FILES = Format(TorchCheckpoint.format, (BIN_NAME, "*.pt", "*.pth"), _claims, _open)
 
 
-def _main_file(names: Sequence[str], location: str) -> str:
-    """The index, else `pytorch_model.bin`, else the only torch file among the names of a folder.
+def _main_file(found: Sequence[str], location: str) -> str:
+    """The index, else `pytorch_model.bin`, else the only one of the torch files found.
 
     Raises:
         CheckpointError: none, or several candidates.
     """
-    found = sorted(n for n in names if n.endswith((*TORCH_SUFFIXES, ".bin.index.json")) and n not in NOT_WEIGHTS)
     for name in (BIN_INDEX_NAME, BIN_NAME):
         if name in found:
             return name

@@ -1,4 +1,4 @@
-"""Names of files that look like weights and are not, or are of formats that are not read."""
+"""Names of files that are no weights of a full model, though they look like it, or are of formats that are not read."""
 
 from __future__ import annotations
 
