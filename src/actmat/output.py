@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.sidecars import copy_sidecars
-from actmat.checkpoints.staging import Staging, check_output_place, disk_errors
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.staging import Staging, check_output_place, disk_errors
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis
 from actmat.engine.inputs import Inputs

@@ -39,7 +39,7 @@ def compare(
     with counting("comparing") as seen:
         found = compare_outputs(first, second, progress=seen)
     if out is not None:
-        from actmat.checkpoints.staging import disk_errors
+        from actmat.checkpoints.writing.staging import disk_errors
         from actmat.report.html.comparison import write_comparison
 
         with disk_errors(out.parent):

@@ -95,7 +95,7 @@ def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet
 
 def _show(found: Diagnosis, out: Path | None, *, json: bool) -> None:
     if out is not None:
-        from actmat.checkpoints.staging import disk_errors
+        from actmat.checkpoints.writing.staging import disk_errors
         from actmat.report.write import write_report
 
         with disk_errors(out.parent):

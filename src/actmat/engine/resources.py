@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.checkpoints.shards import parse_size
+from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.memory import available_memory
 from actmat.engine.observer import ObserverFactory
 from actmat.errors import RecipeError, format_size

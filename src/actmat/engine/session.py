@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.deltas import Deltas
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from actmat.checkpoints.base import FileIdentity, TensorSpec
-from actmat.checkpoints.shards import Shard, plan_shards
+from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import RecipeError
 from actmat.experts.base import Source
 from actmat.experts.lora.modules import ModuleKind

@@ -9,7 +9,7 @@ from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.quantisation import quantisation_problems
-from actmat.checkpoints.shards import parse_size
+from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout

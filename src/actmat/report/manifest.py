@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.hashing import HASH_NAME, hash_names, sha256_file
-from actmat.checkpoints.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert

@@ -20,9 +20,9 @@ from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import empty_tensor, raw_bytes
-from actmat.checkpoints.shards import plan_shards
-from actmat.checkpoints.staging import disk_errors
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.shards import plan_shards
+from actmat.checkpoints.writing.staging import disk_errors
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import CheckpointError, OutputError, StatisticsError
 from actmat.statistics.gram import packed_size, unpack
 from actmat.statistics.header import FILE_NAME, METADATA_KEY, GramInfo, Header, parse_header

@@ -1,4 +1,4 @@
-"""The files beside the weights that make a directory a model: config, tokenizer, processor, generation config."""
+"""Sidecars: the files other than weights that a model's folder needs (config, tokenizer, processor)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["CONFIG_PATTERNS", "copy_sidecars", "list_sidecars"]
 
 CONFIG_PATTERNS = ("config.json", "*.py")
-"""What describes the architecture; always from the base, whose tensors the output has. Code is copied, never run."""
+"""Files of the architecture, always from the base, whose tensors the output has. Code is copied, never run."""
 
 PATTERNS = (
     "generation_config.json",
@@ -43,7 +43,7 @@ def list_sidecars(directory: Path | None, patterns: tuple[str, ...]) -> list[Pat
 def copy_sidecars(base: Path | None, files_from: Path | None, out: Path, dtype: str | None) -> list[str]:
     """Copy the base's config and the other files of `files_from` into `out`; returns the names.
 
-    With an output dtype, `config.json` is told about it, so that loaders allocate what is stored.
+    An output dtype is written to `config.json`, so that loaders allocate the stored dtype.
     """
     copied = []
     for path in [*list_sidecars(base, CONFIG_PATTERNS), *list_sidecars(files_from, PATTERNS)]:

@@ -1,7 +1,7 @@
-"""Where every output tensor goes: shards, headers and offsets as a pure function of names, shapes and dtypes.
+"""Shards of an output: files, headers and offsets as a pure function of names, shapes and dtypes.
 
-The safetensors format: 8 bytes little-endian header length, JSON header, tensor bytes without holes. Because sizes
-are known before any tensor is computed, headers are written first and tensors stream to their offsets.
+The safetensors format: 8 bytes little-endian header length, JSON header, tensor bytes without gaps. Sizes are known
+before any tensor is computed, so headers are written first and tensors are written to their offsets.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.errors import RecipeError
 
-__all__ = ["INDEX_NAME", "Placement", "Shard", "index_json", "parse_size", "plan_shards"]
+__all__ = ["Extent", "Shard", "index_json", "parse_size", "plan_shards"]
 
-INDEX_NAME = "model.safetensors.index.json"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(text: str | int) -> int:
     """Bytes of `"5GB"` (powers of ten), `"4GiB"` (powers of two) or a plain number.
+
+    >>> parse_size("4GiB")
+    4294967296
 
     Raises:
         RecipeError: not a positive size.
@@ -35,8 +37,8 @@ def parse_size(text: str | int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """File and absolute byte offset of one output tensor."""
+class Extent:
+    """Shard, offset in it and size in bytes of one output tensor."""
 
     file: str
     offset: int
@@ -45,12 +47,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One output file: its header bytes (length prefix included), its total size, where its tensors lie."""
+    """One output file: its header bytes (length prefix included), its size, and the extent of each tensor."""
 
     file: str
     header: bytes
     size: int
-    placements: dict[str, Placement]
+    extents: dict[str, Extent]
 
 
 def plan_shards(
@@ -60,8 +62,12 @@ def plan_shards(
 
     Within a shard, wider dtypes come first, so that every tensor starts at a multiple of its item size (readers
     that map the file need that). One shard is called `model.safetensors`, several
-    `model-00001-of-0000N.safetensors`, as `from_pretrained` expects; `stem` is another word for `model`. `metadata`
-    goes into every header.
+    `model-00001-of-0000N.safetensors`, as `from_pretrained` expects; `stem` replaces `model`. `metadata` is written
+    to every header.
+
+    >>> specs = [TensorSpec("w", (4, 4), "float32", ""), TensorSpec("b", (4,), "float32", "")]
+    >>> [(shard.file, list(shard.extents)) for shard in plan_shards(specs, max_bytes=64)]
+    [('model-00001-of-00002.safetensors', ['w']), ('model-00002-of-00002.safetensors', ['b'])]
     """
     groups: list[list[TensorSpec]] = [[]]
     used = 0
@@ -92,12 +98,12 @@ def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) 
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    placements = {s.name: Placement(file, len(header) + starts[s.name], s.nbytes) for s in ordered}
-    return Shard(file, header, len(header) + position, placements)
+    extents = {s.name: Extent(file, len(header) + starts[s.name], s.nbytes) for s in ordered}
+    return Shard(file, header, len(header) + position, extents)
 
 
 def index_json(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> str:
     """Text of `model.safetensors.index.json` for several shards."""
-    weight_map = {name: shard.file for shard in shards for name in shard.placements}
+    weight_map = {name: shard.file for shard in shards for name in shard.extents}
     metadata = {"total_size": sum(s.nbytes for s in specs), "total_parameters": sum(s.numel for s in specs)}
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

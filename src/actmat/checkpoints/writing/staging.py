@@ -1,12 +1,12 @@
-"""Build an output aside, remember what is done, and let it appear whole.
+"""Staging of an output: a partial directory with a journal and a lock, renamed when it is complete.
 
-`OUT` is built in `.OUT.actmat-partial` beside it and renamed at the end, so that at no moment a directory exists
-under the final name that a loader would take for finished. A journal in the partial directory lists finished
-tensors with the hash of their bytes; a later run with the same fingerprint verifies those bytes and goes on. A
-journal of another fingerprint (other recipe, changed input) is thrown away with everything it describes.
+`OUT` is built in its sibling `.OUT.actmat-partial` and renamed at the end, so that no directory of the final name
+exists that a loader would take for finished. A journal in the partial directory lists finished tensors with the hash
+of their bytes; a later run with the same fingerprint verifies those bytes and continues. A journal of another
+fingerprint (other recipe, changed input) is deleted with everything it describes.
 
-Whoever builds or renames holds the lock on `.OUT.actmat-lock`, which lies beside the directories because they are
-renamed. The three names are siblings: renaming within one file system is atomic.
+The process that builds or renames holds the lock on `.OUT.actmat-lock`, a sibling too because the directories are
+renamed. Renaming siblings stays within one file system and is atomic.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from typing import IO, Any
 
 from actmat.errors import OutputError, format_size
 
-__all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_place", "disk_errors"]
+__all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_path", "disk_errors"]
 
 JOURNAL_NAME = "journal.jsonl"
 MANIFEST_NAME = "actmat_manifest.json"
 LONGEST_NAME = 255
 
 
-def check_output_place(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
-    """Problems of writing to `out`, as sentences; empty when it is fine.
+def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
+    """Problems of writing to `out`, as sentences; empty if there are none.
 
-    `overwrite` replaces only what actmat itself wrote (a directory with a manifest): a mistyped path must not cost
-    anyone a folder of other things. An input is never replaced.
+    `overwrite` replaces only an output of actmat (a directory with a manifest): a mistyped path must not delete a
+    folder of other files. An input is never replaced.
     """
-    if len(os.fsencode(_beside(out, "previous").name)) > LONGEST_NAME:
+    if len(os.fsencode(_sibling(out, "previous").name)) > LONGEST_NAME:
         return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
     problems = []
     resolved = out.resolve()
     for label, path in inputs.items():
-        place = path.resolve()
-        if place == resolved or resolved in place.parents:
+        source = path.resolve()
+        if source == resolved or resolved in source.parents:
             problems.append(f"{out} is, or contains, an input of this merge ({label}); write somewhere else")
-        elif place in resolved.parents and place.is_dir():
+        elif source in resolved.parents and source.is_dir():
             problems.append(f"{out} lies inside an input of this merge ({label}); write somewhere else")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         problems.append(f"{out} exists and is not a directory; choose another place")
@@ -62,7 +62,7 @@ def check_output_place(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]
 
 
 def _occupied(out: Path, *, overwrite: bool) -> list[str]:
-    previous = _beside(out, "previous")
+    previous = _sibling(out, "previous")
     if not out.exists() and previous.exists() and not overwrite:
         return [
             f"{out} was being replaced when an earlier run was killed; its old content is in {previous}. Give the "
@@ -80,13 +80,13 @@ def _occupied(out: Path, *, overwrite: bool) -> list[str]:
     return []
 
 
-def _beside(out: Path, what: str) -> Path:
-    return out.parent / f".{out.name}.actmat-{what}"
+def _sibling(out: Path, suffix: str) -> Path:
+    return out.parent / f".{out.name}.actmat-{suffix}"
 
 
 @contextlib.contextmanager
-def disk_errors(place: Path) -> Iterator[None]:
-    """Turn a full disk, an exceeded quota or a read-only place into an `OutputError` that says what to do."""
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk, an exceeded quota or a read-only file system into an `OutputError` with the fix."""
     try:
         yield
     except OSError as error:
@@ -102,9 +102,9 @@ def disk_errors(place: Path) -> Iterator[None]:
         cause = causes.get(error.errno or 0)
         if cause is None:
             raise
-        free = shutil.disk_usage(place if place.exists() else place.parent).free
+        free = shutil.disk_usage(path if path.exists() else path.parent).free
         raise OutputError(
-            f"Cannot write to {place}: {cause} ({format_size(free)} free). Free some space or choose another place "
+            f"Cannot write to {path}: {cause} ({format_size(free)} free). Free some space or choose another place "
             "with --out; the inputs are untouched."
         ) from error
 
@@ -122,9 +122,9 @@ class Staging:
         self.out = out
         self.fingerprint = fingerprint
         self.overwrite = overwrite
-        self.path = _beside(out, "partial")
-        self._previous = _beside(out, "previous")
-        self._lock_path = _beside(out, "lock")
+        self.path = _sibling(out, "partial")
+        self._previous = _sibling(out, "previous")
+        self._lock_path = _sibling(out, "lock")
         self._lock_file: IO[bytes] | None = None
         self._journal: IO[bytes] | None = None
         self._made: list[Path] = []
@@ -134,7 +134,7 @@ class Staging:
         """Take the lock and read the journal: tensor name -> its entry, for tensors finished earlier.
 
         Raises:
-            OutputError: another process is writing the same output, or the place cannot be written.
+            OutputError: another process is writing the same output, or `out` cannot be written.
         """
         with disk_errors(self.out.parent):
             self._made = [p for p in (self.out.parent, *self.out.parent.parents) if not p.exists()]
@@ -160,10 +160,10 @@ class Staging:
             self._append(entry)
 
     def commit(self) -> None:
-        """Everything is written: drop the journal, flush the directory, rename it to the final name.
+        """Delete the journal, flush the directory and rename it to the final name, when everything is written.
 
         Raises:
-            OutputError: something else has come to lie at `out` meanwhile; the finished parts are kept.
+            OutputError: other files were put at `out` meanwhile; the finished tensors are kept.
         """
         assert self._journal is not None
         with disk_errors(self.out.parent):
@@ -183,19 +183,16 @@ class Staging:
         self.close()
 
     def close(self) -> None:
-        """Give up the lock, keep what is done for a later run. May be called twice."""
+        """Release the lock and keep the partial directory for a later run. May be called twice."""
         if self._journal is not None:
             self._journal.close()
         if self._lock_file is not None:
-            self._lock_path.unlink(missing_ok=True)  # before the lock is free: afterwards it may be another's
+            self._lock_path.unlink(missing_ok=True)  # while locked: later it may be of another process
             self._lock_file.close()
             self._lock_file = None
 
     def discard(self) -> None:
-        """Remove the partial directory, because nothing of it can be used; only after `open` gave the lock.
-
-        Folders above it that `open` made go too, as far as they are empty.
-        """
+        """Remove the partial directory, if `open` took the lock, and the empty folders above it that `open` made."""
         if self._lock_file is not None:
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
@@ -220,7 +217,7 @@ class Staging:
                 file.close()
 
     def _read_journal(self) -> dict[str, dict[str, Any]] | None:
-        """Entries of a journal with our fingerprint; None when there is none to go on with."""
+        """Entries of the journal; None if there is none with the fingerprint of this run."""
         journal = self.path / JOURNAL_NAME
         if not journal.exists():
             return None
@@ -242,7 +239,7 @@ class Staging:
 
 
 def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Entries up to the first line that is damaged."""
+    """Entries before the first damaged line."""
     for number, line in enumerate(lines):
         try:
             entry = json.loads(line)
@@ -254,7 +251,7 @@ def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Whether the open file is the one that `path` names now."""
+    """True if `path` names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

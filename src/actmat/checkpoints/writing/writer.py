@@ -1,4 +1,4 @@
-"""Write safetensors shards header first, tensors to their offsets, from several threads, hashed on the way."""
+"""Writer of safetensors shards: headers first, then tensors to their offsets from several threads, hashed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.formats.safetensors import INDEX_NAME
 from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.shards import INDEX_NAME, Placement, Shard, index_json
-from actmat.checkpoints.staging import disk_errors
+from actmat.checkpoints.writing.shards import Extent, Shard, index_json
+from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import OutputError
 
 __all__ = ["ShardWriter", "TensorSink"]
@@ -20,29 +21,26 @@ _FLUSH_BYTES = 1 << 26
 
 
 class TensorSink:
-    """Where the bytes of one output tensor go, in row-major order; `aliases` get the same bytes.
+    """Receives the bytes of one output tensor in row-major order, from one thread; tied tensors get the same bytes."""
 
-    Use from one thread. `digest` is the content hash once all bytes are written.
-    """
-
-    def __init__(self, writer: ShardWriter, places: Sequence[Placement]) -> None:
+    def __init__(self, writer: ShardWriter, extents: Sequence[Extent]) -> None:
         self._writer = writer
-        self._places = places
+        self._extents = extents
         self._hash = ContentHash()
 
     def write(self, data: memoryview) -> None:
         """Append bytes to the tensor."""
         self._hash.update(data)
-        for place in self._places:
-            if self._hash.size > place.nbytes:
-                raise ValueError(f"more bytes than the {place.nbytes} that the header promises")
-            self._writer.pwrite(place.file, data, place.offset + self._hash.size - len(data))
+        for extent in self._extents:
+            if self._hash.size > extent.nbytes:
+                raise ValueError(f"more bytes than the {extent.nbytes} that the header promises")
+            self._writer.pwrite(extent.file, data, extent.offset + self._hash.size - len(data))
 
     @property
     def digest(self) -> str:
         """Content hash of the whole tensor; all of its bytes must have been written."""
-        if self._hash.size != self._places[0].nbytes:
-            raise ValueError(f"{self._hash.size} bytes written, the header promises {self._places[0].nbytes}")
+        if self._hash.size != self._extents[0].nbytes:
+            raise ValueError(f"{self._hash.size} bytes written, the header promises {self._extents[0].nbytes}")
         return self._hash.hexdigest()
 
 
@@ -51,12 +49,12 @@ class ShardWriter:
 
     Args:
         directory: existing directory (the partial one).
-        shards: from `plan_shards`; files that already have the right size and header are kept as they are.
-        durable: flush to disk in the background while tensors arrive and wait for the disk in `finish`, so that
-            a power failure after the final rename cannot leave holes in a model that looks finished.
+        shards: from `plan_shards`; files that already have the right size and header are kept.
+        durable: flush to disk in the background while tensors are written and wait for the disk in `finish`, so that
+            a power failure after the final rename cannot leave gaps in a model that looks finished.
 
     Raises:
-        OutputError: no room, no permission.
+        OutputError: disk full, no permission.
     """
 
     def __init__(self, directory: Path, shards: Sequence[Shard], *, durable: bool = True) -> None:
@@ -69,7 +67,7 @@ class ShardWriter:
         self._closing = False
         self._flusher: threading.Thread | None = None
         self._flush_error: OSError | None = None
-        self._places: Mapping[str, Placement] = {n: p for s in shards for n, p in s.placements.items()}
+        self._extents: Mapping[str, Extent] = {n: e for s in shards for n, e in s.extents.items()}
         try:
             for shard in shards:
                 self._prepare(shard)
@@ -90,20 +88,20 @@ class ShardWriter:
                 self.pwrite(shard.file, memoryview(shard.header), 0)
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> TensorSink:
-        """Where to write tensor `name` (and its tied aliases)."""
-        return TensorSink(self, [self._places[n] for n in (name, *aliases)])
+        """Sink of tensor `name`, which also writes the tensors tied to it."""
+        return TensorSink(self, [self._extents[n] for n in (name, *aliases)])
 
     def holds(self, name: str, digest: str) -> bool:
-        """Whether the bytes now on disk for `name` have this content hash (for resuming)."""
-        place = self._places.get(name)
-        if place is None:  # a damaged journal
+        """True if the bytes now on disk for `name` have this content hash (to resume a run)."""
+        extent = self._extents.get(name)
+        if extent is None:  # a damaged journal
             return False
-        seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(place.nbytes, 1))))
-        while seen.size < place.nbytes:
-            piece = buffer[: min(len(buffer), place.nbytes - seen.size)]
-            if os.preadv(self._handles[place.file], [piece], place.offset + seen.size) != len(piece):
+        seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(extent.nbytes, 1))))
+        while seen.size < extent.nbytes:
+            chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]
+            if os.preadv(self._handles[extent.file], [chunk], extent.offset + seen.size) != len(chunk):
                 return False
-            seen.update(piece)
+            seen.update(chunk)
         return seen.hexdigest() == digest
 
     def pwrite(self, file: str, data: memoryview, offset: int) -> None:
@@ -119,7 +117,7 @@ class ShardWriter:
             self._wake.set()
 
     def finish(self, specs: Sequence[TensorSpec]) -> None:
-        """Flush all shards to disk and write the index, last, when there are several shards."""
+        """Flush all shards to disk, then write the index if there are several shards."""
         self._stop_flusher()
         with disk_errors(self.directory):
             if self._flush_error is not None:
@@ -148,7 +146,7 @@ class ShardWriter:
                 try:
                     os.fdatasync(handle)
                 except OSError as error:
-                    # the system tells a lost write once: the fsync in `finish` would not hear of it again
+                    # the system reports a lost write only once: the fsync in `finish` would succeed
                     self._flush_error = error
 
     def _stop_flusher(self) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint that counts what is read through it, to prove that a merge reads every tensor once."""
+"""A checkpoint that counts the bytes read through it, to prove that a merge reads every tensor once."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
 
 __all__ = ["CountingCheckpoint"]
 
 
 class CountingCheckpoint(Checkpoint):
-    """Wraps a checkpoint; behaves like it and counts.
+    """A wrapper that behaves like the wrapped checkpoint and counts.
+
+    >>> import torch
+    >>> from actmat.checkpoints.memory import MemoryCheckpoint
+    >>> counting = CountingCheckpoint(MemoryCheckpoint({"w": torch.ones(2), "v": torch.ones(2)}))
+    >>> _ = counting.read("w")
+    >>> counting.read_other_than_once()
+    {'v': 0.0}
 
     Attributes:
         calls: name -> number of `read` and `read_into` calls that succeeded.
-        bytes_read: name -> bytes that they delivered. A tensor that was read once, whole or in chunks, has exactly
-            `specs[name].nbytes`.
+        bytes_read: name -> bytes that they returned: exactly `specs[name].nbytes` for a tensor that was read once,
+            whole or in chunks.
     """
 
     def __init__(self, inner: Checkpoint) -> None:
@@ -54,17 +61,21 @@ class CountingCheckpoint(Checkpoint):
         self._count(name, len(out))
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on; it counts for nothing."""
+        """Pass the hint on; not counted."""
         self.inner.prefetch(names)
+
+    def handle(self) -> CheckpointHandle:
+        """Handle of the wrapped checkpoint; opened again, it does not count."""
+        return self.inner.handle()
 
     def close(self) -> None:
         """Close the wrapped checkpoint; the counts stay."""
         self.inner.close()
 
     def read_other_than_once(self, names: Iterable[str] | None = None) -> dict[str, float]:
-        """name -> how many times its bytes were read, of every tensor (of `names`) where that is not once.
+        """Name -> how many times its bytes were read, for the tensors (of `names`) where that is not once.
 
-        Tensors without bytes are left out: there is nothing to read of them.
+        Tensors without bytes are left out.
         """
         chosen = self.specs if names is None else names
         times = {name: self.bytes_read[name] / self.specs[name].nbytes for name in chosen if self.specs[name].nbytes}
