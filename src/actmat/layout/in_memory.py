@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 
@@ -25,12 +26,21 @@ __all__ = ["Located", "Slice", "locate", "names_on_disk"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A tensor on disk and what it is of the tensor in memory: expert `index` of a stack, rows `start:stop`."""
+    """A tensor on disk, and its part of the tensor in memory: expert `index` of a stack, rows `start:stop`.
+
+    >>> Slice("experts.1.up.weight", index=1, start=0, stop=2).of(torch.zeros(3, 4, 5)).shape
+    torch.Size([2, 5])
+    """
 
     name: str
     index: int | None = None
     start: int = 0
     stop: int | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor that has the shape of the one in memory, as a view."""
+        part = tensor if self.index is None else tensor[self.index]
+        return part if self.stop is None else part[..., self.start : self.stop, :]
 
 
 @dataclass(frozen=True, slots=True)
