@@ -1,7 +1,7 @@
-"""Where the tensors of a model in memory lie in its checkpoint.
+"""Locate the tensors of a model in memory in its checkpoint.
 
-Adapters and measurements name tensors as the model has them in memory; a checkpoint names them as they lie on disk.
-Three ways lead from one to the other, tried in this order:
+Adapters and statistics name tensors as the model has them in memory; a checkpoint has the names on disk. Names are
+matched in three ways, tried in this order:
 
 1. the same name;
 2. the same name with, or without, the model's prefix (`transformer.`, `model.`) in all of them;
@@ -45,7 +45,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A tensor in memory: its shape there, and its pieces on disk."""
+    """A tensor in memory: its shape, and the tensors on disk that make it up."""
 
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -54,15 +54,15 @@ class Located:
 def locate(
     base: Checkpoint, groups: Sequence[Sequence[str]], optional: Iterable[str] = ()
 ) -> tuple[dict[str, Located], str]:
-    """Places of names in a base.
+    """Locate names in a base.
 
     Args:
         base: the checkpoint.
-        groups: names that stand for one thing; one of each group is wanted.
+        groups: alternative names of one tensor each; one of each group is wanted.
         optional: names that may be missing.
 
     Returns:
-        The places of those that can be found, and why others may not have been, in words.
+        The names that were located, and the reason why others may not have been.
     """
     names = [*(n for group in groups for n in group), *optional]
     why = ""
@@ -84,7 +84,7 @@ def _whole(spec: TensorSpec) -> Located:
 
 
 def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str]) -> dict[str, Located]:
-    """The prefix, added or taken away, by which most names are found."""
+    """The names found with the prefix, added or removed, that matches most of them."""
     best: dict[str, Located] = {}
     added = {s.removesuffix(n) for n in names[:8] for s in specs if s.endswith("." + n)}
     taken = {n[: n.index(".") + 1] for n in names if "." in n}
@@ -124,7 +124,7 @@ def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tup
     Args:
         base: the checkpoint.
         model: a `transformers.PreTrainedModel`.
-        state: its state dict; keys alone count.
+        state: its state dict, of which only the keys are used.
     """
     from transformers import conversion_mapping, core_model_loading
 
@@ -156,7 +156,7 @@ def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tup
 
 
 def _only_stacks(converter: Any) -> bool:
-    """Whether separate experts are stacked, and their rows put below each other, and nothing else."""
+    """Return True for a conversion that stacks separate experts, or concatenates their rows, and does nothing else."""
     steps = [(type(o).__name__, getattr(o, "dim", None)) for o in converter.operations]
     return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
