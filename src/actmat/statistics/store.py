@@ -66,12 +66,11 @@ class Statistics:
 
     def find(self, name: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> str | None:
         """Key of the Gram of a part of a stored tensor: `expert` of a stack, output features `rows`; or None."""
-        for place in self.header.places.get(name, ()):
-            if place.expert is not None and place.expert != expert:
+        for part in self.header.places.get(name, ()):
+            if part.expert is not None and part.expert != expert:
                 continue
-            inside = place.rows is None or (rows is not None and place.rows[0] <= rows[0] and rows[1] <= place.rows[1])
-            if inside:
-                return place.gram
+            if part.rows is None or (rows is not None and part.rows[0] <= rows[0] and rows[1] <= part.rows[1]):
+                return part.gram
         return None
 
     def why_absent(self, name: str) -> str:

@@ -194,12 +194,12 @@ class _Gram(Kind[LayerInputs[GramSum]]):
                 yield f"tensor 'gram.{key}': expected {'x'.join(map(str, shape))} floats, found {found}"
             if info.stack is not None and info.stack not in header.stacks:
                 yield f"'{key}' is of the stack '{info.stack}', which is not listed"
-        for name, places in header.places.items():
-            for place in places:
-                if place.gram not in header.grams:
-                    yield f"'{name}' reads '{place.gram}', which is not there"
-                if place.rows is not None and place.rows[0] >= place.rows[1]:
-                    yield f"'{name}': rows {place.rows} are no range"
+        for name, parts in header.places.items():
+            for part in parts:
+                if part.gram not in header.grams:
+                    yield f"'{name}' reads '{part.gram}', which is not there"
+                if part.rows is not None and part.rows[0] >= part.rows[1]:
+                    yield f"'{name}': rows {part.rows} are no range"
 
     def conflicts(self, first: File, other: File) -> Iterator[str]:
         for name in first.header.places.keys() & other.header.places.keys():
