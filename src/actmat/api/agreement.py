@@ -23,7 +23,7 @@ from actmat.statistics.models import Loaded, load_model
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from actmat.statistics.collect import Batch
+    from actmat.statistics.batches import Batch
 
 __all__ = ["SAMPLES", "DataSource", "agreement", "residual_on_data"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actmat.demo.model import Encoder
 from actmat.statistics.collect import collect
-from actmat.statistics.gram import unpack
+from actmat.statistics.kinds.gram import unpack
 
 __all__ = ["Key", "input_grams", "matrices"]
 

@@ -1,22 +1,23 @@
-"""What a tensor is, by its name and shape: the rules that hold whatever the architecture.
+"""Classify a tensor by its name and shape, with rules that hold for any architecture.
 
 Order of the rules: entries that are not floating point; names of biases and norms; tables of vectors; stacked
-experts; convolutions; linear layers; and for what is left, `vector` (entry by entry), with a reason that says so.
+experts; convolutions; linear layers. Any other tensor is a `vector` (entry by entry), with a reason that says so.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout.experts import is_stacked, stacked_layout
 from actmat.layout.fused import GATED, QKV, RECURRENT, TRANSPOSED_PARAMETER, linear_layout
-from actmat.layout.knowledge import Knowledge
+from actmat.layout.stacked import is_stacked, stacked_layout
+from actmat.layout.towers import Tower
 from actmat.layout.types import Role, TensorLayout
 
 __all__ = ["classify", "owner_of"]
 
-# the names that wrap a layer's weight without being part of the layer's name
+# modules that wrap a layer; not part of the layer's name
 _WRAPPERS = frozenset({"base_layer", "parametrizations", "module", "_orig_mod", "original_module"})
 _WEIGHTS = frozenset({"weight", "weight_v", "weight_orig", "original1", "original", "kernel"})
 _MAGNITUDES = frozenset({"weight_g", "original0"})
@@ -46,33 +47,21 @@ _TABLE = re.compile(
 _TOKEN = re.compile(r"\w+_tokens?|class_embedding|latents(?:_\dd)?|latent_query|probe|masked_spec_embed|image_newline")
 _INDEXED_TABLE = re.compile(r"embed_tokens|\w*embeddings|\w*_embeds_layers|codebooks?|emb|point_embed")
 
-_HEAD = frozenset(
-    {
-        "lm_head",
-        "embed_out",
-        "score",
-        "classifier",
-        "qa_outputs",
-        "proj_out",
-        "output",
-        "head",
-        "fc",
-        "vocab_projector",
-        "generator_lm_head",
-        "lm_loss",
-        "decoder",
-        "output_projection",
-    }
+_HEAD = re.compile(
+    r"lm_head|embed_out|score|classifier|qa_outputs|proj_out|output|head|fc|vocab_projector|generator_lm_head|lm_loss|"
+    r"decoder|output_projection"
 )
 _ROUTER = re.compile(r"gate|router|wg|shared_expert_gate")
 _LONGEST_UNNAMED_KERNEL = 16
 
 
 def owner_of(name: str) -> tuple[str, str, bool]:
-    """The layer that a tensor belongs to, the tensor's own name there, and whether an index stands between them.
+    """The layer that a tensor belongs to, the tensor's name in it, and whether an index stands between them.
 
-    `"h.0.attn.c_attn.weight"` -> `("c_attn", "weight", False)`; `"codebooks.3.weight"` -> `("codebooks", "weight",
-    True)`; a bare parameter such as `"attn.in_proj_weight"` is its own layer: `("in_proj_weight", "", False)`.
+    >>> owner_of("h.0.attn.c_attn.weight"), owner_of("codebooks.3.weight")
+    (('c_attn', 'weight', False), ('codebooks', 'weight', True))
+    >>> owner_of("attn.in_proj_weight")  # a bare parameter is its own layer
+    ('in_proj_weight', '', False)
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if len(parts) > 2 and parts[-2] == "weight" and parts[-1] in ("original0", "original1", "original"):
@@ -84,13 +73,13 @@ def owner_of(name: str) -> tuple[str, str, bool]:
     return (named[-1] if named else leaf), leaf, parts[-2].isdigit()
 
 
-def classify(spec: TensorSpec, partner: tuple[int, ...] | None, known: Knowledge) -> TensorLayout:
+def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) -> TensorLayout:
     """Layout of one tensor.
 
     Args:
         spec: name, shape and dtype.
-        partner: shape of the tensor beside it that helps to read its shape (`fused.PARTNERS`).
-        known: what the config tells about the tensor's tower.
+        partner: stored shape of its partner layer (`fused.PARTNERS`), if there is one.
+        tower: its part of the model.
     """
     owner, leaf, indexed = owner_of(spec.name)
     shape = spec.shape
@@ -98,46 +87,43 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, known: Knowledge
         return TensorLayout(Role.BUFFER, _buffer_reason(spec, leaf or owner))
     if len(shape) <= 1:
         return _vector_or_token(shape, owner, leaf)
-    table = _is_table(owner, known) and not (indexed and not _INDEXED_TABLE.fullmatch(owner))
+    table = _is_table(owner, tower) and (not indexed or _INDEXED_TABLE.fullmatch(owner) is not None)
     if leaf == "bias" or leaf in _MAGNITUDES or (not leaf and _BIAS.fullmatch(owner) and not table):
         what = "weight-norm magnitudes" if leaf in _MAGNITUDES else "a bias, or a mask named like one"
         return TensorLayout(Role.VECTOR, f"{len(shape)}-D, but {what}, by the name {leaf or owner}")
     if _NORM.fullmatch(owner):
         return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale of a norm, by the name {owner}")
-    if (
-        _is_table(owner, known)
-        and (len(shape) == 2 or not leaf)
-        and not (indexed and not _INDEXED_TABLE.fullmatch(owner))
-    ):
+    if table and (len(shape) == 2 or not leaf):
         return TensorLayout(Role.EMBEDDING, f"table of vectors, by the name {owner}")
     if is_stacked(spec.name, owner, shape):
-        return stacked_layout(owner, shape, partner, known)
+        return stacked_layout(owner, shape, partner, tower)
     if len(shape) >= 3:
         return _convolution_or_unknown(spec, owner, leaf)
     if not leaf and _SCALE.fullmatch(owner):
         return TensorLayout(Role.VECTOR, f"2-D scale or decay, by the name {owner}")
-    if not leaf and not _is_matrix_parameter(owner, known):
+    if not leaf and not _is_matrix_parameter(owner, tower):
         return TensorLayout(
             Role.VECTOR, f"2-D parameter named {owner}, of unknown use: entry by entry unless the recipe sets its role"
         )
-    layout = linear_layout(owner, not leaf, shape, partner, known)
-    return _with_word(layout, owner)
+    layout = linear_layout(owner, not leaf, shape, partner, tower)
+    word = "output head, " if _HEAD.fullmatch(owner) else "router of a mixture, " if _ROUTER.fullmatch(owner) else ""
+    return replace(layout, reason=word + layout.reason)  # people look for heads and routers in a plan
 
 
-def _is_table(owner: str, known: Knowledge) -> bool:
-    if owner in known.family.tables:
+def _is_table(owner: str, tower: Tower) -> bool:
+    if owner in tower.family.tables:
         return True
     if _NOT_A_TABLE.fullmatch(owner):
         return False
     return _TOKEN.fullmatch(owner) is not None or _TABLE.fullmatch(owner) is not None
 
 
-def _is_matrix_parameter(owner: str, known: Knowledge) -> bool:
-    """Bare 2-D parameters that are known to be linear maps."""
+def _is_matrix_parameter(owner: str, tower: Tower) -> bool:
+    """Return True for names of bare 2-D parameters that are linear maps."""
     return (
         owner in QKV
         or owner in GATED
-        or owner in known.family.transposed
+        or owner in tower.family.transposed
         or TRANSPOSED_PARAMETER.fullmatch(owner) is not None
         or RECURRENT.fullmatch(owner) is not None
         or re.fullmatch(r"[qkv]_proj_weight|(?:gate|up|down)_proj|[wv]\d", owner) is not None
@@ -175,11 +161,3 @@ def _buffer_reason(spec: TensorSpec, leaf: str) -> str:
     if len(spec.shape) >= 2 and re.search(r"weight|proj|blocks|scales|qzeros", spec.name):
         return f"{spec.dtype} entries (packed quantised weights?): copied from the base, not merged"
     return f"{spec.dtype} entries ({leaf}): copied from the base"
-
-
-def _with_word(layout: TensorLayout, owner: str) -> TensorLayout:
-    """Name output heads and routers in the reason: people look for them in a plan."""
-    word = "output head, " if owner in _HEAD else "router of a mixture, " if _ROUTER.fullmatch(owner) else ""
-    if not word:
-        return layout
-    return TensorLayout(layout.role, word + layout.reason, layout.orientation, layout.blocks)

@@ -1,8 +1,8 @@
-"""Experts of a mixture stacked in one 3-D tensor: which axis is which, and what is packed.
+"""Layout of the experts of a mixture that are stacked in one 3-D tensor: orientation and packed blocks.
 
-Libraries disagree: Mixtral-like modules hold `E x 2F x H` and `E x H x F`, GPT-OSS and Llama 4 the transposes, and
-Qwen3-VL-MoE transposes on its way to disk. The pair of shapes settles it. With `gate_up (E, a, b)` and
-`down (E, c, d)`, `OI` means `a = 2d, b = c` and `IO` means `a = d, b = 2c`: never both.
+Libraries differ: Mixtral-like modules hold `E x 2F x H` and `E x H x F`, GPT-OSS and Llama 4 the transposes, and
+Qwen3-VL-MoE transposes when it saves. The pair of shapes decides. With `gate_up (E, a, b)` and `down (E, c, d)`, `OI`
+means `a = 2d, b = c` and `IO` means `a = d, b = 2c`: never both.
 
 Shapes: `E` experts, `H` hidden size, `F` width of an expert.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 
 from actmat.layout.fused import GATED, gate_and_up
-from actmat.layout.knowledge import Knowledge
 from actmat.layout.packing import Packing
+from actmat.layout.towers import Tower
 from actmat.layout.types import Orientation, Role, TensorLayout
 
 __all__ = ["is_stacked", "stacked_layout"]
@@ -29,25 +29,25 @@ _EXPERTS = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
 
 
 def is_stacked(name: str, owner: str, shape: Shape) -> bool:
-    """Whether a 3-D tensor is a stack of experts' weights, by its name."""
+    """Return True for a 3-D tensor whose name is that of stacked experts."""
     return len(shape) == 3 and (owner in _STACKED_ANYWHERE or (_EXPERTS.search(name) is not None))
 
 
-def stacked_layout(owner: str, shape: Shape, partner: Shape | None, known: Knowledge) -> TensorLayout:
+def stacked_layout(owner: str, shape: Shape, partner: Shape | None, tower: Tower) -> TensorLayout:
     """Layout of a 3-D stack of experts' weights.
 
     Args:
         owner: name of the layer or parameter (`gate_up_proj`, `down_proj`, ...).
         shape: stored shape `E x ? x ?`.
-        partner: stored shape of the tensor beside it, where there is one.
-        known: what the config tells.
+        partner: stored shape of the layer before or after it in the expert (`fused.PARTNERS`), if there is one.
+        tower: config and family of its part of the model.
     """
     up, down = (shape, partner) if owner in UP else (partner, shape)
-    orientation, how = _orientation(owner, shape, up, down, known)
+    orientation, how = _orientation(owner, shape, up, down, tower)
     rows = shape[1] if orientation == "OI" else shape[2]
     stored = "E x O x I" if orientation == "OI" else "E x I x O"
     why = f"{shape[0]} stacked experts stored {stored} ({how}), name ends in {owner}"
-    packing = _packing(owner, rows, orientation, up, down, known)
+    packing = _packing(owner, rows, orientation, up, down, tower)
     blocks = packing.blocks(rows) if packing else None
     if packing is None or blocks is None:
         return TensorLayout(Role.STACKED_EXPERTS, why, orientation)
@@ -55,28 +55,27 @@ def stacked_layout(owner: str, shape: Shape, partner: Shape | None, known: Knowl
 
 
 def _orientation(
-    owner: str, shape: Shape, up: Shape | None, down: Shape | None, known: Knowledge
+    owner: str, shape: Shape, up: Shape | None, down: Shape | None, tower: Tower
 ) -> tuple[Orientation, str]:
     if up is not None and down is not None and len(up) == len(down) == 3:
         (_, a, b), (_, c, d) = up, down
-        if (a, b) == (2 * d, c):
-            return "OI", "its shape and its partner's agree on no other reading"
-        if (a, b) == (d, 2 * c):
-            return "IO", "its shape and its partner's agree on no other reading"
-    hidden = known.hidden
+        readings: dict[tuple[int, int], Orientation] = {(d, 2 * c): "IO", (2 * d, c): "OI"}
+        if (a, b) in readings:
+            return readings[a, b], "its shape and its partner's agree on no other reading"
+    hidden = tower.hidden
     _, first, second = shape
     if hidden is not None and first != second and hidden in (first, second) and owner in (UP | DOWN):
         inputs_last = (second == hidden) == (owner in UP)
         return ("OI" if inputs_last else "IO"), f"hidden size {hidden}"
-    if known.listed:
-        return known.family.experts, "as this family stores them"
+    if tower.listed:
+        return tower.family.experts, "as this family stores them"
     return "OI", "shape and config leave it open, taken as in most families"
 
 
 def _packing(
-    owner: str, rows: int, orientation: Orientation, up: Shape | None, down: Shape | None, known: Knowledge
+    owner: str, rows: int, orientation: Orientation, up: Shape | None, down: Shape | None, tower: Tower
 ) -> Packing | None:
-    """Gate and up, for a layer whose name can hold both and whose rows are twice what the partner takes in."""
+    """Gate and up, for a layer whose name allows both and whose rows are twice the inputs of its partner."""
     if owner not in GATED:
         return None
     if down is not None and len(down) == 3:
@@ -85,5 +84,5 @@ def _packing(
             return None
     elif owner not in ("gate_up_proj", "gate_and_up_projs", "w13_weight"):
         return None
-    packing = gate_and_up(owner, rows, known)
+    packing = gate_and_up(owner, rows, tower)
     return packing if isinstance(packing, Packing) else None

@@ -1,9 +1,9 @@
-"""Which rows of an activation are tokens and which are padding: asked of the model, never guessed.
+"""Masks of tokens and padding for the rows of an activation, read from the model's calls.
 
 A *scope* is open while a module runs that takes the model's inputs (an encoder, a decoder, a vision tower); its mask is
-the one that this call was given. Modules inside see hidden states alone and belong to the scope around them. Tensors
-handed from one stack to another (`encoder_hidden_states`, the `memory` of `nn.TransformerDecoder`) keep the mask they
-came with, wherever they are read.
+the one of this call. Modules inside it see only hidden states and use the mask of the enclosing scope. Tensors passed
+from one stack to another (`encoder_hidden_states`, the `memory` of `nn.TransformerDecoder`) keep the mask that they
+came with.
 
 Shapes: `B` samples, `S` positions; masks are `B S`, True for a token.
 """
@@ -27,12 +27,12 @@ TORCH_MODULES = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Transform
 
 @dataclass(frozen=True)
 class Scope:
-    """What is known about the rows inside one call.
+    """Meaning of the rows of activations inside one call.
 
     Args:
         mask: `B S`, or None: every row is a token.
         vectors: numbers of rows that mean one vector per sample (a pooled state).
-        seq_first: activations come as `S B ...`.
+        seq_first: activations have the shape `S B ...`.
     """
 
     mask: Tensor | None = None
@@ -45,7 +45,14 @@ class Scope:
 
 
 def real_rows(lead: torch.Size, scope: Scope) -> Tensor | str | None:
-    """Flat mask over rows of shape `lead`; None: all of them; a text: they cannot be told apart, and why."""
+    """Flat mask over rows of shape `lead`; None: all are tokens; a text: the reason why the mask cannot be applied.
+
+    >>> scope = Scope(torch.tensor([[True, True], [True, False]]))
+    >>> real_rows(torch.Size([2, 2]), scope)
+    tensor([ True,  True,  True, False])
+    >>> real_rows(torch.Size([2]), scope)[:32]
+    'its inputs come as 2 rows, which'
+    """
     mask = scope.mask
     if mask is None or not scope.padded:
         return None
@@ -66,17 +73,17 @@ def real_rows(lead: torch.Size, scope: Scope) -> Tensor | str | None:
 
 
 def identity(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Tells the values of a live tensor apart: memory, size, width and how often they were changed in place."""
+    """Identity of a live tensor's values: address, size, width and number of changes in place."""
     version = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.numel(), tensor.shape[-1] if tensor.ndim else 1, version
 
 
 class Scopes:
-    """The stack of open scopes, kept by hooks on the modules that open one."""
+    """The stack of open scopes, maintained by hooks on the modules that open one."""
 
     def __init__(self, model: nn.Module) -> None:
         self._stack: list[Scope] = [Scope()]
-        self._foreign: list[tuple[Tensor, Tensor | None]] = []
+        self._passed: list[tuple[Tensor, Tensor | None]] = []
         self._handles: list[Any] = []
         for module in model.modules():
             parameters = _parameters(module)
@@ -100,23 +107,23 @@ class Scopes:
         self._stack.pop()
 
     def of(self, tensor: Tensor) -> Scope:
-        """The scope whose mask tells the rows of this activation."""
-        for foreign, mask in self._foreign:
-            if identity(foreign)[:2] == identity(tensor)[:2]:
+        """The scope whose mask applies to this activation."""
+        for passed, mask in self._passed:
+            if identity(passed)[:2] == identity(tensor)[:2]:
                 return Scope(mask, self.current.vectors, self.current.seq_first)
         return self.current
 
-    def is_foreign(self, tensor: Tensor) -> bool:
-        """Whether it was handed over from another stack, and so stays alive to the end of the pass."""
-        return any(identity(f)[:2] == identity(tensor)[:2] for f, _ in self._foreign)
+    def is_passed(self, tensor: Tensor) -> bool:
+        """Return True for a tensor passed on from another stack, which stays alive to the end of the pass."""
+        return any(identity(f)[:2] == identity(tensor)[:2] for f, _ in self._passed)
 
     def reset(self) -> None:
-        """Forget what belongs to one pass."""
+        """Discard the state of one pass."""
         del self._stack[1:]
-        self._foreign.clear()
+        self._passed.clear()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -127,31 +134,31 @@ class Scopes:
         if isinstance(module, TORCH_MODULES):
             self._stack.append(self._of_torch(module, given))
             return
-        self._hand_over(given.get("encoder_hidden_states"), given.get("encoder_attention_mask"))
+        self._pass_on(given.get("encoder_hidden_states"), given.get("encoder_attention_mask"))
         known = _parameters(module)
         name = "decoder_attention_mask" if "decoder_input_ids" in known else "attention_mask"
         mask = given.get(name)
         inputs = [n for n in INPUTS if isinstance(v := given.get(n), Tensor) and v.ndim]
         prepared = isinstance(mask, Tensor) and mask.ndim != 2
         if prepared or (name not in known and not any(n in SIGNALS for n in inputs)):
-            self._stack.append(self.current)  # an inner part, given what the model around it made of its mask
+            self._stack.append(self.current)  # an inner module, given a mask that the model has transformed
             return
         self._stack.append(Scope(_two_axes(mask), frozenset(given[n].shape[0] for n in inputs)))
 
     def _of_torch(self, module: nn.Module, given: Mapping[str, Any]) -> Scope:
-        """Scope of PyTorch's own transformer modules; a layer inside a stack repeats what the stack said."""
+        """Scope of PyTorch's own transformer modules; a layer inside a stack is called with the stack's masks."""
         decoder = isinstance(module, nn.TransformerDecoder | nn.TransformerDecoderLayer)
         seq_first = not _batch_first(module)
         if decoder:
-            self._hand_over(given.get("memory"), real_keys(given.get("memory_key_padding_mask")))
+            self._pass_on(given.get("memory"), real_keys(given.get("memory_key_padding_mask")))
         tokens = given.get("tgt" if decoder else "src")
         padding = real_keys(given.get("tgt_key_padding_mask" if decoder else "src_key_padding_mask"))
         samples = tokens.shape[1 if seq_first else 0] if isinstance(tokens, Tensor) and tokens.ndim == 3 else 1
         return Scope(padding, frozenset({samples}), seq_first)
 
-    def _hand_over(self, tensor: Any, mask: Any) -> None:
-        if isinstance(tensor, Tensor) and not self.is_foreign(tensor):
-            self._foreign.append((tensor, _two_axes(mask)))
+    def _pass_on(self, tensor: Any, mask: Any) -> None:
+        if isinstance(tensor, Tensor) and not self.is_passed(tensor):
+            self._passed.append((tensor, _two_axes(mask)))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if len(self._stack) > 1:
@@ -178,7 +185,7 @@ def _batch_first(module: nn.Module) -> bool:
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # a compiled or scripted forward tells nothing
+    except (TypeError, ValueError):  # a compiled or scripted forward has no signature
         return {}
 
 

@@ -1,4 +1,4 @@
-"""What the config says about the part of the model that a tensor belongs to.
+"""Config and architecture family of the tower (text, vision, audio) that a tensor belongs to.
 
 Multimodal configs nest one config per tower (`vision_config`, `audio_config`, `text_config`); the head counts that
 split a packed projection must come from the right one.
@@ -14,7 +14,7 @@ from typing import Any
 from actmat.layout.families import FAMILIES, NO_EXCEPTIONS, Family, recognise
 from actmat.layout.packing import first_int
 
-__all__ = ["Knowledge", "Towers", "text_config_of"]
+__all__ = ["Tower", "Towers", "text_config_of"]
 
 Config = Mapping[str, Any]
 
@@ -26,13 +26,13 @@ _TOWERS: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Knowledge:
-    """Config numbers and family exceptions that hold for one tower.
+class Tower:
+    """One tower of a model.
 
     Args:
-        config: the tower's config, completed by the entries of the config around it.
-        family: its exceptions (none for a family without an entry).
-        listed: whether `families.FAMILIES` has an entry, that is, whether `family` may be trusted to be complete.
+        config: its config, completed by the entries of the enclosing config.
+        family: the exceptions of its family (none for a family without an entry).
+        listed: True if `families.FAMILIES` has an entry, so that `family` is complete.
     """
 
     config: Config
@@ -41,35 +41,28 @@ class Knowledge:
 
     @property
     def hidden(self) -> int | None:
-        """Width of the residual stream, where the config tells."""
+        """Width of the residual stream, if the config has it."""
         return first_int(self.config, "hidden_size", "d_model", "n_embd")
 
 
 class Towers:
-    """The knowledge about each tower of a model, looked up by tensor name."""
+    """The towers of a model, looked up by tensor name."""
 
     def __init__(self, config: Config | None) -> None:
         top: Config = config or {}
-        self.text = _knowledge(top, text_config_of(top))
-        self.others = [
-            (pattern, _knowledge({}, sub)) for key, pattern in _TOWERS if isinstance(sub := _nested(top, key), Mapping)
+        self._text = _tower(top, text_config_of(top))
+        self._others = [
+            (pattern, _tower({}, sub)) for key, pattern in _TOWERS if isinstance(sub := _nested(top, key), Mapping)
         ]
 
-    def of(self, name: str) -> Knowledge:
-        """What is known about the tower of the tensor `name`."""
-        for pattern, knowledge in self.others:
-            if pattern.search(name):
-                return knowledge
-        return self.text
+    def of(self, name: str) -> Tower:
+        """The tower of the tensor `name`."""
+        return next((tower for pattern, tower in self._others if pattern.search(name)), self._text)
 
 
 def text_config_of(config: Config) -> Config | None:
     """The nested config of the language model, if there is one."""
-    for key in _TEXT_KEYS:
-        sub = _nested(config, key)
-        if isinstance(sub, Mapping):
-            return sub
-    return None
+    return next((sub for key in _TEXT_KEYS if isinstance(sub := _nested(config, key), Mapping)), None)
 
 
 def _nested(config: Config, key: str) -> Any:
@@ -80,9 +73,9 @@ def _nested(config: Config, key: str) -> Any:
     return thinker.get(key) if isinstance(thinker, Mapping) else None
 
 
-def _knowledge(outer: Config, inner: Config | None) -> Knowledge:
+def _tower(outer: Config, inner: Config | None) -> Tower:
     for config in (inner, outer):
         family = FAMILIES.get(recognise(config) or "")
         if family is not None:
-            return Knowledge({**outer, **(inner or {})}, family, listed=True)
-    return Knowledge({**outer, **(inner or {})})
+            return Tower({**outer, **(inner or {})}, family, listed=True)
+    return Tower({**outer, **(inner or {})})
