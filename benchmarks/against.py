@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, markdown, write_result
+from benchmarks.common import RESULTS, aligned, write_result
 from benchmarks.comparison.inputs import make_inputs
 from benchmarks.comparison.merges import INPUTS, MERGES, Merge
 from benchmarks.comparison.outputs import compare_files, compare_texts, compare_weights
@@ -44,7 +44,7 @@ def compare_bytes(
     _make_inputs(trees[0], merges, folder / "inputs")
     with ThreadPoolExecutor(len(trees)) as pool:
         statuses = list(pool.map(lambda tree: _run_all(tree, merges, folder / tree.name), trees))
-    return [_row(merge, folder, [s[merge.name] for s in statuses], merge.name in expected) for merge in merges]
+    return [row(merge, folder, [s[merge.name] for s in statuses], merge.name in expected) for merge in merges]
 
 
 def _make_inputs(tree: Tree, merges: Sequence[Merge], inputs: Path) -> None:
@@ -77,7 +77,8 @@ def _run_all(tree: Tree, merges: Sequence[Merge], folder: Path) -> dict[str, tup
     return found
 
 
-def _row(merge: Merge, folder: Path, statuses: Sequence[tuple[int, int]], expected: bool) -> dict[str, Any]:
+def row(merge: Merge, folder: Path, statuses: Sequence[tuple[int, int]], expected: bool) -> dict[str, Any]:
+    """Row of the table of bytes: the outputs of one merge below `folder`, `old` and `new`."""
     old, new = (folder / side / "out" / merge.name for side in ("old", "new"))
     weights = compare_weights(old, new)
     verdict = weights.verdict()
@@ -105,9 +106,14 @@ def _row(merge: Merge, folder: Path, statuses: Sequence[tuple[int, int]], expect
 
 def bytes_table(rows: Sequence[dict[str, Any]]) -> str:
     """The table of the rows, with the information on other files below."""
-    lines = [markdown(rows, BYTE_COLUMNS)]
+    lines = [aligned(rows, BYTE_COLUMNS)]
     lines += [f"{row['merge']}: {note}" for row in rows for note in row["notes"]]
     return "\n".join(lines)
+
+
+def speed_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of times and memory, with units."""
+    return aligned([readable(row) for row in rows], COLUMNS)
 
 
 def _speed(trees: Sequence[Tree], names: Sequence[str], size: str, rounds: int) -> list[dict[str, Any]]:
@@ -119,7 +125,8 @@ def _speed(trees: Sequence[Tree], names: Sequence[str], size: str, rounds: int) 
     return rows
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", help="what to compare with: a commit, branch or tag")
     parser.add_argument("--only", choices=("bytes", "speed"), help="one part of the comparison")
@@ -132,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(parser: argparse.ArgumentParser, text: str | None, known: Sequence[str]) -> list[str]:
+def chosen(parser: argparse.ArgumentParser, text: str | None, known: Sequence[str]) -> list[str]:
     """The names in a list separated by commas, all of them for None."""
     if text is None:
         return list(known)
@@ -153,12 +160,12 @@ def _workspace(keep: Path | None) -> Iterator[Path]:
 
 
 def main() -> None:
-    parser = _parser()
-    given = parser.parse_args()
+    arguments = parser()
+    given = arguments.parse_args()
     parts = [given.only] if given.only else ["bytes", "speed"]
     known = {"bytes": [merge.name for merge in MERGES], "speed": list(commands(given.size))}
-    names = set(_chosen(parser, given.merges, [name for part in parts for name in known[part]]))
-    expected = frozenset(_chosen(parser, given.expected, known["bytes"]))
+    names = set(chosen(arguments, given.merges, [name for part in parts for name in known[part]]))
+    expected = frozenset(chosen(arguments, given.expected, known["bytes"]))
     compared: list[dict[str, Any]] = []
     timed: list[dict[str, Any]] = []
     with _workspace(given.keep) as folder, checked_out(given.revision, folder) as trees:
@@ -169,7 +176,7 @@ def main() -> None:
             print(bytes_table(compared) + f"\n\n{len(compared)} merges in {time.perf_counter() - started:.0f} s\n")
         if "speed" in parts:
             timed = _speed(trees, [name for name in known["speed"] if name in names], given.size, given.rounds)
-            print("\n" + markdown([readable(row) for row in timed], COLUMNS))
+            print("\n" + speed_table(timed))
         more = {"old": trees[0].label, "new": trees[1].label, "bytes": compared}
     rows, columns = (timed, COLUMNS) if timed else (compared, BYTE_COLUMNS)
     print(write_result("against", rows, given.results or RESULTS / "against.json", **more, columns=columns))

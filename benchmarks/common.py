@@ -347,6 +347,15 @@ def markdown(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def aligned(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    """The same table for a terminal, as narrow as it can be."""
+    lines = [[_title(c) for c in columns], *([_cell(c, row.get(c)) for c in columns] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
 def _title(column: str) -> str:
     for suffix, unit in (("_gflops", "GFLOP/s"), ("_gbps", "GB/s"), ("_s", "s"), ("_b", "GiB")):
         if column.endswith(suffix):

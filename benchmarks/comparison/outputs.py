@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,10 +116,13 @@ def differing_entries(a: Tensor, b: Tensor) -> int:
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
-    """`||b - a||_F / ||a||_F` in float64; infinite for a change of zeros."""
+    """`||b - a||_F / ||a||_F` in float64, without entries that are NaN in both; infinite where it has no value."""
     a, b = a.double(), b.double()
-    distance, norm = float((b - a).norm()), float(a.norm())
-    return distance / norm if norm else float("inf") if distance else 0.0
+    compared = ~(a.isnan() & b.isnan())
+    distance, norm = float((b - a)[compared].norm()), float(a[compared].norm())
+    if distance == 0:
+        return 0.0
+    return distance / norm if norm and math.isfinite(distance / norm) else math.inf
 
 
 # Everything else

@@ -55,7 +55,7 @@ def timed_pairs(trees: Sequence[Tree], name: str, arguments: Sequence[str | Path
 
     def merge(tree: Tree) -> Run:
         out = fresh(WORK / "out" / f"against-{tree.name}")
-        command = [sys.executable, "-m", "actmat", "merge", *arguments, "--out", out, "--quiet"]
+        command = [sys.executable, "-m", "actmat", "merge", *arguments, "--out", out, "--no-fsync", "--quiet"]
         return measure(command, None, **tree.environment())
 
     for tree in trees:
@@ -105,7 +105,7 @@ def judgement(low: float | None, high: float | None) -> str:
 
 
 def readable(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with its medians in seconds or GiB, as the measure's name says, for a table."""
+    """The row with medians in seconds or GiB, as the measure's name says, for a table."""
     kind = row["measure"][-2:]
     divisor = 1 << 30 if kind == "_b" else 1
     words = row["measure"].removesuffix(kind).replace("_", " ")
