@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,7 @@ def _workspace(keep: Path | None) -> Iterator[Path]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the worktree is removed
     arguments = parser()
     given = arguments.parse_args()
     parts = [given.only] if given.only else ["bytes", "speed"]
