@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.linalg.places import PLACE
+from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.plan.parts import CHUNK, Part
 
 __all__ = ["HeldDeltas", "LazyDeltas", "WalkedDeltas"]
@@ -51,14 +51,14 @@ class LazyDeltas(Sequence[Tensor]):
         return (self[t] for t in range(self._n))
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `linalg.places.Streamed`; the first walk hashes what it reads."""
+        """See `linalg.chunks.Streamed`; the first walk hashes what it reads."""
         take, dtype = self._reader.scratch.take, self._reader.compute_dtype
         return self._places(lambda start, numel: [take(("delta", t), numel, dtype) for t in range(self._n)])
 
     def _places(self, room: Callable[[int, int], list[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
         """Read all experts place by place into `room(start, numel)`; they share one conversion of the base."""
-        for start in range(0, self._part.numel, PLACE):
-            base_P = self._base_raw[start : start + PLACE]
+        for start in range(0, self._part.numel, CHUNK_ENTRIES):
+            base_P = self._base_raw[start : start + CHUNK_ENTRIES]
             pieces_TP = room(start, base_P.numel())
             for t, piece_P in enumerate(pieces_TP):
                 self.changed |= self._reader.read_place(t, self._part.start + start, base_P, piece_P)
@@ -66,16 +66,16 @@ class LazyDeltas(Sequence[Tensor]):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `linalg.places.Streamed`."""
+        """See `linalg.chunks.Streamed`."""
         return self._part.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `linalg.places.Streamed`."""
+        """See `linalg.chunks.Streamed`."""
         return self._reader.compute_dtype
 
     def result(self) -> Tensor:
-        """See `linalg.places.Streamed`."""
+        """See `linalg.chunks.Streamed`."""
         return self._reader.result(self._part)
 
     def hold(self, *, walked: bool = False) -> Sequence[Tensor]:
@@ -98,7 +98,7 @@ class LazyDeltas(Sequence[Tensor]):
 
 
 class HeldDeltas(list[Tensor]):
-    """All deltas of one part; `result` gives room for what becomes of them (`linalg.places.HasRoom`)."""
+    """All deltas of one part; `result` gives room for what becomes of them (`linalg.chunks.AllocatesResult`)."""
 
     def __init__(self, deltas: Iterable[Tensor], result: Callable[[], Tensor]) -> None:
         super().__init__(deltas)
@@ -106,7 +106,7 @@ class HeldDeltas(list[Tensor]):
 
 
 class WalkedDeltas(Sequence[Tensor]):
-    """Held deltas of which no place is read before a rule walks there (`linalg.places.Streamed`)."""
+    """Held deltas of which no place is read before a rule walks there (`linalg.chunks.Streamed`)."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class WalkedDeltas(Sequence[Tensor]):
         return self._deltas[t]
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `linalg.places.Streamed`; what an earlier walk has read is not read again."""
-        for start in range(0, self._flats[0].numel(), PLACE):
+        """See `linalg.chunks.Streamed`; what an earlier walk has read is not read again."""
+        for start in range(0, self._flats[0].numel(), CHUNK_ENTRIES):
             if start < self._known:
-                yield start, [flat_N[start : start + PLACE] for flat_N in self._flats]
+                yield start, [flat_N[start : start + CHUNK_ENTRIES] for flat_N in self._flats]
                 continue
             _, pieces_TP = next(self._unread)
             self._known = start + pieces_TP[0].numel()

@@ -17,8 +17,8 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import TensorReader, same_bits
-from actmat.linalg.places import Stacked
-from actmat.linalg.products import SPAN
+from actmat.linalg.chunks import Stacked
+from actmat.linalg.products import PRODUCT
 from actmat.plan.parts import Part
 
 __all__ = ["Place", "StackedDeltas"]
@@ -44,7 +44,7 @@ class Place:
 
 
 class StackedDeltas(Sequence[Tensor]):
-    """Deltas to be walked over (`linalg.places.Streamed`), after the base where a rule combines it too.
+    """Deltas to be walked over (`linalg.chunks.Streamed`), after the base where a rule combines it too.
 
     Nobody looks at what is read: who walks tells from what it computes whether all is finite, and calls `clear` if not.
     """
@@ -56,9 +56,9 @@ class StackedDeltas(Sequence[Tensor]):
         self._looks = False
         self._dtypes = [torch_dtype(name) for name in (reader.item.base_dtype, *reader.item.expert_dtypes)]
         widest, take = max(dtype.itemsize for dtype in self._dtypes), reader.scratch.take
-        self._rows_KS = take("rows", len(self._dtypes) * SPAN, reader.compute_dtype).view(-1, SPAN)
-        self._stored = take("stored", 2 * SPAN * widest, torch.uint8).view(2, -1)
-        self._place = self._cut(min(SPAN, part.numel))
+        self._rows_KS = take("rows", len(self._dtypes) * PRODUCT, reader.compute_dtype).view(-1, PRODUCT)
+        self._stored = take("stored", 2 * PRODUCT * widest, torch.uint8).view(2, -1)
+        self._place = self._cut(min(PRODUCT, part.numel))
         self.shape, self.dtype = part.shape, reader.compute_dtype
 
     def __len__(self) -> int:
@@ -81,8 +81,8 @@ class StackedDeltas(Sequence[Tensor]):
 
     def places(self) -> Iterator[tuple[int, Place]]:
         """The start of every place, and what is there; the next place overwrites it."""
-        numel, size = self._part.numel, min(SPAN, self._part.numel)
-        for start in range(0, numel, SPAN):
+        numel, size = self._part.numel, min(PRODUCT, self._part.numel)
+        for start in range(0, numel, PRODUCT):
             place = self._place if start + size <= numel else self._cut(numel - start)
             self._read(self._part.start + start, place)
             yield start, place

@@ -71,7 +71,7 @@ def adapter_notes(recipe: Recipe, experts: Sequence[Checkpoint], tensors: Sequen
         notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
         if expert.adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights; the base's own are used")
-    free = [t for t in tensors if t.factored and t.call is not None and t.call.method.startswith("actmat")]
+    free = [t for t in tensors if t.factored and t.call is not None and get_method(t.call.method).meets_every_expert]
     small = [t for t in free if sum(_rank(e, s) for e, s in zip(experts, t.sources, strict=True)) <= min(t.shape[-2:])]
     if small and len(experts) > 1:
         notes.append(

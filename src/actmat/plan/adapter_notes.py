@@ -7,6 +7,7 @@ from typing import Any
 
 from actmat.checkpoints.adapter import Adapter, AdapterModule
 from actmat.checkpoints.adapter_open import PAIR_LIST
+from actmat.methods import get_method
 from actmat.plan.adapter_model import ModulePlan
 from actmat.plan.adapter_serving import serving_notes
 from actmat.recipe import Recipe
@@ -30,7 +31,7 @@ def plan_notes(
             notes.append(f"expert '{label}' leaves {len(missing)} modules alone (a zero delta there): {shown}")
         if adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights ({', '.join(adapter.copies)}); not merged")
-    free = [m for m in modules if m.call.method.startswith("actmat") and sum(m.ranks) <= m.shape[-1]]
+    free = [m for m in modules if get_method(m.call.method).meets_every_expert and sum(m.ranks) <= m.shape[-1]]
     if free and len(adapters) > 1:
         notes.append(
             f"in {len(free)} of {len(modules)} modules the ranks add up to no more than the inputs: where the experts' "

@@ -37,11 +37,6 @@ from actmat.version import __version__
 __all__ = ["build_adapter_plan"]
 
 
-LEAVES_ROW_SPACE = frozenset({"knots"})
-"""Rules with a factored form whose result has rows outside the experts' joint row space (they trim coordinates over
-the inputs): packed maps merged apart then share no rows, and their ranks add up."""
-
-
 def build_adapter_plan(
     recipe: Recipe,
     adapters: Sequence[Adapter],
@@ -144,7 +139,8 @@ def _modules(
         ranks = tuple(0 if m is None else m.rank for m in found)
         limit = min(first.shape[-2:])
         blocks = _blocks(decision.layout, first)
-        apart = len(blocks) if blocks and call.method in LEAVES_ROW_SPACE else 1
+        # packed maps whose merged rows leave the joint row space of the experts share no rows: their ranks add up
+        apart = len(blocks) if blocks and not get_method(call.method).keeps_row_space else 1
         full = limit if reasons[key] else min(apart * sum(ranks), limit)
         rank = min(full, apart * sum(ranks)) if recipe.rank is None else min(recipe.rank, limit)
         reason = why + (f"; on dense deltas: {reasons[key]}" if reasons[key] else ", in factored form")

@@ -21,7 +21,7 @@ from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
-from actmat.linalg.places import PLACE
+from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods.contract import MergeMethod
 from actmat.plan.parts import CHUNK, Part
 from actmat.plan.reading import reading_of
@@ -57,7 +57,7 @@ def part_peak_bytes(
     matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
     how = reading_of(method, options, part, n_experts, width, can_walk=walks, measured=capped)
-    alive = how.deltas(n_experts) * part.numel or n_experts * min(part.numel, PLACE)
+    alive = how.deltas(n_experts) * part.numel or n_experts * min(part.numel, CHUNK_ENTRIES)
     workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
     if how.combined:
         workspace -= part.numel
