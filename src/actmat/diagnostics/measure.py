@@ -18,9 +18,9 @@ from actmat.diagnostics.pairs import cosines, pairs
 from actmat.diagnostics.rows import PROBES, RowMeasures, Rows, eigen_rank, measure_rows, random_signs
 from actmat.diagnostics.spectrum import binned, condition, participation, sum_eigenvalues
 from actmat.linalg.inner import frobenius_norm64
+from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.lapack import eigh
 from actmat.linalg.lowrank import LowRank, frobenius_norm
-from actmat.linalg.moments import Reduced
 
 __all__ = ["Kept", "against_base", "measure_dense", "measure_lowrank", "tidy"]
 

@@ -23,10 +23,9 @@ from actmat.diagnostics.model import Measure
 from actmat.diagnostics.sample import take_sample
 from actmat.engine.needs import generator_for
 from actmat.engine.observer import Merged
-from actmat.linalg.estimators import Estimator
-from actmat.linalg.interference import State
+from actmat.linalg.interference.moments import Reduced
+from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
-from actmat.linalg.moments import Reduced
 from actmat.methods import get_method
 from actmat.plan.choose import depth_of
 from actmat.plan.model import Item, MethodCall
@@ -85,11 +84,7 @@ def check_mutes(recipes: Iterable[Recipe]) -> None:
 def sums_plainly(call: MethodCall) -> bool:
     """Whether the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate."""
     method = get_method(call.method)
-    if method.stages is None or method.needs_statistics or any(w != 1.0 for w in call.weights or ()):
-        return False
-    key: Any = method.stages.key(call.options)
-    family = key[0] if isinstance(key, tuple) and key else None
-    return isinstance(family, tuple) and family[:2] == ("interference", Estimator())
+    return method.sums_own_grams(call.options) and all(w == 1.0 for w in call.weights or ())
 
 
 class ItemObserver:

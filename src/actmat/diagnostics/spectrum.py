@@ -16,8 +16,8 @@ from torch import Tensor
 
 from actmat.diagnostics.model import Spectrum
 from actmat.diagnostics.rows import eigen_rank
+from actmat.linalg.interference.moments import Reduced, gram_of_rows
 from actmat.linalg.lapack import only_eigenvalues
-from actmat.linalg.moments import Reduced, gram_of_rows
 
 __all__ = ["binned", "condition", "participation", "sum_eigenvalues"]
 

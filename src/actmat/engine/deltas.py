@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.linalg.places import PLACE
+from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.plan.parts import CHUNK, Part
 from actmat.plan.reading import Strategy
 
@@ -44,7 +44,7 @@ class LazySequence(Sequence[Tensor]):
 class Deltas(LazySequence):
     """Deltas of one part, read by one of the strategies of `plan.reading`.
 
-    A sequence of tensors in the shape of the part; and, for methods that stream, `linalg.places.Streamed`. Each byte
+    A sequence of tensors in the shape of the part; and, for methods that stream, `linalg.chunks.Streamed`. Each byte
     is hashed and checked when it is read first.
 
     Args:
@@ -105,10 +105,10 @@ class Deltas(LazySequence):
             ])  # fmt: skip
             return
         flat = self._flat or [delta.reshape(-1) for delta in self._whole]
-        for start in range(0, self._part.numel, PLACE):
+        for start in range(0, self._part.numel, CHUNK_ENTRIES):
             if start >= self._read_entries:
                 next(self._unread())
-            yield start, [flat_N[start : start + PLACE] for flat_N in flat]
+            yield start, [flat_N[start : start + CHUNK_ENTRIES] for flat_N in flat]
 
     def result(self) -> Tensor:
         """Memory for the merged delta, shaped like the part; contents arbitrary."""
@@ -144,8 +144,8 @@ class Deltas(LazySequence):
         self, first: int, room: Callable[[int, int], list[Tensor]]
     ) -> Iterator[tuple[int, list[Tensor]]]:
         """Read all experts chunk by chunk into `room(start, numel)`; they share one conversion of the base."""
-        for start in range(first, self._part.numel, PLACE):
-            base_P = self._base_raw[start : start + PLACE]
+        for start in range(first, self._part.numel, CHUNK_ENTRIES):
+            base_P = self._base_raw[start : start + CHUNK_ENTRIES]
             pieces_TP = room(start, base_P.numel())
             for t, piece_P in enumerate(pieces_TP):
                 self.changed |= self._reader.read_chunk(t, self._part.start + start, base_P, piece_P)

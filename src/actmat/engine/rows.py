@@ -17,8 +17,8 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import TensorReader, same_bits
-from actmat.linalg.places import Stacked
-from actmat.linalg.products import SPAN
+from actmat.linalg.chunks import Stacked
+from actmat.linalg.products import PRODUCT
 from actmat.plan.parts import Part
 
 __all__ = ["RowChunk", "RowDeltas"]
@@ -44,7 +44,7 @@ class RowChunk:
 
 
 class RowDeltas(Sequence[Tensor]):
-    """Deltas for passes over chunks (`linalg.places.Streamed`), after the base where a method combines it too.
+    """Deltas for passes over chunks (`linalg.chunks.Streamed`), after the base where a method combines it too.
 
     Values are not checked on reading: the caller detects NaN and Inf from its inner products, and then calls `clear`.
     """
@@ -56,9 +56,9 @@ class RowDeltas(Sequence[Tensor]):
         self._checks = False
         self._dtypes = [torch_dtype(name) for name in (reader.item.base_dtype, *reader.item.expert_dtypes)]
         widest, scratch = max(dtype.itemsize for dtype in self._dtypes), reader.scratch
-        self._rows_KS = scratch.rows.take(len(self._dtypes) * SPAN, reader.compute_dtype).view(-1, SPAN)
-        self._stored = scratch.stored.take(2 * SPAN * widest, torch.uint8).view(2, -1)
-        self._chunk = self._cut(min(SPAN, part.numel))
+        self._rows_KS = scratch.rows.take(len(self._dtypes) * PRODUCT, reader.compute_dtype).view(-1, PRODUCT)
+        self._stored = scratch.stored.take(2 * PRODUCT * widest, torch.uint8).view(2, -1)
+        self._chunk = self._cut(min(PRODUCT, part.numel))
         self.shape, self.dtype = part.shape, reader.compute_dtype
 
     def __len__(self) -> int:
@@ -81,8 +81,8 @@ class RowDeltas(Sequence[Tensor]):
 
     def chunks(self) -> Iterator[tuple[int, RowChunk]]:
         """The start of every chunk, and its entries; the next chunk overwrites them."""
-        numel, size = self._part.numel, min(SPAN, self._part.numel)
-        for start in range(0, numel, SPAN):
+        numel, size = self._part.numel, min(PRODUCT, self._part.numel)
+        for start in range(0, numel, PRODUCT):
             chunk = self._chunk if start + size <= numel else self._cut(numel - start)
             self._read(self._part.start + start, chunk)
             yield start, chunk

@@ -22,7 +22,7 @@ from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
-from actmat.linalg.places import PLACE
+from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods.contract import MergeMethod
 from actmat.plan.parts import CHUNK, Part
 from actmat.plan.reading import reading_of
@@ -78,7 +78,7 @@ def part_peak_bytes(part: Part, call: CallShape) -> int:
     how = reading_of(
         method, call.options, part, n_experts, width, chunkable=call.chunkable, observed=call.caps.caps
     )
-    entries = how.whole_deltas(n_experts) * part.numel or n_experts * min(part.numel, PLACE)
+    entries = how.whole_deltas(n_experts) * part.numel or n_experts * min(part.numel, CHUNK_ENTRIES)
     workspace = max(_workspace(method, shape, n_experts, call.options) for shape in matrices)
     if how.strategy == "combine":
         workspace -= part.numel

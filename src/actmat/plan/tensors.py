@@ -253,7 +253,7 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
         notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
         if expert.adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights; the base's own are used")
-    free = [i for i in items if i.form == "factored" and i.call is not None and i.call.method.startswith("actmat")]
+    free = [i for i in items if i.form == "factored" and i.call is not None and get_method(i.call.method).meets_every_expert]
     small = [i for i in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]
     if small and len(experts) > 1:
         notes.append(

@@ -37,10 +37,6 @@ __all__ = ["plan_modules"]
 ONE_FILE = 1 << 62
 """Bytes: PEFT reads one file only, so an adapter is never sharded."""
 
-LEAVES_ROW_SPACE = frozenset({"knots"})
-"""Methods with a factored form whose result has rows outside the experts' joint row space (they trim coordinates over
-the inputs): packed maps that are merged one by one then share no rows, and their ranks add up."""
-
 
 def plan_modules(
     recipe: Recipe,
@@ -172,7 +168,8 @@ class _ModulePlanner:
         ranks = tuple(0 if m is None else m.rank for m in module.modules)
         limit = min(first.shape[-2:])
         blocks = _blocks(decision.layout, first)
-        apart = len(blocks) if blocks and call.method in LEAVES_ROW_SPACE else 1
+        # packed maps whose merged rows leave the joint row space of the experts share no rows: their ranks add up
+        apart = len(blocks) if blocks and not get_method(call.method).keeps_row_space else 1
         exact = limit if why_dense else min(apart * sum(ranks), limit)
         rank = min(exact, apart * sum(ranks)) if self.recipe.rank is None else min(self.recipe.rank, limit)
         factors = FactorPlan(

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
 
 from actmat.experts.lora.adapter import Adapter
-from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.plan.choose import Decision
 from actmat.plan.model import MethodCall
@@ -38,28 +34,8 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
 
 
 def why_not_factored(call: MethodCall, n_experts: int) -> str:
-    """Why this rule with these options has no low-rank form; empty when it has one.
-
-    Rules without one are elementwise or look at the base. Options that take it away are known to the rule alone, so
-    it is asked, on a delta of one entry.
-    """
-    method = get_method(call.method)
-    if method.merge_lowrank is None:
-        kind = "acts on single entries" if method.acts_on != "matrix" else "has no low-rank form"
-        return f"{call.method} {kind}"
-    one = torch.ones(1, 1, dtype=torch.float64)
-    needs: dict[str, Any] = {"weights": call.weights} if method.is_weighted else {}
-    if method.is_random:
-        needs["generator"] = torch.Generator("cpu").manual_seed(0)
-    if "survey" in method.needs:
-        needs["survey"] = None
-    if method.needs_statistics:
-        needs["statistics"] = {k: [one] * n_experts for k in method.needs_statistics}
-    try:
-        method.merge_lowrank([LowRank(one, one)] * n_experts, **needs, **call.options)
-    except ValueError as error:
-        return str(error).partition(". ")[0]
-    return ""
+    """Why this method with these options has no low-rank form; empty when it has one."""
+    return get_method(call.method).why_dense(call.options, n_experts, call.weights) or ""
 
 
 def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str]:

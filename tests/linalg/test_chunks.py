@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import random_deltas
 from torch import Tensor
 
-from actmat.linalg import places
-from actmat.linalg.election import elect, masked_sum
-from actmat.linalg.masks import Drop
-from actmat.linalg.places import PLACE, Streamed, empty_result, preceded_by, walk
-from actmat.linalg.threshold import true_indices
+from actmat.linalg import chunks
+from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed, empty_result, prepend, walk
+from actmat.linalg.masks.election import elect, masked_sum
+from actmat.linalg.masks.random import Drop
+from actmat.linalg.masks.threshold import true_indices
 from actmat.methods import METHODS, get_method
 
 
 class OneBuffer(Sequence[Tensor]):
-    """Deltas that come through one buffer per expert, overwritten at every place, and in no other way."""
+    """Deltas that come through one buffer per expert, overwritten by every chunk, and in no other way."""
 
     def __init__(self, deltas: list[Tensor]) -> None:
         self._deltas = deltas
@@ -45,24 +45,24 @@ class OneBuffer(Sequence[Tensor]):
 
 
 @pytest.mark.parametrize("size", [0, 1, 11, 12, 25])
-def test_places_cover_all_deltas_in_step(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "PLACE", 12)
+def test_chunks_cover_all_deltas_in_step(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 12)
     first, second = torch.arange(float(size)), -torch.arange(float(size))
-    found = [(start, [p.clone() for p in pieces]) for start, pieces in walk([first, second])]
+    found = [(start, [p.clone() for p in chunks_TP]) for start, chunks_TP in walk([first, second])]
     assert [start for start, _ in found] == list(range(0, size, 12))
     for expected, t in ((first, 0), (second, 1)):
-        assert torch.equal(torch.cat([pieces[t] for _, pieces in found] or [expected]), expected)
+        assert torch.equal(torch.cat([chunks_TP[t] for _, chunks_TP in found] or [expected]), expected)
 
 
-def test_a_place_is_a_whole_number_of_draws() -> None:
+def test_a_chunk_is_a_whole_number_of_draws() -> None:
     """`Drop` draws four entries at a time."""
-    assert PLACE % 4 == 0
+    assert CHUNK_ENTRIES % 4 == 0
 
 
 def test_deltas_of_any_strides_are_walked_in_storage_order_of_the_result() -> None:
     delta = torch.arange(6.0).reshape(2, 3).mT
-    ((_, [piece]),) = walk([delta])
-    assert piece.tolist() == delta.flatten().tolist()
+    ((_, [chunk]),) = walk([delta])
+    assert chunk.tolist() == delta.flatten().tolist()
     result = empty_result([delta])
     assert result.is_contiguous()
     assert result.shape == delta.shape
@@ -94,8 +94,8 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("n_experts", [1, 3])
 @pytest.mark.parametrize(("name", "options"), CALLS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
-def test_rules_that_stream_ask_for_places_alone(name: str, options: dict[str, Any], n_experts: int) -> None:
-    """The same bits, whatever hands the deltas over; places of 16 against one of all 91 entries."""
+def test_rules_that_stream_ask_for_chunks_only(name: str, options: dict[str, Any], n_experts: int) -> None:
+    """The same bits, whatever hands the deltas over; chunks of 16 against one of all 91 entries."""
     method, n_experts = get_method(name), 2 if name == "slerp" and n_experts > 1 else n_experts
     deltas = [d.float().mul(8).round() for d in random_deltas(n_experts, 7, 13)]  # many equal magnitudes
     given = {k: v[:n_experts] if isinstance(v, list) else v for k, v in options.items()}
@@ -126,13 +126,13 @@ def test_every_rule_that_streams_is_among_the_calls() -> None:
 def test_a_tensor_before_streamed_deltas_is_walked_with_them() -> None:
     deltas = [d.float() for d in random_deltas(2, 5, 9)]
     first = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
-    basis = preceded_by(first, OneBuffer(deltas))
+    basis = prepend(first, OneBuffer(deltas))
     assert len(basis) == 3
     assert isinstance(basis, Streamed)
     for t, expected in enumerate([first, *deltas]):
-        pieces = [p[t].clone() for _, p in walk(basis)]
-        assert torch.equal(torch.cat(pieces), expected.flatten())
-    assert preceded_by(first, deltas) == [first, *deltas]
+        chunks_TP = [p[t].clone() for _, p in walk(basis)]
+        assert torch.equal(torch.cat(chunks_TP), expected.flatten())
+    assert prepend(first, deltas) == [first, *deltas]
 
 
 @settings(max_examples=60, deadline=None)

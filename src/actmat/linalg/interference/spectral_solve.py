@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.cholesky import certified_cholesky, shifted_cholesky
-from actmat.linalg.filters import Filter, gain
+from actmat.linalg.interference.filters import Filter, gain
+from actmat.linalg.interference.moments import Reduced, Spectrum
 from actmat.linalg.lapack import Retries
-from actmat.linalg.moments import Reduced, Spectrum
 
 __all__ = ["Stats", "solve"]
 

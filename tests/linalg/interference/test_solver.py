@@ -12,10 +12,11 @@ from tests.helpers.spectra import random_deltas, shared_rows
 from tests.tolerances import relative_error
 
 from actmat.errors import NumericalError, StatisticsError
-from actmat.linalg import interference
-from actmat.linalg.estimators import Estimator
-from actmat.linalg.filters import Filter
-from actmat.linalg.interference import Rule, finish, prepare
+from actmat.linalg.interference import solver as interference
+from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.interference.filters import Filter
+from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.solver import finish, prepare
 
 SOLVERS = ["auto", "eigh", "stacked", "dual"]
 SHAPES = [(4, 12, 12), (3, 30, 10), (3, 4, 20), (2, 10, 16), (1, 6, 9)]  # T, O, I: full, tall, T O < I, wide, single
@@ -107,7 +108,7 @@ def test_accuracy_of_the_forms_on_a_steep_spectrum():
 @pytest.mark.parametrize("shape", [(700, 24), (40, 640), (330, 640)])
 def test_panelled_products_and_row_panels(shape, monkeypatch):
     """Sides at which products are cut in panels, both ways to form B, and results written panel by panel."""
-    monkeypatch.setattr("actmat.linalg.spectral_solve.PANEL_ROWS", 256)
+    monkeypatch.setattr("actmat.linalg.interference.spectral_solve.PANEL_ROWS", 256)
     deltas = random_deltas(2, *shape)
     expected = naive(deltas, self_grams(deltas), fill=sum(deltas))
     found = solve(deltas, Rule(null="sum", solver="eigh"))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from actmat.linalg.filters import FLOAT32_EPS, Filter, gain
+from actmat.linalg.interference.filters import FLOAT32_EPS, Filter, gain
 
 VALUES = torch.tensor([-1e-18, 0.0, 1e-6, 1e-3, 0.5, 2.0], dtype=torch.float64)
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.estimators import Estimator, trim_to_top
+from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.masks.trims import trim_to_top
 
 
 @settings(max_examples=50, deadline=None)

@@ -8,10 +8,11 @@ from tests.helpers.interference import EPS32
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.estimators import Estimator
-from actmat.linalg.filters import Filter
-from actmat.linalg.interference import Rule, finish, prepare
-from actmat.linalg.interference_lowrank import solve_lowrank, solve_lowrank_with_grams
+from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.interference.filters import Filter
+from actmat.linalg.interference.lowrank import solve_lowrank, solve_lowrank_with_grams
+from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.solver import finish, prepare
 from actmat.linalg.lowrank import LowRank
 
 

@@ -11,10 +11,11 @@ from tests.helpers.spectra import random_deltas, shared_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actmat.linalg.estimators import Estimator
-from actmat.linalg.filters import Filter
-from actmat.linalg.interference import Rule, finish, prepare
-from actmat.linalg.interference_workspace import workspace
+from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.interference.filters import Filter
+from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.solver import finish, prepare
+from actmat.linalg.interference.workspace import workspace
 
 
 class Peak(TorchDispatchMode):

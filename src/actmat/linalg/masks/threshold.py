@@ -2,43 +2,33 @@
 
 The bits of a non-negative float, read as an integer, order like the float. So the k-th largest magnitude is found
 digit by digit: count the leading 15 bits of every entry, pick the bin in which rank k falls, count the next 16 bits
-of the entries of that bin alone, and so on: one round for 16-bit floats, two for float32, four for float64. Counts
-are integers and add up in any order, so pieces may come from many tensors and many threads. NaN ranks above infinity.
+of the entries of that bin, and so on: one round for 16-bit floats, two for float32, four for float64. Counts are
+integers and add up in any order, so chunks may come from many tensors and many threads. NaN ranks above infinity.
 
-Measured on one CPU core: 0.7 ns per float32 entry for the first round (`torch.bincount` on pieces that stay in the
+Measured on one CPU core: 0.7 ns per float32 entry for the first round (`torch.bincount` on chunks that stay in the
 cache) and 1.2 ns for the second; `torch.argsort` takes 160 ns.
 
-Shapes: `N` entries of a flattened tensor.
+Shapes: `N` entries of a flattened tensor, `P` entries of one chunk of it, `B` bins of a histogram, `W` words of eight
+flags, `S` words with a true flag, `C` true flags in them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "PIECE",
-    "Cut",
-    "StreamedCut",
-    "kth_magnitudes",
-    "outer_cut",
-    "pieces",
-    "selection_workspace",
-    "true_indices",
-]
+from actmat.linalg.chunks import CHUNK_ENTRIES, chunks_of
 
-PIECE = 1 << 19
-"""Entries of a piece: 2 MiB of float32. Smaller ones stay in a core's own cache, but then operations are so short that
-two workers spend their time handing the interpreter's lock to each other: at 2^16 the second one brings nothing, at
-2^17 a selection takes a quarter longer than here. Nothing that a rule gives depends on it."""
+__all__ = ["Cut", "StreamedCut", "kth_magnitudes", "outer_cut", "selection_workspace", "true_indices"]
 
-PIECE_ON_DEVICE = 1 << 24  # on accelerators launches, not caches, set the size
 DIGIT = 16
+"""Bits of a digit."""
+
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -48,10 +38,10 @@ class Cut:
 
     Args:
         value: that magnitude; `inf` for `k = 0`, 0 for `k >= total`.
-        rank: the `k` asked for, brought into `[0, total]`.
+        rank: the requested `k`, clamped to `[0, total]`.
         above: number of entries with a strictly larger magnitude, `above <= rank`.
         equal: number of entries with exactly this magnitude, `above + equal >= rank`.
-        total: number of entries looked at.
+        total: number of all entries.
     """
 
     value: float
@@ -62,15 +52,8 @@ class Cut:
 
     @property
     def fraction(self) -> float:
-        """Part of the entries whose magnitude reaches the value (0 of an empty tensor)."""
+        """Fraction of the entries whose magnitude reaches `value` (0 for an empty tensor)."""
         return (self.above + self.equal) / max(self.total, 1)
-
-
-def pieces(flat_N: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """`(start, view)` of consecutive pieces of a 1-D tensor, of a size that suits its device."""
-    size = PIECE if flat_N.device.type == "cpu" else PIECE_ON_DEVICE
-    for start in range(0, flat_N.numel(), size):
-        yield start, flat_N[start : start + size]
 
 
 def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
@@ -81,7 +64,11 @@ def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
         ranks: `k >= 1` counts from the largest; see `Cut` for `k <= 0` and `k >= N`.
 
     Returns:
-        one `Cut` per rank, exact for every input (ties, zeros, subnormal numbers).
+        One `Cut` per rank, exact for every input (ties, zeros, subnormal numbers).
+
+    >>> (cut,) = kth_magnitudes(torch.tensor([1.0, -3.0, 2.0, -2.0]), [2])
+    >>> cut.value, cut.above, cut.equal
+    (2.0, 1, 2)
     """
     total, shifts = flat_N.numel(), _shifts(flat_N.dtype)
     top_counts = _counts(flat_N, shifts[0], None) if any(0 < k < total for k in ranks) else None
@@ -103,14 +90,14 @@ def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
 
 @dataclass(slots=True)
 class StreamedCut:
-    """The same selection over a stream that is too large to hold: pass over it once per round.
+    """The same selection over a stream that is too large to hold: one pass over it per round.
 
-    Call `observe` with every piece, then `advance`; repeat while that returns True, then read `cut`.
-    `observe` may be called from several threads; the order of pieces does not matter. Once `cut` is known, both
-    leave it as it is, so that several selections may share rounds of which some need fewer.
+    Call `observe` with every chunk, then `advance`; repeat while that returns True, then read `cut`.
+    `observe` may be called from several threads; the order of chunks does not matter. Once `cut` is known, both
+    methods do nothing, so that selections with different numbers of rounds may share their passes.
 
     Args:
-        rank: total number of entries -> `k`, asked once the first round has counted them.
+        rank: maps the total number of entries to `k`; called once the first round has counted them.
     """
 
     rank: Callable[[int], int]
@@ -124,10 +111,10 @@ class StreamedCut:
     _lock: Lock = field(default_factory=Lock)
 
     def observe(self, flat_N: Tensor) -> None:
-        """Count one piece for the digit of this round.
+        """Count one chunk for the digit of this round.
 
         Raises:
-            ValueError: the piece has another dtype than those before it (its digits would not be comparable).
+            ValueError: the chunk has another dtype than those before it (its digits would not be comparable).
         """
         if self.cut is not None:
             return
@@ -157,7 +144,7 @@ class StreamedCut:
             if not 0 < k < self._total:
                 self.cut = outer_cut(k, self._total)
                 return False
-        assert self._histogram is not None, "every round sees the same pieces"
+        assert self._histogram is not None, "every round sees the same chunks"
         assert self._dtype is not None
         k, counts = self.rank(self._total), self._histogram.counts()
         digit, larger = _locate(counts, k - self._above)
@@ -171,26 +158,26 @@ class StreamedCut:
 
 
 def selection_workspace(entries: int) -> int:
-    """Elements of float32 that `kth_magnitudes` holds at its peak: four histograms of 64-bit counts, three pieces."""
-    return 4 * 2 * (1 << DIGIT) + 3 * min(entries, PIECE)
+    """Elements of float32 that `kth_magnitudes` holds at its peak: four histograms of 64-bit counts, three chunks."""
+    return 4 * 2 * (1 << DIGIT) + 3 * min(entries, CHUNK_ENTRIES)
 
 
 def _shifts(dtype: torch.dtype) -> range:
-    """Position of each digit, the most significant first; that one holds 15 bits, since the sign is masked out."""
+    """Position of each digit, the most significant first; that one has 15 bits, because the sign is masked out."""
     return range(8 * dtype.itemsize - DIGIT, -1, -DIGIT)
 
 
-def _magnitude_bits(piece_N: Tensor) -> Tensor:
-    kind = INTEGERS[piece_N.dtype.itemsize]
-    return piece_N.view(kind) & torch.iinfo(kind).max
+def _magnitude_bits(chunk_P: Tensor) -> Tensor:
+    kind = INTEGERS[chunk_P.dtype.itemsize]
+    return chunk_P.view(kind) & torch.iinfo(kind).max
 
 
 class _Histogram:
     """Histogram of the digit at `shift`, of all entries or of those whose higher bits are `prefix`; on the CPU.
 
-    Entries with the prefix are few as a rule, so they are gathered from several pieces before they are counted, all
-    but those whose digit is 0: differences of 16-bit floats are short numbers, so that a bin may hold a tenth of all
-    entries, each with digit 0 (or all of them, in a delta that is mostly zero). These are counted where they are.
+    Entries with the prefix are usually few, so they are gathered from several chunks before they are counted, except
+    those whose digit is 0: differences of 16-bit floats are short numbers, so that a bin may hold a tenth of all
+    entries, each with digit 0 (or all of them, in a delta that is mostly zero). These are counted in place.
     """
 
     def __init__(self, shift: int, prefix: int | None) -> None:
@@ -203,25 +190,25 @@ class _Histogram:
 
     def add(self, flat_N: Tensor) -> None:
         """Count the entries of a tensor."""
-        for _, piece_N in pieces(flat_N):
-            bits_N = _magnitude_bits(piece_N)
+        for _, chunk_P in chunks_of(flat_N):
+            bits_P = _magnitude_bits(chunk_P)
             if self._prefix is None:
-                self._tally(bits_N.bitwise_right_shift_(self._shift))
+                self._tally(bits_P.bitwise_right_shift_(self._shift))
                 continue
             above = self._shift + DIGIT
-            offset_N = bits_N.sub_(self._prefix << above)  # from the first number of the bin on
-            self._with_digit_0 += int(_at_least(offset_N, 0) - _at_least(offset_N, 1 << self._shift))
-            digit_N = offset_N.clamp_(0, 1 << above).bitwise_right_shift_(self._shift).bitwise_and_(0xFFFF)
-            self._waiting.append(digit_N[true_indices(digit_N.bool())])  # outside the bin both ends have digit 0
-            self._flush(PIECE)
+            offset_P = bits_P.sub_(self._prefix << above)  # from the first number of the bin on
+            self._with_digit_0 += int(_at_least(offset_P, 0) - _at_least(offset_P, 1 << self._shift))
+            digit_P = offset_P.clamp_(0, 1 << above).bitwise_right_shift_(self._shift).bitwise_and_(0xFFFF)
+            self._waiting.append(digit_P[true_indices(digit_P.bool())])  # outside the bin both ends have digit 0
+            self._flush(CHUNK_ENTRIES)
 
     def join(self, other: _Histogram) -> None:
-        """Count what another one of the same digit and prefix has counted; it is used up."""
+        """Add the counts of another histogram of the same digit and prefix, which must not be used afterwards."""
         if other._counts is not None:
             self._counts = other._counts if self._counts is None else self._counts.add_(other._counts)
         self._with_digit_0 += other._with_digit_0
         self._waiting += other._waiting
-        self._flush(PIECE)
+        self._flush(CHUNK_ENTRIES)
 
     def counts(self) -> Tensor:
         """Entries per digit, so far."""
@@ -235,8 +222,8 @@ class _Histogram:
             self._tally(torch.cat(self._waiting))
             self._waiting.clear()
 
-    def _tally(self, digits_N: Tensor) -> None:
-        found = torch.bincount(digits_N, minlength=self._bins)
+    def _tally(self, digits_P: Tensor) -> None:
+        found = torch.bincount(digits_P, minlength=self._bins)
         self._counts = found if self._counts is None else self._counts.add_(found)
 
 
@@ -246,32 +233,35 @@ def _counts(flat_N: Tensor, shift: int, prefix: int | None) -> Tensor:
     return histogram.counts()
 
 
-def _at_least(numbers_N: Tensor, low: int) -> Tensor:
-    """How many of the integers are `>= low`: as integers, since comparisons that give booleans are not vectorised."""
-    return torch.ge(numbers_N, low, out=torch.empty_like(numbers_N)).sum(dtype=numbers_N.dtype)
+def _at_least(numbers_P: Tensor, low: int) -> Tensor:
+    """Number of integers `>= low`, computed in integers because comparisons that give booleans are not vectorised."""
+    return torch.ge(numbers_P, low, out=torch.empty_like(numbers_P)).sum(dtype=numbers_P.dtype)
 
 
 def true_indices(flags_N: Tensor) -> Tensor:
-    """Indices of the true entries of a 1-D tensor, ascending, at a fraction of `nonzero` where they are few.
+    """Indices of the true entries of a 1-D tensor, ascending; a fraction of the cost of `nonzero` where few are true.
 
-    The flags are bytes, so eight at a time are looked at as one word, and single flags in words alone that have any.
+    Flags are bytes, so eight at a time are tested as one word, and single flags only in words that are not zero.
+
+    >>> true_indices(torch.tensor([False] * 9 + [True])).tolist()
+    [9]
     """
     whole = flags_N.numel() // 8 * 8
     words_W = flags_N[:whole].view(torch.int64)
     some_S = words_W.nonzero().squeeze(1)
-    inside_C = words_W.index_select(0, some_S).view(torch.bool).nonzero().squeeze(1)  # among the words looked into
+    inside_C = words_W.index_select(0, some_S).view(torch.bool).nonzero().squeeze(1)  # index within these words
     near_C = some_S.index_select(0, inside_C >> 3).mul_(8).add_(inside_C.bitwise_and_(7))
     if whole == flags_N.numel():
         return near_C
     return torch.cat([near_C, flags_N[whole:].nonzero().squeeze(1) + whole])
 
 
-def _locate(counts: Tensor, k: int) -> tuple[int, int]:
+def _locate(counts_B: Tensor, k: int) -> tuple[int, int]:
     """Bin that holds the k-th entry from the top, and the number of entries in the bins above it."""
-    from_top = counts.flip(0).cumsum(0)
-    place = int(torch.searchsorted(from_top, k))
-    digit = counts.numel() - 1 - place
-    return digit, int(from_top[place] - counts[digit])
+    from_top_B = counts_B.flip(0).cumsum(0)
+    index = int(torch.searchsorted(from_top_B, k))
+    digit = counts_B.numel() - 1 - index
+    return digit, int(from_top_B[index] - counts_B[digit])
 
 
 def _from_bits(bits: int, dtype: torch.dtype) -> float:
@@ -279,7 +269,7 @@ def _from_bits(bits: int, dtype: torch.dtype) -> float:
 
 
 def outer_cut(k: int, total: int) -> Cut:
-    """The two ranks that need no look at the data: nothing is kept, or everything is."""
+    """The `Cut` of a rank that does not depend on the data: nothing is kept (`k <= 0`), or everything."""
     if k <= 0:
         return Cut(math.inf, 0, 0, 0, total)
     return Cut(0.0, total, total, 0, total)

@@ -11,18 +11,32 @@ Shapes: `T` experts, `O` out_features, `I` in_features, `B` batch items.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from actmat.linalg.interference import batch_items, checked_deltas
+from actmat.linalg.inner import frobenius_norm64
+from actmat.linalg.interference.inputs import batch_items, checked_deltas
+from actmat.linalg.interference.spectral_solve import Stats
 
-__all__ = ["Descent", "accumulate", "descend"]
+__all__ = ["Adam", "Descent", "accumulate", "descend", "descent_workspace"]
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """`steps` steps of Adam with step size `lr`, in the units of the weights."""
+
+    steps: int
+    lr: float
+
+    def moments_key(self) -> Hashable:
+        """Value on which the accumulated sums depend, as `Rule.moments_key`."""
+        return "interference by descent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,7 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
     Adding an expert turns `R` into `R + N K + v D S + (v - 1) D K`, `N` and `S` as they were before it.
 
     Raises:
-        ValueError, NumericalError: as `interference.prepare`.
+        ValueError, NumericalError: as `interference.solver.prepare`.
     """
     out: Descent | None = None
     norms: list[float] = []
@@ -67,21 +81,40 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
     return Descent(out.sum_BOI, out.gram_BII, out.residual_BOI, out.shape, tuple(norms))
 
 
-def descend(start: Descent, steps: int, lr: float) -> Tensor:
-    """`D` after `steps` steps of Adam with step size `lr`; the start is left as it is.
+def descend(start: Descent, adam: Adam) -> tuple[Tensor, Stats]:
+    """`D` after the steps of Adam, and its record; the start is not modified.
 
     D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, algorithm 1.
+
+    >>> start = accumulate([torch.eye(2)], None)
+    >>> descend(start, Adam(steps=3, lr=0.1))[0].tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
     """
     (beta1, beta2), eps = ADAM_BETAS, ADAM_EPS
     out_BOI = torch.empty_like(start.sum_BOI)
     for item, residual_OI in enumerate(start.residual_BOI):
         step_OI = torch.zeros_like(residual_OI)
         mean_OI, square_OI = torch.zeros_like(residual_OI), torch.zeros_like(residual_OI)
-        for count in range(1, steps + 1):
+        for count in range(1, adam.steps + 1):
             gradient_OI = torch.addmm(residual_OI, step_OI, start.gram_BII[item], beta=2, alpha=2)
             mean_OI.lerp_(gradient_OI, 1 - beta1)
             square_OI.mul_(beta2).addcmul_(gradient_OI, gradient_OI, value=1 - beta2)
             root_OI = square_OI.sqrt().div_(math.sqrt(1 - beta2**count)).add_(eps)
-            step_OI.addcdiv_(mean_OI, root_OI, value=-lr / (1 - beta1**count))
+            step_OI.addcdiv_(mean_OI, root_OI, value=-adam.lr / (1 - beta1**count))
         torch.add(start.sum_BOI[item], step_OI, out=out_BOI[item])
-    return out_BOI.view(start.shape)
+    value = out_BOI.view(start.shape)
+    stats: Stats = {
+        "solver": "adam",
+        "steps": adam.steps,
+        "norm": frobenius_norm64(value),
+        "mean_expert_norm": sum(start.norms) / len(start.norms),
+    }
+    return value, stats
+
+
+def descent_workspace(shape: Sequence[int]) -> int:
+    """Elements that `accumulate` and `descend` hold at their peak, including the result."""
+    # per batch item: sum, S, residual, result; in work: step, two moments, gradient, root
+    entries, square = math.prod(shape[-2:]), shape[-1] ** 2
+    batch = math.prod(shape[:-2])
+    return batch * (2 * entries + square) + max(square, (batch + 5) * entries)

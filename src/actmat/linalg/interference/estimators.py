@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, economy_svd
-from actmat.linalg.masks import top_trims
+from actmat.linalg.masks.trims import trim_to_top
 
-__all__ = ["Estimator", "Normaliser", "trim_to_top"]
+__all__ = ["Estimator", "Normaliser"]
 
 Normaliser = Literal["none", "norm"]
 
@@ -69,17 +68,3 @@ class Estimator:
         if self.normalise == "none":
             return 1.0
         return 1.0 / squared_norm if squared_norm > 0 else 0.0
-
-
-def trim_to_top(delta_OI: Tensor, fraction: float) -> Tensor:
-    """A copy in which all but the `round(fraction * O * I)` entries of largest magnitude are zero.
-
-    At least one entry is kept; entries whose magnitude equals the smallest one kept stay as well, so that the result
-    does not depend on the order of equal entries.
-    """
-    flat_N = delta_OI.reshape(-1)
-    kept = min(max(round(fraction * flat_N.numel()), 1), flat_N.numel())
-    ((trim, _),) = top_trims(flat_N, [kept], exact=False)
-    out_N = torch.empty_like(flat_N)
-    trim.apply(flat_N, 0, out_N)
-    return out_N.view(delta_OI.shape)

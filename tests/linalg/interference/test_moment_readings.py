@@ -9,8 +9,8 @@ import torch
 from tests.tolerances import F64_ORACLE, relative_error
 
 from actmat.errors import NumericalError
+from actmat.linalg.interference.moments import PANELLED_FROM, PrimalMoments, Reduced, StackedMoments, gram_of_rows
 from actmat.linalg.lapack import only_eigenvalues
-from actmat.linalg.moments import PANELLED_FROM, PrimalMoments, Reduced, StackedMoments, gram_of_rows
 
 
 def factors(count: int, rows: int, width: int) -> list[torch.Tensor]:

@@ -12,36 +12,28 @@ from tests.helpers.masking import awkward_deltas, naive_top
 from tests.helpers.spectra import seeded
 from torch import Tensor
 
-from actmat.linalg import masks, threshold
-from actmat.linalg.masks import (
-    Band,
-    Drop,
-    Keep,
-    Mask,
-    Trim,
-    Where,
-    l1_factors,
-    magnitude_sampled,
-    normalized_ranks,
-    random_int32,
-    top_trims,
-)
+from actmat.linalg import chunks
+from actmat.linalg.masks import random, threshold
+from actmat.linalg.masks.mask import Band, Keep, Mask, Trim, Where
+from actmat.linalg.masks.random import Drop, magnitude_sampled, normalized_ranks, random_int32
+from actmat.linalg.masks.trims import l1_factors, top_trims
 
 
 def apply(mask: Mask, flat: Tensor) -> Tensor:
     out = torch.full_like(flat, math.nan)
-    for start, piece in threshold.pieces(flat):
-        mask.apply(piece, start, out[start : start + piece.numel()])
+    for start, chunk in chunks.chunks_of(flat):
+        mask.apply(chunk, start, out[start : start + chunk.numel()])
     return out
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold, "PIECE", 6)
-    monkeypatch.setattr(masks, "PIECE", 6)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 6)
+    monkeypatch.setattr(random, "CHUNK_ENTRIES", 6)
+    monkeypatch.setattr(threshold, "CHUNK_ENTRIES", 6)
 
 
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_trim_equals_sorting_at_every_rank(exact: bool, dtype: torch.dtype) -> None:
@@ -72,7 +64,7 @@ def test_trim_lets_nan_through() -> None:
     assert math.isnan(apply(Trim.at(2.0, torch.float32), torch.tensor([math.nan, 1.0]))[0])
 
 
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_chunks")
 def test_band_keeps_the_ranks_between() -> None:
     (flat,) = awkward_deltas(1, 41)
     for bottom, top in [(0, 0), (5, 0), (20, 3), (40, 40), (41, 20), (41, 0)]:
@@ -100,12 +92,12 @@ def test_drop_keeps_a_binomial_number_of_entries() -> None:
         assert abs(kept - n * density) < 5 * math.sqrt(n * density * (1 - density))
 
 
-@pytest.mark.parametrize("piece", [1, 3, 8, 64, 1000])
-def test_drop_is_the_same_for_any_piece_size_and_when_repeated(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 3, 8, 64, 1000])
+def test_drop_is_the_same_for_any_chunk_size_and_when_repeated(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.randn(1001, generator=seeded(0))
     whole = apply(Drop(0.3, 5), flat)
     mask = Drop(0.3, 5)
-    monkeypatch.setattr(threshold, "PIECE", piece)
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", size)
     assert torch.equal(apply(mask, flat), whole)
     assert torch.equal(apply(mask, flat), whole)
     assert not torch.equal(apply(Drop(0.3, 6), flat), whole)
@@ -177,7 +169,7 @@ def test_ranks_are_by_row_with_ties_in_storage_order() -> None:
     assert normalized_ranks(torch.ones(3, 1)).tolist() == [[0.5]] * 3
 
 
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4, 2), (2, 0), (0, 3)])
 @pytest.mark.parametrize("rescale", ["inverse", "l1", "none"])
 def test_sampling_takes_any_shape(shape: tuple[int, ...], rescale: str) -> None:

@@ -1,4 +1,4 @@
-"""Sign election and sums over pieces equal their entry-by-entry forms."""
+"""Sign election and sums over chunks equal their entry-by-entry forms."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from tests.helpers.masking import awkward_deltas, naive_elect, naive_top
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg import election, places, threshold
-from actmat.linalg.election import elect, masked_sum, sign_balance
-from actmat.linalg.masks import Drop, Keep, top_trims
+from actmat.linalg import chunks
+from actmat.linalg.masks import election
+from actmat.linalg.masks.election import elect, masked_sum, sign_balance
+from actmat.linalg.masks.mask import Keep
+from actmat.linalg.masks.random import Drop
+from actmat.linalg.masks.trims import top_trims
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold, "PIECE", 12)
-    monkeypatch.setattr(places, "PLACE", 12)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 12)
 
 
 @pytest.mark.parametrize("n_experts", [1, 2, 5])
@@ -91,11 +93,11 @@ def test_weighted_sum_equals_its_definition(n_experts: int) -> None:
     assert relative_error(masked_sum(deltas, trims, scales), expected) < 1e-15
 
 
-def test_pieces_of_random_masks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_random_masks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     deltas = random_deltas(2, 333)
-    in_pieces = masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1])
-    monkeypatch.setattr(places, "PLACE", 1000)
-    assert torch.equal(masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_pieces)
+    in_chunks = masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1])
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 1000)
+    assert torch.equal(masked_sum(deltas, [Drop(0.5, 1), Drop(0.5, 2)], [1, 1]), in_chunks)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0, 3)])
@@ -142,18 +144,18 @@ def test_election_is_the_definition_in_float32_to_the_last_bit(
 def test_an_election_of_the_entries_with_several_votes_gives_the_same_bits(
     zero_sign: Any, majority: int | None, reduce: Any, n_experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "PLACE", 100)
-    monkeypatch.setattr(election, "PLACE", 100)
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 100)
+    monkeypatch.setattr(election, "CHUNK_ENTRIES", 100)
     generator = torch.Generator().manual_seed(n_experts)
     deltas = [torch.randint(-3, 4, (7, 39), generator=generator).float() for _ in range(n_experts)]
     looked_at = []
-    agreeing = election._agreeing
+    merge = election._Election._merge
 
-    def spy(votes_TP: Any, *rest: Any) -> None:
+    def spy(self: Any, votes_TP: Any, *rest: Any) -> None:
         looked_at.append(votes_TP[0].numel())
-        agreeing(votes_TP, *rest)
+        merge(self, votes_TP, *rest)
 
-    monkeypatch.setattr(election, "_agreeing", spy)
+    monkeypatch.setattr(election._Election, "_merge", spy)
     found = []
     for everywhere in (False, True):
         if everywhere:

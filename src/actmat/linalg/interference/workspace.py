@@ -1,7 +1,7 @@
-"""How much memory the interference solver holds at its peak, by counting its buffers.
+"""Peak memory of the interference solver, from a count of its buffers.
 
-Elements of float32, the usual compute dtype; a float64 matrix counts twice. Counted on top of the deltas given, the
-result included, for the most expensive of the paths that the data may choose.
+In elements of float32, the usual compute dtype; a float64 matrix counts twice. Counted on top of the given deltas,
+including the result, for the most expensive of the paths that the data may choose.
 
 Shapes: `O` out_features, `I` in_features, `R` rows of one factor, `N = T R` rows of all.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from actmat.linalg.estimators import Estimator
-from actmat.linalg.interference import Rule
-from actmat.linalg.moments import PrimalMoments
-from actmat.linalg.spectral_solve import PANEL_ROWS
-from actmat.linalg.threshold import selection_workspace
+from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.interference.moments import PrimalMoments
+from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.spectral_solve import PANEL_ROWS
+from actmat.linalg.masks.threshold import selection_workspace
 
 __all__ = ["workspace"]
 
@@ -26,8 +26,8 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
     batch = math.prod(shape[:-2])
     factor_rows = rule.estimator.rows(rows, width)
     form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
-    fill = 0 if rule.null == "zero" else batch * rows * width
-    panel = min(rows, PANEL_ROWS) * width * (2 if fill == 0 else 3)
+    fill = batch * rows * width if rule.needs_sum else 0
+    panel = min(rows, PANEL_ROWS) * width * (3 if rule.needs_sum else 2)
     estimate = 0 if has_grams else _estimate(rows, width, rule.estimator)
     if form == "primal":
         held = fill + batch * (rows * width + width * width)
@@ -47,7 +47,7 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
 
 
 def _solving(rows: int, size: int, rule: Rule, panel: int) -> int:
-    """Peak of one solve beside its moments and its result."""
+    """Peak of one solve on top of its moments and its result."""
     square = size * size
     # LAPACK's divide and conquer in float64: input, vectors and 2 N^2 of work; afterwards only rounded vectors,
     # scaled vectors and their product
@@ -62,7 +62,7 @@ def _solving(rows: int, size: int, rule: Rule, panel: int) -> int:
 
 
 def _estimate(rows: int, width: int, estimator: Estimator) -> int:
-    """Peak of turning one delta into its factor, the factor included."""
+    """Peak of computing the factor of one delta, including the factor."""
     entries, peak = rows * width, 0
     if estimator.trim is not None:
         peak = 2 * entries + selection_workspace(entries)  # a contiguous copy and the result

@@ -4,9 +4,9 @@
 
 with orthonormal `p`, `q` from `common_bases`. Exact because the family commutes with orthogonal changes of basis:
 `S`, `B` and `N` live in the joint row space, and the eigenvalues of `S` outside it are zero, where a filter is 0.
-Two quantities look at the whole layer and keep its `I`: the default cut-off and the mean eigenvalue.
+Two quantities refer to the whole layer and use its `I`: the default cut-off and the mean eigenvalue.
 
-All small matrices are float64: forming them costs little, and squaring them loses nothing that matters.
+All small matrices are float64: they are cheap, and squaring them then loses nothing that matters.
 
 Shapes: `O` out_features, `I` in_features, `R` rank of one pair, `P`, `Q` ranks of the common bases.
 """
@@ -18,11 +18,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from actmat.linalg.interference import Rule, State, finish, prepare
+from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.solver import State, finish, prepare
+from actmat.linalg.interference.spectral_solve import Stats
 from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.spectral_solve import Stats
 
-__all__ = ["solve_lowrank", "solve_lowrank_with_grams"]
+__all__ = ["TRIM_NEEDS_ENTRIES", "solve_lowrank", "solve_lowrank_with_grams"]
+
+TRIM_NEEDS_ENTRIES = (
+    "option 'trim' is not available for low-rank deltas: it selects single entries of the O x I matrix, which the "
+    "factors do not show"
+)
+"""Why a rule that trims has no exact low-rank form."""
 
 
 def solve_lowrank(
@@ -31,13 +38,15 @@ def solve_lowrank(
     """The dense answer, factored, with rank at most `sum_t R_t`. Cost `O((O + I) r'^2 + T r'^3)`, `r' = sum_t R_t`.
 
     Raises:
-        ValueError: the rule trims. Which entries are large depends on the basis, so there is no exact short form.
+        ValueError: the rule trims: which entries are large depends on the basis, so there is no exact short form.
+
+    >>> delta = LowRank(torch.ones(3, 1), torch.ones(1, 4))
+    >>> merged, stats = solve_lowrank([delta], Rule())
+    >>> torch.allclose(merged.dense(), delta.dense())
+    True
     """
     if rule.estimator.trim is not None:
-        raise ValueError(
-            "option 'trim' is not available for low-rank deltas: it selects single entries of the O x I matrix, which "
-            "the factors do not show. Merge the dense deltas, or leave 'trim' out."
-        )
+        raise ValueError(f"{TRIM_NEEDS_ENTRIES}. Merge the dense deltas, or leave 'trim' out.")
     exact = [d.to(torch.float64) for d in deltas]
     bases = common_bases(exact)
     factors = None
@@ -58,7 +67,7 @@ def solve_lowrank_with_grams(
     """The dense answer where `K_t` is given, factored, with rank at most `sum_t R_t`.
 
     `S` is a full `I x I` matrix, which no basis of the deltas' rows reduces: `q^T S^+ q` is not `(q^T S q)^+`. Only
-    the rows of the deltas shrink: `D* = p ((sum_t w_t (p^T b_t) a_t K_t) S^+)`. Cost `O(O r'^2 + T r' I^2 + I^3)`.
+    the deltas' rows are compressed: `D* = p ((sum_t w_t (p^T b_t) a_t K_t) S^+)`. Cost `O(O r'^2 + T r' I^2 + I^3)`.
     """
     exact = [d.to(torch.float64) for d in deltas]
     p_OP = torch.linalg.qr(torch.cat([d.b_OR for d in exact], dim=-1)).Q

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import seeded
 from torch import Tensor
 
-from actmat.linalg import threshold
-from actmat.linalg.threshold import Cut, StreamedCut, kth_magnitudes
+from actmat.linalg import chunks
+from actmat.linalg.masks import threshold
+from actmat.linalg.masks.threshold import Cut, StreamedCut, kth_magnitudes
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -37,11 +38,12 @@ def streamed(parts: list[Tensor], k: int) -> tuple[Cut, int]:
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold, "PIECE", 7)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 7)
+    monkeypatch.setattr(threshold, "CHUNK_ENTRIES", 7)
 
 
-@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_rank_equals_sorting(dtype: torch.dtype) -> None:
     smallest = torch.finfo(dtype).smallest_normal
