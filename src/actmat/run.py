@@ -26,7 +26,6 @@ from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.lora.unfitted import open_unfitted
 from actmat.experts.resolve import is_adapter, open_expert
 from actmat.output import StagedOutput, check_outputs, check_room, staged_outputs
 from actmat.plan import MergePlan, build_plan
@@ -226,10 +225,8 @@ class _Opening:
 
 
 def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callable[[], Expert]:
-    if to_adapter:
-        return lambda: open_unfitted(location)
-    if base is None:  # it could not be opened: look only for further problems
-        return lambda: open_unfitted(location) if is_adapter(location) else CheckpointExpert(open_checkpoint(location))
+    if base is None and not to_adapter and not is_adapter(location):  # look only for further problems
+        return lambda: CheckpointExpert(open_checkpoint(location))
     return lambda: open_expert(location, base)
 
 

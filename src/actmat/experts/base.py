@@ -122,7 +122,7 @@ class Expert(abc.ABC):
 
     @abc.abstractmethod
     def handle(self) -> ExpertHandle:
-        """What another process opens the same expert from, with `resolve.open_handle`."""
+        """Address from which another process opens the same expert, with `resolve.open_handle`."""
 
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
@@ -158,27 +158,31 @@ class Expert(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of adapters. An entry of `resolve.FAMILIES`; its functions are those of a module, so that it pickles.
+    """One kind of adapters, an entry of `resolve.FAMILIES`. Its functions are a module's own, so that it pickles.
 
     Args:
         name: for messages.
-        claims: whether a location holds such an adapter; reads no tensor of a full checkpoint.
-        open: an adapter, fitted to its base. `CheckpointError` with all problems if it does not fit.
+        claims: `claims(location)` is true where such an adapter is; reads no tensor of a full checkpoint.
+        open: `open(location, base)` gives an adapter fitted to its base; `CheckpointError` with all problems if it
+            does not fit.
+        open_unfitted: `open_unfitted(location)` gives an adapter whose `Expert.adapter` has the factors, for outputs
+            that are adapters; None for a family without factors.
     """
 
     name: str
     claims: Callable[[str | Path], bool]
-    open: Callable[[str | Path, Checkpoint | None], Expert]
+    open: Callable[[str | Path, Checkpoint], Expert]
+    open_unfitted: Callable[[str | Path], Expert] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertHandle:
-    """What an expert is opened from again, in this process or in another; picklable.
+    """Address from which `resolve.open_handle` opens an expert again, also in another process; picklable.
 
     Args:
         location: of the expert.
         family: of an adapter; None for a full checkpoint.
-        base: location of the base that an adapter was fitted to; None for a full checkpoint.
+        base: location of the base that an adapter was fitted to; None without one.
     """
 
     location: str

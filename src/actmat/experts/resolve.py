@@ -1,6 +1,6 @@
-"""From a location or a handle to an open expert: a registry of adapter families, full checkpoints otherwise.
+"""Open what a user named as an expert: adapters through a registry of families, all else as a full checkpoint.
 
-A new family of adapters is a file with an `Expert`, and an entry in `FAMILIES`.
+A new family of adapters is a file with an `Expert` and an entry in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, ExpertHandle, Family
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.lora.expert import LORA
@@ -24,37 +25,58 @@ FAMILIES: tuple[Family, ...] = (LORA,)
 
 
 def is_adapter(location: str | Path) -> bool:
-    """Whether `location` holds an adapter and no full checkpoint; reads no tensor of a full checkpoint."""
+    """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
     return _family(location) is not None
 
 
-def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint) -> Expert:
+def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint | None) -> Expert:
     """Open what `location` names; reads headers, and no tensor of a full checkpoint.
+
+    >>> import torch
+    >>> from actmat.checkpoints.memory import MemoryCheckpoint
+    >>> base = MemoryCheckpoint({"w": torch.ones(2)})
+    >>> with open_expert({"w": torch.zeros(2)}, base) as expert:
+    ...     expert.source("w")
+    Source(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
 
     Args:
         location: an adapter, or whatever `open_checkpoint` takes.
-        base: what the deltas are to be added to; not kept open.
+        base: what the deltas are added to; not needed afterwards. None opens an adapter for its factors only.
 
     Raises:
         CheckpointError: nothing there, damaged, or an adapter that cannot be merged into this base; carries all
             problems.
     """
     family = _family(location) if isinstance(location, str | Path) else None
-    return CheckpointExpert(open_checkpoint(location)) if family is None else family.open(str(location), base)
+    if base is not None:
+        return CheckpointExpert(open_checkpoint(location)) if family is None else family.open(str(location), base)
+    if family is None:
+        found = location if isinstance(location, str | Path) else "<memory>"
+        raise CheckpointError(f"{found}: expected an adapter, found none; a full checkpoint is merged into a base")
+    return _open_unfitted(family, str(location))
 
 
 def open_handle(handle: ExpertHandle) -> Expert:
-    """Open an expert again, in this process or in another.
+    """Open the expert that `Expert.handle` described, in any process that has the same storage.
 
     Raises:
-        CheckpointError: its files are gone.
+        CheckpointError: its files are gone or damaged.
     """
     if handle.family is None:
         return CheckpointExpert(open_checkpoint(handle.location))
     if handle.base is None:
-        return handle.family.open(handle.location, None)
+        return _open_unfitted(handle.family, handle.location)
     with open_checkpoint(handle.base) as base:
         return handle.family.open(handle.location, base)
+
+
+def _open_unfitted(family: Family, location: str) -> Expert:
+    if family.open_unfitted is None:
+        raise CheckpointError(
+            f"{location}: a {family.name} adapter has no factors that an adapter could be merged from. Fix: give the "
+            "base and write a model (--base ..., --to model)"
+        )
+    return family.open_unfitted(location)
 
 
 def _family(location: str | Path) -> Family | None:

@@ -22,13 +22,19 @@ __all__ = ["Adapter"]
 
 
 class Adapter:
-    """An open adapter: its modules, the full tensors beside them, and what cannot be used.
+    """An open adapter: its modules, tensors trained in full, and problems. Use as a context manager.
 
     Args:
         weights: the stored tensors.
         config: parsed `adapter_config.json`.
-        problems: what the config forbids.
-        is_pair_list: whether it was a bare list of factors, whose modules were named by their place in it.
+        problems: of the config, one sentence each.
+        is_pair_list: true for a list of factors without names, whose modules are named by their positions.
+
+    Attributes:
+        modules: pairs of factors, by module.
+        extras: tensors trained in full: name in the model -> stored name.
+        copies: copies of base weights, which are not used: name in the model -> stored name.
+        problems: those given, and those of the stored tensors.
     """
 
     def __init__(
@@ -49,7 +55,7 @@ class Adapter:
         return next((d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes), "float32")
 
     def factors(self, module: AdapterModule, dtype: torch.dtype) -> LowRank:
-        """The delta of a module, scaling folded into `b`, in the shape that the module tells."""
+        """The delta of a module, of the shape `module.shape`; `b` includes the scaling."""
         a, b = self.weights.read(module.a).to(dtype), self.weights.read(module.b).to(dtype)
         if module.kind == "embedding":
             return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
@@ -61,7 +67,7 @@ class Adapter:
         return LowRank(b.flatten(1) * module.scaling, a.flatten(1))
 
     def bias_delta(self, module: AdapterModule, dtype: torch.dtype) -> Tensor | None:
-        """`scaling * lora_B.bias`, what the module adds to its layer's bias; None without one."""
+        """`scaling * lora_B.bias`, the delta of the layer's bias; None without one."""
         return None if module.bias is None else self.weights.read(module.bias).to(dtype) * module.scaling
 
     @cached_property

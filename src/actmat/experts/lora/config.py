@@ -1,4 +1,4 @@
-"""`adapter_config.json` of a PEFT LoRA adapter: what scales which module, and what has no low-rank delta at all.
+"""`adapter_config.json` of a PEFT LoRA adapter: rank and scaling of each module, and settings without such a delta.
 
     W_0 + scaling * B A        scaling = alpha / r,  or alpha / sqrt(r) with `use_rslora`
 
@@ -27,7 +27,7 @@ REFUSED_TYPES = {
     "OFT": "OFT rotates the base weights",
     "BOFT": "BOFT rotates the base weights",
 }
-"""`peft_type` -> why its delta has no factors that could be read off."""
+"""`peft_type` -> the reason why its file has no factors of the delta."""
 
 REFUSED_FLAGS = {
     "use_dora": "DoRA normalises W_0 + B A, so that its delta depends on the base and is not low rank",
@@ -42,17 +42,21 @@ REFUSED_FLAGS = {
     "trainable_token_indices": "trainable tokens replace rows of the embedding",
     "megatron_config": "Megatron's parallel layers are not read",
 }
-"""Fields of a LoRA config -> why an adapter that sets them has no plain low-rank delta."""
-
+"""Field of a LoRA config -> the reason why an adapter that sets it has no plain low-rank delta."""
 
 REFUSED_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of `init_lora_weights` (or how they begin) that subtract the first `B A` from the base or replace it: the
-delta from the untouched base is not in the file. PEFT converts such adapters when it saves them."""
+"""Beginnings of values of `init_lora_weights` that subtract the first `B A` from the base or replace it: the delta
+from the unchanged base is not in the file. PEFT can convert such adapters when it saves them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What `adapter_config.json` says about the deltas; `fields` is the file as it is."""
+    """Settings of an adapter that determine its deltas, and the whole file in `fields`.
+
+    >>> config = AdapterConfig(r=4, alpha=8.0, rank_pattern={"v_proj": 2})
+    >>> config.scaling_of("layers.0.q_proj"), config.scaling_of("layers.0.v_proj")
+    (2.0, 4.0)
+    """
 
     r: int
     alpha: float
@@ -76,7 +80,7 @@ class AdapterConfig:
         return float(alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def parameters_of(self, module: str) -> tuple[str, ...]:
-        """Names of the bare parameters of `module` that are targeted; none for a module that is a layer itself."""
+        """Names of the targeted parameters of `module`; empty for a module that is targeted as a layer."""
         found = []
         for target in self.target_parameters:
             owner, _, name = target.rpartition(".")
@@ -90,7 +94,33 @@ def _matching(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
-    """The config, and everything in it that forbids reading the adapter's deltas, one sentence each."""
+    """The config, and one sentence for everything in it that rules out a plain low-rank delta."""
+    problems = _refusals(fields)
+    rank, alpha = fields.get("r"), fields.get("lora_alpha", 8)
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
+    if fields.get("peft_type") == "LORA" and not is_rank:
+        problems.append(f"expected a positive integer rank 'r', found {rank!r}; is the file complete?")
+    if not _is_number(alpha):
+        problems.append(f"expected a finite number 'lora_alpha', found {alpha!r}")
+    rank_pattern, alpha_pattern = (_pattern(fields, name, problems) for name in ("rank_pattern", "alpha_pattern"))
+    parameters = fields.get("target_parameters") or ()
+    config = AdapterConfig(
+        r=rank if isinstance(rank, int) and rank > 0 else 1,
+        alpha=float(alpha) if _is_number(alpha) else 1.0,
+        use_rslora=bool(fields.get("use_rslora")),
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        fan_in_fan_out=bool(fields.get("fan_in_fan_out")),
+        target_parameters=tuple(map(str, parameters)) if isinstance(parameters, list | tuple) else (),
+        bias=str(fields.get("bias") or "none"),
+        base_model=str(fields.get("base_model_name_or_path") or ""),
+        fields=fields,
+    )
+    return config, problems
+
+
+def _refusals(fields: Mapping[str, Any]) -> list[str]:
+    """One sentence for each setting under which the delta is not `scaling * B A`."""
     problems: list[str] = []
     kind = fields.get("peft_type")
     if kind != "LORA":
@@ -112,38 +142,23 @@ def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list
             "the base as it is published. PEFT converts PiSSA, OLoRA and CorDA to plain LoRA when it saves them with "
             "path_initial_model_for_weight_conversion; of others, merge the full models"
         )
-    rank, alpha = fields.get("r"), fields.get("lora_alpha", 8)
-    if kind == "LORA" and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
-        problems.append(f"expected a positive integer rank 'r', found {rank!r}; is the file complete?")
-    if not _is_number(alpha):
-        problems.append(f"expected a finite number 'lora_alpha', found {alpha!r}")
-    patterns: dict[str, dict[str, Any]] = {}
-    for name in ("rank_pattern", "alpha_pattern"):
-        value = fields.get(name) or {}
-        patterns[name] = {}
-        if not isinstance(value, Mapping):
-            problems.append(f"expected '{name}' to map patterns to numbers, found {value!r}")
-            continue
-        for pattern, number in value.items():
-            good = _is_number(number) and (name == "alpha_pattern" or (isinstance(number, int) and number > 0))
-            if good and _compiles(pattern):
-                patterns[name][pattern] = number
-            else:
-                problems.append(f"{name} has the entry {pattern!r}: {number!r}, which is no pattern with a number")
-    parameters = fields.get("target_parameters") or ()
-    config = AdapterConfig(
-        r=rank if isinstance(rank, int) and rank > 0 else 1,
-        alpha=float(alpha) if _is_number(alpha) else 1.0,
-        use_rslora=bool(fields.get("use_rslora")),
-        rank_pattern=patterns["rank_pattern"],
-        alpha_pattern=patterns["alpha_pattern"],
-        fan_in_fan_out=bool(fields.get("fan_in_fan_out")),
-        target_parameters=tuple(map(str, parameters)) if isinstance(parameters, list | tuple) else (),
-        bias=str(fields.get("bias") or "none"),
-        base_model=str(fields.get("base_model_name_or_path") or ""),
-        fields=fields,
-    )
-    return config, problems
+    return problems
+
+
+def _pattern(fields: Mapping[str, Any], name: str, problems: list[str]) -> dict[str, Any]:
+    """The valid entries of `rank_pattern` or `alpha_pattern`; the others become problems."""
+    value = fields.get(name) or {}
+    if not isinstance(value, Mapping):
+        problems.append(f"expected '{name}' to map patterns to numbers, found {value!r}")
+        return {}
+    found: dict[str, Any] = {}
+    for pattern, number in value.items():
+        is_valid = _is_number(number) and (name == "alpha_pattern" or (isinstance(number, int) and number > 0))
+        if is_valid and _compiles(pattern):
+            found[pattern] = number
+        else:
+            problems.append(f"{name} has the entry {pattern!r}: {number!r}, which is no pattern with a number")
+    return found
 
 
 def _is_number(value: Any) -> bool:

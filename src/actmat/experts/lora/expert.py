@@ -23,13 +23,67 @@ from actmat.experts.lora.fitting import Fit, fit_adapter
 from actmat.experts.lora.open import is_adapter, open_adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["LORA", "AdapterExpert", "is_formed", "open_fitted"]
+__all__ = ["LORA", "AdapterExpert", "UnfittedAdapter", "is_formed", "open_fitted", "open_unfitted"]
 
 _SLAB = 1 << 22
 """Entries of a product that are formed at a time."""
 
 
-class AdapterExpert(Expert):
+class _OpenAdapter(Expert):
+    """All that depends only on the stored tensors of an adapter, which is closed with the expert."""
+
+    kind = "adapter"
+    adapter: Adapter
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.location = adapter.location
+        self.n_tensors = len(adapter.weights.specs)
+        self.nbytes = sum(spec.nbytes for spec in adapter.weights.specs.values())
+
+    def hashes(self) -> Mapping[str, str]:
+        """Content hash of every tensor of the adapter."""
+        return self.adapter.hashes
+
+    def check_values(self, label: str) -> list[str]:
+        """One sentence for each tensor of the adapter with NaN or Inf."""
+        return self.adapter.check_values(label)
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the adapter's weights."""
+        return self.adapter.weights.identity()
+
+    def close(self) -> None:
+        """Close the adapter's files."""
+        self.adapter.weights.close()
+
+
+class UnfittedAdapter(_OpenAdapter):
+    """The tensors that an adapter stores, by their own names; its deltas are read through `adapter`."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__(adapter)
+        self.specs = adapter.weights.specs
+
+    def source(self, name: str) -> Source:
+        """A stored source."""
+        spec = self._spec(name)
+        return Source(name, "stored", spec.dtype, spec.nbytes)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        return self.adapter.weights.read(name)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor."""
+        self.adapter.weights.read_into(name, start, out)
+
+    def handle(self) -> ExpertHandle:
+        """The adapter's location."""
+        return ExpertHandle(self.location, LORA)
+
+
+class AdapterExpert(_OpenAdapter):
     """`W_0 + scaling * B A` without the sum: `delta` gives the deltas, only tensors trained in full are stored.
 
     Args:
@@ -38,12 +92,8 @@ class AdapterExpert(Expert):
         fit: where each delta lies on the base.
     """
 
-    kind = "adapter"
-    adapter: Adapter
-
     def __init__(self, adapter: Adapter, base: Checkpoint, fit: Fit) -> None:
-        self.adapter = adapter
-        self.location = adapter.location
+        super().__init__(adapter)
         self._base_location = base.location
         self._pieces = fit.pieces
         self._full = fit.full
@@ -52,14 +102,15 @@ class AdapterExpert(Expert):
         for name, source in fit.full.items():
             specs[name] = TensorSpec(name, stored[source].shape, stored[source].dtype, stored[source].file)
         self.specs = MappingProxyType(specs)
-        self.n_tensors = len(stored)
-        self.nbytes = sum(spec.nbytes for spec in stored.values())
         self._lock = threading.Lock()
         self._last: tuple[str, torch.dtype, LowRank] | None = None
 
     def source(self, name: str) -> Source:
         """Stored if it was trained in full, formed if a module changes it, else zero."""
-        dtype, nbytes = self._spec(name).dtype, sum(self.adapter.weights.specs[n].nbytes for n in self._stored(name))
+        dtype, nbytes = (
+            self._spec(name).dtype,
+            sum(self.adapter.weights.specs[n].nbytes for n in self._tensors_of(name)),
+        )
         if name in self._full:
             return Source(name, "stored", dtype, nbytes)
         piece = self._pieces.get(name)
@@ -120,27 +171,11 @@ class AdapterExpert(Expert):
         if self.source(name).kind == "stored":
             self._refuse(name, "formed")
         hashes = self.adapter.hashes
-        return hash_names((n, hashes[n]) for n in self._stored(name))
-
-    def hashes(self) -> Mapping[str, str]:
-        """Content hash of every tensor of the adapter."""
-        return self.adapter.hashes
-
-    def check_values(self, label: str) -> list[str]:
-        """One sentence for each tensor of the adapter with NaN or Inf."""
-        return self.adapter.check_values(label)
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of the adapter's weights."""
-        return self.adapter.weights.identity()
+        return hash_names((n, hashes[n]) for n in self._tensors_of(name))
 
     def handle(self) -> ExpertHandle:
         """The adapter's location and that of its base."""
         return ExpertHandle(self.location, LORA, self._base_location)
-
-    def close(self) -> None:
-        """Close the adapter's files."""
-        self.adapter.weights.close()
 
     def _product(self, name: str, dtype: torch.dtype) -> LowRank:
         """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""
@@ -159,7 +194,7 @@ class AdapterExpert(Expert):
             self._last = (name, dtype, value)
         return value
 
-    def _stored(self, name: str) -> tuple[str, ...]:
+    def _tensors_of(self, name: str) -> tuple[str, ...]:
         """Names in the adapter of the tensors that its delta is made of."""
         if name in self._full:
             return (self._full[name],)
@@ -176,13 +211,12 @@ def is_formed(expert: object, source: str) -> TypeGuard[AdapterExpert]:
     return isinstance(expert, AdapterExpert) and expert.source(source).kind != "stored"
 
 
-def open_fitted(location: str | Path, base: Checkpoint | None) -> AdapterExpert:
+def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
     """An adapter, fitted to the base that it is to be merged into.
 
     Raises:
         CheckpointError: not an adapter of this base, or none that can be merged; carries all problems.
     """
-    assert base is not None, "an adapter is fitted to a base"
     adapter = open_adapter(location)
     fit = fit_adapter(adapter, base)
     if fit.problems:
@@ -194,4 +228,13 @@ def open_fitted(location: str | Path, base: Checkpoint | None) -> AdapterExpert:
     return AdapterExpert(adapter, base, fit)
 
 
-LORA = Family("lora", is_adapter, open_fitted)
+def open_unfitted(location: str | Path) -> UnfittedAdapter:
+    """An adapter without a base.
+
+    Raises:
+        CheckpointError: no adapter there, or its files cannot be read.
+    """
+    return UnfittedAdapter(open_adapter(location))
+
+
+LORA = Family("LoRA", is_adapter, open_fitted, open_unfitted)

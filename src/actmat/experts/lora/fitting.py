@@ -17,9 +17,14 @@ __all__ = ["Fit", "Piece", "fit_adapter"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The delta of one stored tensor: that of a module, its expert `index`, its rows `start:stop`, transposed or not.
+    """The delta of one stored tensor, as a part of the delta of a module.
 
-    `bias`: what the module adds to its layer's bias instead.
+    Args:
+        module: with the factors.
+        transposed: the stored tensor is the transpose of the module's delta.
+        index: of the expert in a module that stacks them.
+        start, stop: rows of the module's delta; all without `stop`.
+        bias: the delta is that of the layer's bias, from `lora_B.bias`.
     """
 
     module: AdapterModule
@@ -32,13 +37,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How an adapter lies on a base.
+    """The stored tensors of a base that an adapter changes.
 
     Args:
         pieces: stored name in the base -> its delta.
         full: stored name in the base -> stored name in the adapter, for tensors trained in full.
-        hidden: names of the base that the expert does not show: of tied names, all but the one with the delta.
-        problems: modules without a tensor, shapes that do not fit, and all that is wrong with the adapter itself.
+        hidden: names of the base that are left out: of tied names, all but the one with the delta.
+        problems: modules without a tensor, shapes that do not fit, and the problems of the adapter itself.
     """
 
     pieces: Mapping[str, Piece]
@@ -53,64 +58,62 @@ def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
     layouts = resolve_layout(base.specs, base.config)
     candidates = {m.name: _candidates(adapter, m) for m in adapter.modules.values()}
     biases = {m.name: f"{m.name}.bias" for m in adapter.modules.values() if m.bias is not None}
-    places, why = locate(base, list(candidates.values()), [*adapter.extras, *biases.values()])
+    found, why = locate(base, list(candidates.values()), [*adapter.extras, *biases.values()])
     pieces: dict[str, Piece] = {}
     taken: set[str] = set()
     for module in adapter.modules.values():
-        options = [(n, places[n]) for n in candidates[module.name] if n in places and n not in taken]
-        fitting = [(n, p) for n, p in options if _fits(module, p, layouts) is not None]
+        options = [(n, found[n]) for n in candidates[module.name] if n in found and n not in taken]
+        fitting = [(n, t, turned) for n, t in options if (turned := _is_transposed(module, t, layouts)) is not None]
         if not fitting:
-            problems.append(_unplaced(module, options, candidates[module.name], base, why))
+            problems.append(_misfit(module, options, candidates[module.name], base, why))
             continue
-        name, place = fitting[0]
+        name, target, transposed = fitting[0]
         taken.add(name)
-        transposed = _fits(module, place, layouts)
-        assert transposed is not None
-        for part in place.slices:
+        for part in target.slices:
             pieces[part.name] = Piece(module, transposed, part.index, part.start, part.stop)
         if module.name in biases:
-            spot = places.get(biases[module.name])
-            if spot is None:
+            bias = found.get(biases[module.name])
+            if bias is None:
                 problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{biases[module.name]}'")
             else:
-                pieces[spot.slices[0].name] = Piece(module, bias=True)
+                pieces[bias.slices[0].name] = Piece(module, bias=True)
     full = {}
     for name, source in adapter.extras.items():
-        found = places.get(name)
-        if found is not None and len(found.slices) == 1:
-            full[found.slices[0].name] = source
-        else:
-            full[name] = source  # a new head: the base lacks it, alignment says that it is not merged
+        slices = found[name].slices if name in found else ()
+        # without one tensor in the base it is a new head: the plan notes that it is not merged
+        full[slices[0].name if len(slices) == 1 else name] = source
     return Fit(pieces, full, _hidden(layouts, base, {*pieces, *full}), tuple(problems))
 
 
 def _candidates(adapter: Adapter, module: AdapterModule) -> list[str]:
+    """Names in memory of the tensors that the module may change; it changes one of them."""
     plain = module.name.replace(".base_layer", "")
     if module.kind == "parameter":
         return [f"{plain}.{p}" for p in adapter.config.parameters_of(plain)]
     return [f"{plain}.weight", f"{plain}.in_proj_weight"]
 
 
-def _fits(module: AdapterModule, place: Located, layouts: LayoutMap) -> bool | None:
-    """Whether the delta must be transposed to lie on the tensor; None when it does not fit at all.
+def _is_transposed(module: AdapterModule, target: Located, layouts: LayoutMap) -> bool | None:
+    """True if the tensor is the transpose of the delta, None if their shapes do not fit.
 
-    Where both readings fit (a square matrix), the layout of the base decides, as it does for full checkpoints; for a
-    family that it does not know, `fan_in_fan_out` of the adapter would be a guess about one of many modules.
+    Where both orientations fit (a square matrix), the layout of the base decides, as it does for full checkpoints; for
+    a family that it does not know, `fan_in_fan_out` of the adapter would be a guess about one of many modules.
     """
     if module.kind == "convolution":
-        return False if place.shape == (module.shape[0], *module.kernel) else None
-    straight = place.shape == module.shape
-    turned = place.shape == (*module.shape[:-2], module.shape[-1], module.shape[-2])
+        return False if target.shape == (module.shape[0], *module.kernel) else None
+    straight = target.shape == module.shape
+    turned = target.shape == (*module.shape[:-2], module.shape[-1], module.shape[-2])
     if module.kind == "embedding" or (module.kind == "parameter" and len(module.shape) == 2):
         return False if straight else None
     if straight and turned:
-        return layouts.tensors[place.slices[0].name].orientation == "IO"
+        return layouts.tensors[target.slices[0].name].orientation == "IO"
     return False if straight else True if turned else None
 
 
-def _unplaced(
+def _misfit(
     module: AdapterModule, options: list[tuple[str, Located]], names: list[str], base: Checkpoint, why: str
 ) -> str:
+    """One sentence on a module that fits none of `options`, the tensors that were found of those called `names`."""
     if options:
         found = ", ".join(f"'{n}' {'x'.join(map(str, p.shape))}" for n, p in options)
         return (
@@ -122,7 +125,7 @@ def _unplaced(
 
 
 def _hidden(layouts: LayoutMap, base: Checkpoint, touched: set[str]) -> frozenset[str]:
-    """Of tied names, all but one: the one that the adapter changes, else the canonical one."""
+    """Of tied names, all but the one that the adapter changes, or else the canonical one."""
     groups: dict[str, list[str]] = {}
     for alias, target in {**base.aliases, **layouts.ties}.items():
         groups.setdefault(target, [target]).append(alias)

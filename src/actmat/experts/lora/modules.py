@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT stores them: pairs of small factors per module, and full tensors trained beside them.
+"""Factors of a LoRA adapter as PEFT stores them, paired up by module.
 
 Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts, `V` vocabulary, `k` kernel of a convolution.
 
@@ -29,21 +29,22 @@ ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")
 _PREFIX = "base_model.model."
 _TWICE = ".base_layer.out_proj"
-"""Only the attention that PEFT wraps as a whole has a layer of this name: `MultiheadAttention.merge` in PEFT adds the
-delta of `out_proj` itself and then calls `out_proj.merge`, and its forward pass does the same."""
+"""Suffix of a layer inside an attention that PEFT wraps as a whole: `MultiheadAttention.merge` in PEFT adds the delta
+of `out_proj` itself and then calls `out_proj.merge`, and its forward pass does the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
-    """One pair of factors.
+    """One pair of factors, `delta = scaling * B A`.
 
     Args:
-        name: module as it is called in the model (nested wrappers of bare parameters keep their `.base_layer`).
-        kind: how the factors are stored, see the table above.
-        a, b: names of the stored factors; `bias` that of `lora_B.bias`, or None.
+        name: of the module in the model (nested wrappers of a parameter keep their `.base_layer`).
+        kind: form of the stored factors, see the table at the top of this file.
+        a, b: names of the stored factors.
         rank, scaling: of the delta.
         shape: `*batch O I` of the logical delta (`V I` of an embedding; `O, I k` of a convolution).
         kernel: `I, *k` of a convolution, else empty.
+        bias: name of the stored `lora_B.bias`, which `scaling` multiplies too; None without one.
     """
 
     name: str
@@ -63,8 +64,8 @@ def list_modules(
     """Pair the stored factors up.
 
     Returns:
-        Modules by name; full trained tensors (name in the model -> stored name); stored copies of base weights, which
-        PEFT adds for embeddings it adapts; and every problem, one sentence each.
+        Modules by name; tensors trained in full (name in the model -> stored name); copies of base weights, which PEFT
+        stores for embeddings that it adapts (likewise); and one sentence for every problem.
     """
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     extras: dict[str, str] = {}
@@ -108,7 +109,7 @@ def list_modules(
 def _pair(
     module: str, embedding: bool, names: Mapping[str, str], specs: Mapping[str, TensorSpec], config: AdapterConfig
 ) -> AdapterModule | str:
-    """The module, or what is wrong with it."""
+    """The module, or its problem in one sentence."""
     missing = [side for side in "AB" if side not in names]
     if missing:
         has = ", ".join(names.values())

@@ -1,4 +1,4 @@
-"""From what a user wrote to an open adapter: a folder, its weight file, a hub id, or a bare list of factor pairs.
+"""Open an adapter from a folder, its weight file, a hub id, or a list of factor pairs.
 
 A folder is an adapter when it holds `adapter_config.json` and no weights of a full model. Only JSON and tensors are
 read; neither PEFT nor transformers is needed.
@@ -31,11 +31,11 @@ from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 __all__ = ["PAIR_LIST", "is_adapter", "open_adapter"]
 
 PAIR_LIST = "pairs"
-"""First component of the module names that a list of pairs is given."""
+"""First component of the module names in an adapter from a list of pairs."""
 
 
 def is_adapter(location: str | Path) -> bool:
-    """Whether `location` names an adapter rather than a full checkpoint; reads no tensor of a full checkpoint."""
+    """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
     path = Path(location).expanduser()
     if path.is_dir():
         return _holds_adapter([p.name for p in path.iterdir()])
@@ -54,7 +54,7 @@ def open_adapter(location: str | Path) -> Adapter:
     """Open an adapter; reads the config and the headers of its weights.
 
     Raises:
-        CheckpointError: no adapter there, or its files cannot be read. What is wrong with its contents is in
+        CheckpointError: no adapter there, or its files cannot be read. Problems of its contents are in
             `Adapter.problems`.
     """
     path = Path(location).expanduser()
@@ -98,7 +98,7 @@ def _pair_list(path: Path) -> list[Tensor] | None:
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except DAMAGED:
-        return None  # no list of tensors; whoever opens it as a checkpoint says what is wrong with it
+        return None  # not a list of tensors; opening it as a checkpoint gives the error
     listed = isinstance(value, list) and len(value) > 0 and all(isinstance(x, Tensor) for x in value)
     return value if listed else None
 
