@@ -15,7 +15,7 @@ from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from torch import Tensor
 
 from actmat import api
-from actmat.api_adapters import plan_adapters
+from actmat.api import plan_recipe as plan_adapters
 from actmat.errors import MergeError, OutputError
 from actmat.layout import resolve_layout
 from actmat.plan.adapter_model import AdapterPlan

@@ -20,7 +20,7 @@ from tests.helpers.models import BY_NAME, save_family, stored
 from torch import Tensor
 
 import actmat
-from actmat.api_diagnose import diagnose_output, diagnose_recipe, recipe_of_output
+from actmat.api import diagnose_output, diagnose_recipe, recipe_of_output
 from actmat.checkpoints.writing.staging import Staging
 from actmat.diagnostics.measure import Kept, measure_dense
 from actmat.diagnostics.model import Diagnosis, Stages, read_diagnosis
