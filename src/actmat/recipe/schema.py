@@ -128,7 +128,8 @@ class Recipe(_Strict):
     """One merge, completely. A field annotated with a `Flag` is a flag of `merge`, `plan` and `diagnose`."""
 
     base: Annotated[str, Flag(("--base", "-b"))] = Field(
-        default="", description="the checkpoint that every expert was fine-tuned from; adapters need none"
+        default="",
+        description="the checkpoint that all experts come from: directory, file or hub id; adapters need none",
     )
     experts: Annotated[
         tuple[ExpertRef, ...],
