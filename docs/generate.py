@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
+from actmat.cli.signature import with_flags
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, get_method
@@ -146,17 +147,16 @@ def _memory(m: MergeMethod) -> str:
 
 
 def flags(name: str) -> str:
-    """Arguments and flags of one command, from the signature of its function."""
+    """Arguments and flags of one command, from its signature."""
     home, _, sub = name.partition("_")  # statistics_collect: a command of a group
-    command = importlib.import_module(f"actmat.cli.{home}").__dict__[sub or home]
-    hints = typing.get_type_hints(command, include_extras=True)
+    command = with_flags(importlib.import_module(f"actmat.cli.{home}").__dict__[sub or home])
     rows = []
-    for parameter in inspect.signature(command).parameters.values():
-        kind, info = typing.get_args(hints[parameter.name])[:2]
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind, info = typing.get_args(parameter.annotation)[:2]
         # typer keeps the first spelling of an Annotated option where a default would stand
         declared = [d for d in (info.default, *(info.param_decls or ())) if isinstance(d, str)]
         spelled = [f"`{s}`" for d in declared for s in d.split("/")]
-        is_flag, many = kind is bool, "list[" in str(kind)
+        is_flag, many = bool in (kind, *typing.get_args(kind)), "list[" in str(kind)
         if isinstance(info, ArgumentInfo):
             spelled = [f"`{info.metavar or parameter.name.upper()}`"]
         elif not is_flag:

@@ -11,7 +11,19 @@ from importlib.util import find_spec
 import pytest
 from tests.helpers.repository import ROOT
 
-HEAVY = ("torch", "transformers", "peft", "matplotlib", "sklearn", "scipy", "pandas", "datasets", "ray")
+HEAVY = (
+    "torch",
+    "transformers",
+    "peft",
+    "matplotlib",
+    "sklearn",
+    "scipy",
+    "pandas",
+    "datasets",
+    "ray",
+    "pydantic",
+    "yaml",
+)
 
 
 def imported_by(code: str) -> list[str]:

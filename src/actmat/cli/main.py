@@ -1,4 +1,4 @@
-"""`actmat`: the command line. Every command lives in a file of its own and imports what it needs when it runs."""
+"""`actmat`: the command line. Every command has a file of its own and imports the library when it runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from actmat.cli.merge import merge
 from actmat.cli.methods import methods
 from actmat.cli.plan import plan
 from actmat.cli.report import report
+from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
 from actmat.cli.verify import verify
 from actmat.errors import MergeError
@@ -31,7 +32,11 @@ __all__ = ["app", "main"]
 
 
 class _Commands(typer.core.TyperGroup):
-    """Says what an interruption means, in place of typer's bare 'Aborted'."""
+    """Commands that get their flags when they are called, and that tell the effect of an interruption."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, resolved(command), rest
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own type of a context
         try:
@@ -61,7 +66,9 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-for command in (merge, plan, diagnose, report, compare, methods, inspect, verify, demo):
+for recipe_command in (merge, plan, diagnose):  # the recipe's schema takes long to import
+    app.command()(deferred(recipe_command))
+for command in (report, compare, methods, inspect, verify, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
 app.add_typer(experiment)

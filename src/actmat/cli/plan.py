@@ -1,4 +1,4 @@
-"""`actmat plan`: what would happen to every tensor, and why."""
+"""`actmat plan`: show what a merge would do to every tensor, and why."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
+from actmat.cli.recipes import RecipeFlags
+from actmat.cli.signature import Fields
+from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
@@ -15,63 +18,22 @@ __all__ = ["plan"]
 
 
 def plan(
+    *,
     recipe: flags.RecipeFile = None,
-    base: flags.Base = None,
-    expert: flags.Experts = None,
-    method: flags.Methods = None,
-    option: flags.Options = None,
-    weight: flags.Weights = None,
-    statistics: flags.Statistics = None,
-    scale: flags.Scale = None,
-    scope: flags.Scope = None,
-    keep: flags.Keep = None,
-    dtype: flags.Dtype = None,
-    compute_dtype: flags.ComputeDtype = None,
-    seed: flags.Seed = None,
-    ties: flags.Ties = True,
-    files_from: flags.FilesFrom = None,
-    max_shard_size: flags.MaxShardSize = None,
-    to: flags.To = None,
-    rank: flags.Rank = None,
-    ranks: flags.Ranks = None,
-    any_base: flags.AnyBase = False,
-    device: flags.Device = "cpu",
+    given: Annotated[RecipeFlags, Fields(without=("out",))],
+    run: Annotated[RunSettings, Fields(only=("device",))],
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", help="One line per tensor instead of groups.")] = False,
 ) -> None:
     """Show what 'actmat merge' would do with the same inputs; nothing is written, no tensor is read.
 
-    Prints for groups of tensors what happens to them and why, the bytes to read and write, and the peak of memory.
-    When the inputs do not fit together, ALL problems are listed and the exit code is 1.
+    Prints for groups of tensors what happens to them and why, the bytes to read
+    and write, and the peak of memory. If the inputs do not fit together, all
+    problems are listed and the exit code is 1.
     """
-    recipes = flags.build_recipes(
-        recipe,
-        base=base,
-        experts=expert,
-        methods=method,
-        options=option,
-        weights=weight,
-        statistics=statistics,
-        out=None,
-        fields={
-            "scale": scale,
-            "scope": scope,
-            "keep": keep,
-            "dtype": dtype,
-            "compute_dtype": compute_dtype,
-            "seed": seed,
-            "ties": None if ties else False,
-            "files_from": files_from,
-            "max_shard_size": max_shard_size,
-            "to": to,
-            "rank": rank,
-            "ranks": ranks,
-            "any_base": any_base or None,
-        },
-    )
     from actmat.api import plan_recipe
 
-    plans = [plan_recipe(r, device=device) for r in recipes]
+    plans = [plan_recipe(r, device=run.device) for r in given.recipes(recipe)]
     if json:
         import json as json_module
 
