@@ -90,12 +90,10 @@ class Axis:
 
     def place(self, value: float) -> float:
         """Position of a value: 0 at the low end, 1 at the high end; values outside are moved to the end."""
-        low, high, at = (
-            (math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low)))
-            if self.log
-            else (self.low, self.high, value)
-        )
-        return min(1.0, max(0.0, (at - low) / (high - low)))
+        low, high, at = self.low, self.high, max(value, self.low)
+        if self.log:
+            low, high, at = math.log10(low), math.log10(high), math.log10(at)
+        return min(1.0, (at - low) / (high - low))
 
 
 def positive_axis(values: Sequence[float]) -> Axis:
