@@ -28,7 +28,7 @@ from actmat.report.html.scales import (
     residual_level,
     residual_text,
     sequential,
-    tick_places,
+    tick_indices,
 )
 from actmat.report.html.strips import Cell, Strip, strips
 
@@ -103,19 +103,19 @@ def test_axes_hold_all_values_with_few_labels(values: list[float]) -> None:
     axis = positive_axis(values)
     assert axis.low == 0 < max(values) <= axis.high * (1 + 1e-9)
     assert 2 <= len(axis.ticks) <= 6
-    assert [axis.place(t) for t in (axis.low, axis.high)] == [0, 1]
+    assert [axis.position(t) for t in (axis.low, axis.high)] == [0, 1]
     logs = log_axis(values)
     assert logs.low <= min(1.0, *values)
     assert max(1.0, *values) <= logs.high * (1 + 1e-9)
     assert len(logs.ticks) <= 8
-    places = [logs.place(v) for v in sorted(values)]
+    places = [logs.position(v) for v in sorted(values)]
     assert places == sorted(places)
     assert all(0 <= p <= 1 for p in places)
 
 
 @given(st.integers(1, 3000), st.integers(2, 20))
 def test_ticks_are_few_even_and_begin_at_the_first(count: int, wanted: int) -> None:
-    places = tick_places(count, wanted)
+    places = tick_indices(count, wanted)
     assert places[0] == 0
     assert places[-1] < count
     assert len(places) <= max(wanted, 1)

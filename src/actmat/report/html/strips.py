@@ -24,7 +24,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """One row; `label` stands to the left, `total` to the right."""
+    """One row, with `label` to its left and `total` to its right."""
 
     label: Child
     name: str
