@@ -30,7 +30,7 @@ from actmat.report.html.scales import (
     sequential,
     tick_indices,
 )
-from actmat.report.html.strips import Cell, Strip, strips
+from actmat.report.html.strips import Cell, Strip, largest_strips, strips
 
 POSITIVE = st.floats(1e-12, 1e12)
 
@@ -200,3 +200,20 @@ def test_strips_leave_holes_where_there_is_no_matrix() -> None:
     page = Page(str(strips(rows, ["0", "1", "other"], x_title="layer")))
     assert [(e.attributes["x"], e.attributes["class"]) for e in page.all("rect")] == [("0", "q1"), ("2", "h0")]
     assert [e.text for e in page.all("span")] == ["0", "1", "other"]
+
+
+def test_a_strip_shows_the_largest_of_each_cell() -> None:
+    items = [("q", 0, 1.0), ("q", 0, 3.0), ("q", 2, 2.0), ("up", 1, 0.5)]
+    rows = largest_strips(
+        [(kind, [i for i in items if i[0] == kind]) for kind in ("q", "up")],
+        [0, 1, 2],
+        depth=lambda i: i[1],
+        value=lambda i: i[2],
+        cell=lambda i: Cell("q1", str(i[2])),
+        text=number,
+    )
+    assert [[None if c is None else c.tip for c in row.cells] for row in rows] == [
+        ["3.0", None, "2.0"],
+        [None, "0.5", None],
+    ]
+    assert [(row.name, row.total) for row in rows] == [("q", "3"), ("up", "0.5")]
