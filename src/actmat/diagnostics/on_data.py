@@ -1,6 +1,6 @@
 """Residual of a merged model on disk on the inputs that each expert's layers really see.
 
-`rho_t` uses the inputs that the deltas stand for; here inputs are measured, as Gram matrices `C_t`:
+`rho_t` uses the inputs that the deltas represent; here inputs are measured, as Gram matrices `C_t`:
 
     rho_t(data)^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2,    E||A z||^2 = tr(A C_t A^T)
 
