@@ -22,9 +22,9 @@ NAN, INF = float("nan"), float("inf")
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 5 entries and places of 4, so that tensors of some dozen are read in several."""
     monkeypatch.setattr(deltas_module, "CHUNK_ENTRIES", 4)
-    monkeypatch.setattr(deltas_module, "CHUNK_ENTRIES", 5)
-    monkeypatch.setattr(reader_module, "CHUNK_ENTRIES", 5)
-    monkeypatch.setattr(parts_module, "CHUNK_ENTRIES", 5)
+    monkeypatch.setattr(deltas_module, "CHUNK", 5)
+    monkeypatch.setattr(reader_module, "CHUNK", 5)
+    monkeypatch.setattr(parts_module, "CHUNK", 5)
 
 
 @pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])

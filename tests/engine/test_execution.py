@@ -264,7 +264,7 @@ def test_however_deltas_are_read_the_rule_gives_its_bits(
     monkeypatch.setattr(parts_module, "HELD_BYTES", held_bytes)
     for module in ("deltas", "reader", "reading", "output"):
         monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 16)
-    monkeypatch.setattr("actmat.engine.deltas.PLACE", 12)
+    monkeypatch.setattr("actmat.engine.deltas.CHUNK_ENTRIES", 12)
     merged, _ = merge(family, method=method, options=options, scope="all", seed=3, threads=2)
     rule = get_method(method)
     for name, value in merged.items():

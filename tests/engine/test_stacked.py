@@ -16,7 +16,7 @@ from actmat.engine import stacked as module
 from actmat.engine.stacked import StackedDeltas
 from actmat.errors import CheckpointError, NumericalError
 from actmat.linalg.chunks import Stacked, Streamed
-from actmat.plan.parts import CHUNK_ENTRIES, Part
+from actmat.plan.parts import CHUNK, Part
 
 NAN, INF = float("nan"), float("inf")
 WHOLE = Part(0, 11, (11,), VECTOR)
@@ -24,7 +24,7 @@ WHOLE = Part(0, 11, (11,), VECTOR)
 
 @pytest.fixture(autouse=True)
 def short_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPAN", 4)
+    monkeypatch.setattr(module, "PRODUCT", 4)
 
 
 def walked(stack: StackedDeltas) -> list[Tensor]:
@@ -103,7 +103,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         generator = torch.Generator().manual_seed(0)
-        size = CHUNK_ENTRIES + 1000
+        size = CHUNK + 1000
         self.base = torch.randn(size, generator=generator)
         self.experts = [self.base + 0.01 * torch.randn(size, generator=generator) for _ in range(3)]
         self.folder = folder
@@ -125,7 +125,7 @@ class Files:
 def test_a_merge_names_what_is_not_finite_and_goes_on_without_it_where_that_is_tolerated(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SPAN", 1 << 18)
+    monkeypatch.setattr(module, "PRODUCT", 1 << 18)
     files = Files(tmp_path)
     files.experts[1][7], files.experts[2][-1] = NAN, INF
     with pytest.raises(CheckpointError, match=r"(?s)expert 'e1' has 1 value.*expert 'e2' has 1 value"):
@@ -138,7 +138,7 @@ def test_a_merge_names_what_is_not_finite_and_goes_on_without_it_where_that_is_t
 
 @pytest.mark.parametrize("method", ["model_stock", "karcher"])
 def test_what_nobody_changed_keeps_its_bits(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPAN", 1 << 18)
+    monkeypatch.setattr(module, "PRODUCT", 1 << 18)
     files = Files(tmp_path)
     files.base[5], files.base[6] = -0.0, -INF
     files.experts = [files.base.clone() for _ in range(3)]
@@ -158,7 +158,7 @@ PLAIN_SUM = replace(MODEL_STOCK, name="plain_sum", combine=combine)
 
 
 def test_a_sum_beyond_the_range_of_the_dtype_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPAN", 1 << 18)
+    monkeypatch.setattr(module, "PRODUCT", 1 << 18)
     files = Files(tmp_path)
     files.base[:] = 0
     files.experts = [torch.full_like(files.base, 2e38) for _ in range(3)]

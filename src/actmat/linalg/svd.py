@@ -110,11 +110,11 @@ def thin_svd(
     """
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
         return _gram_svd(matrix_OI, k, rtol, floor)
-    u_OK, s_K, v_IK, retries = orthogonal_svd(matrix_OI)
-    s_K, rank = numerical_range(s_K, rtol, floor)
-    s_K = s_K[..., :k]
-    on = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
-    return ThinSVD(u_OK[..., :k] * on, s_K, v_IK[..., :k] * on, rank, retries)
+    u_OS, s_S, v_IS, retries = orthogonal_svd(matrix_OI)
+    s_S, rank = numerical_range(s_S, rtol, floor)
+    s_K = s_S[..., :k]
+    on_1K = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
+    return ThinSVD(u_OS[..., :k] * on_1K, s_K, v_IS[..., :k] * on_1K, rank, retries)
 
 
 def svd_workspace(rows: int, columns: int) -> int:
@@ -151,15 +151,16 @@ def orthogonal_svd(matrix_OI: Tensor) -> tuple[Tensor, Tensor, Tensor, Retries]:
 
     QR of the long side first when it is at least twice the short one; retries and errors as in `economy_svd`.
     """
-    a_OI = matrix_OI.to(torch.float64)
-    if a_OI.shape[-2] < a_OI.shape[-1]:
-        v_IK, s_K, u_OK, retries = orthogonal_svd(a_OI.mT)
-        return u_OK, s_K, v_IK, retries
-    q_LS: Tensor | None = None
-    if a_OI.shape[-2] >= 2 * a_OI.shape[-1]:
-        q_LS, a_OI = torch.linalg.qr(a_OI)
-    u_OK, s_K, vh_KI, retries = economy_svd(a_OI)
-    return (u_OK if q_LS is None else q_LS @ u_OK), s_K, vh_KI.mT, retries
+    if matrix_OI.shape[-2] < matrix_OI.shape[-1]:
+        v_IS, s_S, u_OS, retries = orthogonal_svd(matrix_OI.mT)
+        return u_OS, s_S, v_IS, retries
+    wide_OI = matrix_OI.to(torch.float64)
+    if wide_OI.shape[-2] < 2 * wide_OI.shape[-1]:
+        u_OS, s_S, vh_SI, retries = economy_svd(wide_OI)
+        return u_OS, s_S, vh_SI.mT, retries
+    q_OS, r_SI = torch.linalg.qr(wide_OI)
+    u_SS, s_S, vh_SI, retries = economy_svd(r_SI)
+    return q_OS @ u_SS, s_S, vh_SI.mT, retries
 
 
 def column_slices(length: int) -> Iterator[slice]:
@@ -191,12 +192,12 @@ def gram_spectrum(gram_SS: Tensor) -> tuple[Tensor, Tensor, Retries]:
 
 def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | float) -> ThinSVD:
     """Eigenvectors of the short side's Gram matrix; the long side's vectors are `A^T e_i / s_i`."""
-    s_K, vectors_SS, retries = gram_spectrum(short_gram(matrix_OI))
-    s_K, rank = numerical_range(s_K, rtol, floor)
-    s_K = s_K[..., :k]
-    on = s_K > 0
-    short_SK = vectors_SS[..., :k] * on.unsqueeze(-2)
-    inverse_K = torch.where(on, s_K, 1.0).reciprocal()
+    s_S, vectors_SS, retries = gram_spectrum(short_gram(matrix_OI))
+    s_S, rank = numerical_range(s_S, rtol, floor)
+    s_K = s_S[..., :k]
+    on_K = s_K > 0
+    short_SK = vectors_SS[..., :k] * on_K.unsqueeze(-2)
+    inverse_K = torch.where(on_K, s_K, 1.0).reciprocal()
     a_SL = _short_by_long(matrix_OI)
     basis_SK = short_SK * inverse_K.unsqueeze(-2)
     long_LK = torch.cat([a_SL[..., p].mT.to(torch.float64) @ basis_SK for p in column_slices(a_SL.shape[-1])], dim=-2)
