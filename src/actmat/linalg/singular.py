@@ -1,7 +1,8 @@
 """Common parts of the singular-vector methods: rank slots, joint orthogonalisation, isotropic spectra.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular triplets of one expert, `J = T * K` of all,
-`M`, `N`, `S` as in `linalg.polar`. Leading batch axes are allowed. Everything is float64 inside; callers round once, at the end.
+`M`, `N`, `S` as in `linalg.polar`. Leading batch axes are allowed. Everything is float64 inside; callers round once,
+at the end.
 """
 
 from __future__ import annotations
