@@ -44,6 +44,6 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[demo]'
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) -e '.[dev]'
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml packages/actmat-experiments/pyproject.toml
+	$(PIP) -e '.[dev]' -e packages/actmat-experiments
 	@touch $(VENV)/demo.stamp $@

@@ -43,11 +43,15 @@ class Run:
             when one tool syncs and the other leaves that to the kernel.
         peak_anonymous_b: largest sum of RssAnon over the process and its descendants, sampled every 20 ms. Pages
             of files (mapped checkpoints, page cache) are not counted: the kernel can drop them.
+        cpu_s: user and system time of the process and of the descendants that it waited for.
+        peak_resident_b: as `peak_anonymous_b`, of VmRSS: mapped files are counted.
     """
 
     wall_s: float
     durable_s: float
     peak_anonymous_b: int
+    cpu_s: float = 0.0
+    peak_resident_b: int = 0
 
 
 def measure(command: Sequence[str | Path], output: Path | None = None, **environment: str) -> Run:
@@ -63,17 +67,22 @@ def measure(command: Sequence[str | Path], output: Path | None = None, **environ
         stderr=subprocess.STDOUT,
         env={**os.environ, **environment},
     )
-    peak = 0
+    peaks = dict.fromkeys(("RssAnon", "VmRSS"), 0)
     done = threading.Event()
 
     def sample() -> None:
-        nonlocal peak
         while not done.wait(SAMPLE_S):
-            peak = max(peak, sum(anonymous_bytes(pid) for pid in family(child.pid)))
+            found = [memory_bytes(pid) for pid in family(child.pid)]
+            for field in peaks:
+                peaks[field] = max(peaks[field], sum(memory.get(field, 0) for memory in found))
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    said, _ = child.communicate()
+    assert child.stdout is not None
+    with child.stdout:
+        said = child.stdout.read()
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
     wall = time.perf_counter() - started
     done.set()
     sampler.join()
@@ -81,7 +90,8 @@ def measure(command: Sequence[str | Path], output: Path | None = None, **environ
         tail = said.decode(errors="replace")[-3000:]
         raise RuntimeError(f"exit status {child.returncode} of {' '.join(map(str, command))}\n{tail}")
     sync(output)
-    return Run(wall, time.perf_counter() - started if output else wall, peak)
+    durable = time.perf_counter() - started if output else wall
+    return Run(wall, durable, peaks["RssAnon"], used.ru_utime + used.ru_stime, peaks["VmRSS"])
 
 
 def family(pid: int) -> list[int]:
@@ -96,15 +106,17 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def anonymous_bytes(pid: int) -> int:
-    """RssAnon of one process; 0 when it has gone."""
+def memory_bytes(pid: int) -> dict[str, int]:
+    """Sizes of one process's memory by their names in `/proc`, such as RssAnon; empty when it has gone."""
+    found = {}
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
+            if line.endswith(" kB"):
+                field, size, _ = line.split()
+                found[field.rstrip(":")] = int(size) * 1024
     except (FileNotFoundError, ProcessLookupError):
         pass
-    return 0
+    return found
 
 
 def sync(path: Path | None) -> None:
@@ -290,9 +302,10 @@ def _processor() -> str:
 # Results
 
 
-def write_result(name: str, rows: Sequence[dict[str, Any]], **more: Any) -> Path:
-    """`results/NAME.json`: rows of a table, the command that made them, the machine and its load."""
-    RESULTS.mkdir(exist_ok=True)
+def write_result(name: str, rows: Sequence[dict[str, Any]], path: Path | None = None, **more: Any) -> Path:
+    """`results/NAME.json` (or `path`): rows of a table, the command that made them, the machine and its load."""
+    path = path or RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
     command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *without_places(sys.argv[1:])])
     result = {
         "benchmark": name,
@@ -305,7 +318,6 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], **more: Any) -> Path
         **more,
         "rows": list(rows),
     }
-    path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
@@ -333,6 +345,15 @@ def markdown(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
     lines = ["| " + " | ".join(_title(c) for c in columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(_cell(c, row.get(c)) for c in columns) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def aligned(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    """The same table for a terminal, as narrow as it can be."""
+    lines = [[_title(c) for c in columns], *([_cell(c, row.get(c)) for c in columns] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def _title(column: str) -> str:

@@ -140,7 +140,7 @@ def write_checkpoint(
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
         (folder / "model.safetensors.index.json").write_text(text)
     (folder / "config.json").write_text(json.dumps(size.config(dtype), indent=1))
-    _write_tokenizer(folder, size.vocabulary)
+    write_tokenizer(folder, size.vocabulary)
 
 
 def _write_shard(
@@ -165,7 +165,8 @@ def _write_shard(
             file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
 
 
-def _write_tokenizer(folder: Path, vocabulary: int) -> None:
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Write `tokenizer.json` of a word-level tokenizer with the words `w3`, `w4`, ..., and its config."""
     special = ["<unk>", "<s>", "</s>"]
     words = [*special, *(f"w{i}" for i in range(len(special), vocabulary))]
     added = [

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.linalg.places import Stacked
-from actmat.linalg.products import SPAN, Products
+from actmat.linalg.chunks import Stacked
+from actmat.linalg.products import PRODUCT, Products
 from benchmarks.common import markdown, once, timed, torch_threads, write_result
 
 COLUMNS = ("tensors", "apart", "how", "ns_per_entry", "times_float64", "cosine_error")
@@ -34,7 +34,7 @@ def in_spans(rows_TN: Tensor, *, stacked: bool) -> Tensor:
     """What a merge does, span by span; `stacked`: each span is one matrix."""
     products = Products(rows_TN.shape[1:], rows_TN.dtype)
     total = torch.zeros(len(rows_TN), len(rows_TN), dtype=torch.float64)
-    for span_TS in rows_TN.split(SPAN, dim=1):
+    for span_TS in rows_TN.split(PRODUCT, dim=1):
         total += products.of(Stacked(span_TS) if stacked else list(span_TS))
     return total
 
@@ -48,7 +48,7 @@ def rows_of(count: int, entries: int, apart: float, repeats: int) -> list[dict[s
     exact_TT = cosines(wide_TN @ wide_TN.mT)
     ways: dict[str, Callable[[], Tensor]] = {
         "float64, span by span": lambda: sum(
-            (s.double() @ s.double().mT for s in rows_TN.split(SPAN, 1)), torch.zeros(())
+            (s.double() @ s.double().mT for s in rows_TN.split(PRODUCT, 1)), torch.zeros(())
         ),
         "blocks, rows of one tensor": lambda: in_spans(rows_TN, stacked=True),
         "blocks, tensors apart": lambda: in_spans(rows_TN, stacked=False),

@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
+from actmat.cli.signature import with_flags
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, get_method
@@ -146,17 +147,17 @@ def _memory(m: MergeMethod) -> str:
 
 
 def flags(name: str) -> str:
-    """Arguments and flags of one command, from the signature of its function."""
+    """Arguments and flags of one command, from its signature."""
     home, _, sub = name.partition("_")  # statistics_collect: a command of a group
-    command = importlib.import_module(f"actmat.cli.{home}").__dict__[sub or home]
-    hints = typing.get_type_hints(command, include_extras=True)
+    package = "actmat_experiments.commands" if home in ("experiment", "analyze") else "actmat.cli"
+    command = with_flags(importlib.import_module(f"{package}.{home}").__dict__[sub or home])
     rows = []
-    for parameter in inspect.signature(command).parameters.values():
-        kind, info = typing.get_args(hints[parameter.name])[:2]
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind, info = typing.get_args(parameter.annotation)[:2]
         # typer keeps the first spelling of an Annotated option where a default would stand
         declared = [d for d in (info.default, *(info.param_decls or ())) if isinstance(d, str)]
         spelled = [f"`{s}`" for d in declared for s in d.split("/")]
-        is_flag, many = kind is bool, "list[" in str(kind)
+        is_flag, many = bool in (kind, *typing.get_args(kind)), "list[" in str(kind)
         if isinstance(info, ArgumentInfo):
             spelled = [f"`{info.metavar or parameter.name.upper()}`"]
         elif not is_flag:
@@ -174,7 +175,7 @@ def flags(name: str) -> str:
 
 def settings(name: str) -> str:
     """Settings of a suite, from its dataclass and the docstrings of it: `vision_small` is `vision/small.py`."""
-    module = importlib.import_module("actmat.experiments." + name.replace("_", "."))
+    module = importlib.import_module("actmat_experiments." + name.replace("_", "."))
     (declared,) = [c for n, c in vars(module).items() if n.endswith("Settings") and c.__module__ == module.__name__]
     return table(["setting", "default", "meaning"], _settings(declared(), ""))
 

@@ -13,49 +13,59 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from actmat.version import __version__
+from actmat.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from actmat.api import MergeReport, merge, plan
-    from actmat.api_agreement import agreement, residual_on_data
-    from actmat.api_diagnose import diagnose
-    from actmat.checkpoints.resolve import open_checkpoint
-    from actmat.diagnostics.model import Diagnosis
-    from actmat.matrices import merge_matrices
-    from actmat.report.verify import verify
-
-__all__ = [
-    "Diagnosis",
-    "MergeReport",
-    "__version__",
-    "agreement",
-    "diagnose",
-    "merge",
-    "merge_matrices",
-    "open_checkpoint",
-    "plan",
-    "residual_on_data",
-    "verify",
-]
+    from actmat.api import MergeReport as MergeReport
+    from actmat.api import diagnose as diagnose
+    from actmat.api import merge as merge
+    from actmat.api import plan as plan
+    from actmat.api.agreement import agreement as agreement
+    from actmat.api.agreement import residual_on_data as residual_on_data
+    from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
+    from actmat.diagnostics.model import Diagnosis as Diagnosis
+    from actmat.errors import AlignmentError as AlignmentError
+    from actmat.errors import CheckpointError as CheckpointError
+    from actmat.errors import MergeError as MergeError
+    from actmat.errors import NumericalError as NumericalError
+    from actmat.errors import OutputError as OutputError
+    from actmat.errors import RecipeError as RecipeError
+    from actmat.errors import StatisticsError as StatisticsError
+    from actmat.matrices import merge_matrices as merge_matrices
+    from actmat.report.verify import verify as verify
 
 _HOME = {
+    "AlignmentError": "actmat.errors",
+    "CheckpointError": "actmat.errors",
     "Diagnosis": "actmat.diagnostics.model",
-    "MergeReport": "actmat.api",
-    "agreement": "actmat.api_agreement",
-    "diagnose": "actmat.api_diagnose",
+    "MergeError": "actmat.errors",
+    "MergeReport": "actmat.run",
+    "NumericalError": "actmat.errors",
+    "OutputError": "actmat.errors",
+    "RecipeError": "actmat.errors",
+    "StatisticsError": "actmat.errors",
+    "agreement": "actmat.api.agreement",
+    "diagnose": "actmat.api",
     "merge": "actmat.api",
     "merge_matrices": "actmat.matrices",
     "open_checkpoint": "actmat.checkpoints.resolve",
     "plan": "actmat.api",
-    "residual_on_data": "actmat.api_agreement",
+    "residual_on_data": "actmat.api.agreement",
     "verify": "actmat.report.verify",
 }
+"""Public name -> module that defines it."""
+
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'actmat' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 class _Package(ModuleType):

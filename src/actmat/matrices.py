@@ -1,4 +1,4 @@
-"""Merge plain tensors: the rules without checkpoints around them."""
+"""Merge plain tensors, without checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import AlignmentError, RecipeError
-from actmat.methods import Survey, get_method
+from actmat.methods import MergeMethod, Survey, get_method
 
 __all__ = ["merge_matrices"]
 
@@ -27,63 +27,78 @@ def merge_matrices(
     """Merge the deltas of one layer.
 
     Args:
-        method: merge rule.
-        deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise rules); floating
+        method: name of the method.
+        deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise methods); floating
             point, one dtype, one device. bfloat16 and float16 are computed in float32.
-        base: `W_0`, for rules that look at it.
-        statistics: kind ("gram", "fisher") -> one tensor per expert, for rules that need them.
-        weights: one per expert, for rules that take them.
-        generator: CPU generator of random rules; default: seeded with 0.
-        options: options of the rule.
+        base: `W_0`; ignored by methods that do not read it.
+        statistics: kind ("gram", "fisher") -> one tensor per expert, for methods that need them.
+        weights: one per expert, for methods that take them.
+        generator: CPU generator of random methods; default: seeded with 0.
+        options: options of the method.
 
     Returns:
         The merged delta `D*`, in the dtype of the deltas.
 
     Raises:
-        RecipeError: unknown rule or option, or something the rule needs is missing.
+        RecipeError: unknown method or option, or a missing need of the method.
+        AlignmentError: deltas of different shapes, or of a shape that the method does not merge.
+
+    >>> merge_matrices("average", [torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 2.0]])])
+    tensor([[2., 1.]])
     """
-    rule = get_method(method)
-    resolved = rule.resolve_options(options)
+    chosen = get_method(method)
+    resolved = chosen.resolve_options(options)
+    _check_deltas(chosen, deltas)
+    needs: dict[str, Any] = {"base": base} if chosen.needs_base else {}
+    for name, value in (("statistics", statistics), ("weights", weights)):
+        if name in chosen.needs:
+            needs[name] = value
+        elif value is not None:
+            raise RecipeError(f"'{method}' makes no use of {name}; leave it out.")
+    if chosen.uses_base(resolved) and base is None:
+        raise RecipeError(f"'{method}' looks at the base weights: pass base=W_0.")
+    missing = [k for k in chosen.needs_statistics if not statistics or k not in statistics]
+    if missing:
+        raise RecipeError(f"'{method}' needs statistics measured on data: pass statistics={{{missing[0]!r}: [...]}}.")
+    if chosen.is_random:
+        needs["generator"] = torch.Generator("cpu").manual_seed(0) if generator is None else generator
+    half = deltas[0].dtype in (torch.bfloat16, torch.float16)
+    with torch.no_grad():
+        inputs = [d.float() for d in deltas] if half else list(deltas)
+        if half and needs.get("base") is not None:
+            needs["base"] = needs["base"].float()
+        if chosen.survey is None or not chosen.survey.applies(resolved):
+            merged = chosen.merge(inputs, **needs, **resolved).value
+        else:
+            merged = _merge_surveyed(chosen, chosen.survey, inputs, needs, resolved)
+        return merged.to(deltas[0].dtype)
+
+
+def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor]) -> None:
     if not deltas:
         raise RecipeError("merge_matrices: there are no deltas to merge.")
     shapes = {tuple(d.shape) for d in deltas}
     if len(shapes) > 1:
         raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
-    if rule.acts_on == "matrix" and deltas[0].ndim < 2:
-        raise AlignmentError(f"'{method}' merges matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
-    needs: dict[str, Any] = {}
-    for name, value in (("base", base), ("statistics", statistics), ("weights", weights)):
-        if name in rule.needs:
-            needs[name] = value
-        elif value is not None:
-            raise RecipeError(f"'{method}' makes no use of {name}; leave it out.")
-    if rule.uses_base(resolved) and base is None:
-        raise RecipeError(f"'{method}' looks at the base weights: pass base=W_0.")
-    missing = [k for k in rule.needs_statistics if not statistics or k not in statistics]
-    if missing:
-        raise RecipeError(f"'{method}' needs statistics measured on data: pass statistics={{{missing[0]!r}: [...]}}.")
-    if rule.is_random:
-        needs["generator"] = torch.Generator("cpu").manual_seed(0) if generator is None else generator
-    half = deltas[0].dtype in (torch.bfloat16, torch.float16)
-    with torch.no_grad():
-        inputs = [d.float() for d in deltas] if half else list(deltas)
-        if half and base is not None:
-            needs["base"] = base.float()
-        if rule.survey is None or not rule.survey.applies(resolved):
-            return rule.merge(inputs, **needs, **resolved).value.to(deltas[0].dtype)
-        batch = inputs[0].shape[:-2] if rule.acts_on == "matrix" else torch.Size()
-        layers = (
-            [[d.reshape(-1, *d.shape[-2:])[i] for d in inputs] for i in range(batch.numel())] if batch else [inputs]
-        )
-        values = [
-            rule.merge(layer, **needs | {"survey": _survey(rule.survey, layer, resolved)}, **resolved).value
-            for layer in layers
-        ]
-        return torch.stack(values).reshape(inputs[0].shape).to(deltas[0].dtype)
+    if method.acts_on == "matrix" and deltas[0].ndim < 2:
+        raise AlignmentError(f"'{method.name}' merges matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
+
+
+def _merge_surveyed(
+    method: MergeMethod, survey: Survey, deltas: Sequence[Tensor], needs: Mapping[str, Any], options: Mapping[str, Any]
+) -> Tensor:
+    """The merged delta of a method with a survey: every matrix of a batch is a model of its own."""
+    batch = deltas[0].shape[:-2] if method.acts_on == "matrix" else torch.Size()
+    layers = [[d.reshape(-1, *d.shape[-2:])[i] for d in deltas] for i in range(batch.numel())] if batch else [deltas]
+    values = []
+    for layer in layers:
+        found = _survey(survey, layer, options)
+        values.append(method.merge(layer, **{**needs, "survey": found}, **options).value)
+    return torch.stack(values).reshape(deltas[0].shape)
 
 
 def _survey(survey: Survey, deltas: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-    """What a survey of the whole model gives when the model is this one layer."""
+    """The survey of a model that consists of this one layer."""
     state = survey.start(len(deltas), options)
     again = True
     while again:

@@ -7,40 +7,38 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.counting import CountingCheckpoint
 from tests.helpers.hub import hub_stand_in
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.conformance import CheckpointConformance
-from actmat.checkpoints.counting import CountingCheckpoint
-from actmat.checkpoints.hub import open_hub
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.safetensors import open_safetensors
-from actmat.checkpoints.torch_files import open_torch_files
+from actmat.checkpoints.resolve import open_checkpoint
 
 
 class TestSingleSafetensorsFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         save_file(dict(tensors), folder / "model.safetensors")
-        return open_safetensors(folder)
+        return open_checkpoint(folder)
 
 
 class TestShardedSafetensors(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         save_sharded(tensors, folder, shards=min(3, len(tensors)))
-        return open_safetensors(folder)
+        return open_checkpoint(folder)
 
 
 class TestTorchFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         torch.save(dict(tensors), folder / "pytorch_model.bin")
-        return open_torch_files(folder)
+        return open_checkpoint(folder)
 
 
 class TestLegacyTorchFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         torch.save(dict(tensors), folder / "weights.pt", _use_new_zipfile_serialization=False)
-        return open_torch_files(folder / "weights.pt")
+        return open_checkpoint(folder / "weights.pt")
 
 
 class TestTransposedTorchFile(CheckpointConformance):
@@ -49,22 +47,27 @@ class TestTransposedTorchFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         turned = {n: t.t().contiguous().t() if t.ndim == 2 else t for n, t in tensors.items()}
         torch.save(turned, folder / "pytorch_model.bin")
-        return open_torch_files(folder)
+        return open_checkpoint(folder)
 
 
 class TestMemory(CheckpointConformance):
+    has_handle = False
+
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         return MemoryCheckpoint(tensors)
 
 
 class TestStridedMemory(CheckpointConformance):
+    has_handle = False
+
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         return MemoryCheckpoint({n: torch.stack([t, t], dim=-1)[..., 0] for n, t in tensors.items()})
 
 
 class TestCounting(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
-        return CountingCheckpoint(MemoryCheckpoint(tensors))
+        save_file(dict(tensors), folder / "model.safetensors")
+        return CountingCheckpoint(open_checkpoint(folder))
 
 
 class TestHub(CheckpointConformance):
@@ -76,7 +79,7 @@ class TestHub(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         save_sharded(tensors, folder, shards=min(2, len(tensors)))
         self.hub.add("org/model", folder)
-        return open_hub("org/model")
+        return open_checkpoint("org/model")
 
 
 def test_the_suite_catches_a_checkpoint_that_returns_its_own_memory(tmp_path: Path) -> None:

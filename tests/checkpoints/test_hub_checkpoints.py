@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.hub import HubStandIn, hub_stand_in
 
-from actmat.checkpoints.hub import HubCheckpoint, open_hub
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.hub import HubRepository
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.source import StoredCheckpoint
 from actmat.errors import CheckpointError
 
 BIG = {"w.0": torch.arange(400_000.0), "w.1": torch.ones(3, 2, dtype=torch.bfloat16)}
@@ -24,6 +26,18 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]
     monkeypatch.chdir(tmp_path)
     with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
         yield stand_in
+
+
+def open_hub(repo_id: str, revision: str = "main") -> StoredCheckpoint:
+    found = open_checkpoint(f"hf://{repo_id}@{revision}" if revision != "main" else repo_id)
+    assert isinstance(found, StoredCheckpoint)
+    return found
+
+
+def repository(checkpoint: Checkpoint) -> HubRepository:
+    assert isinstance(checkpoint, StoredCheckpoint)
+    assert isinstance(checkpoint.source, HubRepository)
+    return checkpoint.source
 
 
 def publish(hub: HubStandIn, folder: Path, tensors: dict[str, torch.Tensor] = BIG, *, shards: int = 0) -> str:
@@ -41,8 +55,7 @@ def publish(hub: HubStandIn, folder: Path, tensors: dict[str, torch.Tensor] = BI
 def test_planning_transfers_headers_and_reading_transfers_each_shard_once(hub: HubStandIn, tmp_path: Path) -> None:
     commit = publish(hub, tmp_path / "repo", shards=2)
     with open_checkpoint("org/tiny") as checkpoint:
-        assert isinstance(checkpoint, HubCheckpoint)
-        assert checkpoint.commit == commit
+        assert repository(checkpoint).commit == commit
         assert checkpoint.config == {"model_type": "tiny"}
         assert checkpoint.specs["w.0"].shape == (400_000,)
         planned = checkpoint.identity()
@@ -143,7 +156,7 @@ def test_an_unreachable_hub_is_an_error_even_with_a_cache(
 ) -> None:
     publish(hub, tmp_path / "repo")
     with open_hub("org/tiny") as checkpoint:
-        checkpoint.fetch()
+        checkpoint.source.fetch("model.safetensors")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE=1 to use what is cached"):
         open_hub("org/tiny")
@@ -152,7 +165,7 @@ def test_an_unreachable_hub_is_an_error_even_with_a_cache(
 def test_a_cached_file_that_is_not_what_was_announced_is_refused(hub: HubStandIn, tmp_path: Path) -> None:
     publish(hub, tmp_path / "repo")
     with open_hub("org/tiny") as checkpoint:
-        save_file({"w.0": torch.zeros(5)}, checkpoint.repository.fetch("model.safetensors"))
+        save_file({"w.0": torch.zeros(5)}, repository(checkpoint).fetch("model.safetensors"))
         with pytest.raises(CheckpointError, match="not what the hub announced"):
             checkpoint.read("w.0")
 

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
+from actmat.checkpoints.formats.torch_files import TorchCheckpoint
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.safetensors import SafetensorsCheckpoint
-from actmat.checkpoints.torch_files import TorchCheckpoint
 from actmat.errors import CheckpointError
 
 ONE = {"w": torch.ones(2)}

@@ -13,10 +13,10 @@ import xxhash
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash, hash_names, sha256_file
-from actmat.checkpoints.shards import Shard, plan_shards
-from actmat.checkpoints.sidecars import copy_sidecars
-from actmat.checkpoints.staging import check_output_place
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.shards import Shard, plan_shards
+from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.staging import check_output_path
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
 
 
@@ -191,7 +191,7 @@ def test_sha256_is_that_of_the_hub(tmp_path: Path) -> None:
 
 def test_places_to_write(tmp_path: Path) -> None:
     def problems(out: Path, *, overwrite: bool = False) -> list[str]:
-        return check_output_place(out, overwrite=overwrite, inputs={"base": tmp_path / "base"})
+        return check_output_path(out, overwrite=overwrite, inputs={"base": tmp_path / "base"})
 
     (tmp_path / "base").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "base")
@@ -210,5 +210,5 @@ def test_places_to_write(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_place_without_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert "is not writable" in check_output_place(tmp_path / "out", overwrite=False, inputs={})[0]
+    assert "is not writable" in check_output_path(tmp_path / "out", overwrite=False, inputs={})[0]
     tmp_path.chmod(0o700)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import actmat
 from actmat.api_diagnose import diagnose_output, diagnose_recipe, recipe_of_output
-from actmat.checkpoints.staging import Staging
+from actmat.checkpoints.writing.staging import Staging
 from actmat.diagnostics.measure import Kept, measure_dense
 from actmat.diagnostics.model import Diagnosis, Stages, read_diagnosis
 from actmat.engine.watch import watch_bytes

@@ -124,8 +124,16 @@ def test_errors_say_what_is_wrong() -> None:
         actmat.merge_matrices("average", [DELTAS[0], DELTAS[1].T])
     with pytest.raises(AlignmentError, match="merges matrices"):
         actmat.merge_matrices("actmat", [torch.ones(3), torch.ones(3)])
-    with pytest.raises(RecipeError, match="makes no use of base"):
-        actmat.merge_matrices("actmat", DELTAS, base=BASE)
+
+
+@pytest.mark.parametrize("method", [m for m in DATA_FREE if not m.needs_base], ids=lambda m: m.name)
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_a_base_that_is_not_read_changes_nothing(kind: torch.dtype, method: MergeMethod) -> None:
+    """A loop over methods passes the base to all of them."""
+    deltas = [d.to(kind) for d in experts_for(method)]
+    assert torch.equal(
+        actmat.merge_matrices(method.name, deltas, base=BASE.to(kind)), actmat.merge_matrices(method.name, deltas)
+    )
 
 
 def test_a_missing_base_is_named() -> None:

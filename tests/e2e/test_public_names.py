@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import actmat
+
 SOURCE = str(Path(__file__).parents[2] / "src")
 
 
@@ -26,3 +28,17 @@ def test_plan_is_the_function_whatever_was_imported_before(before: str) -> None:
 def test_every_public_name_is_there_and_importing_is_light() -> None:
     code = "import actmat; print('torch' in sys.modules, [n for n in actmat.__all__ if not hasattr(actmat, n)])"
     assert run(code) == "False []"
+
+
+def test_every_error_is_public() -> None:
+    from actmat import errors
+
+    tree = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, Exception)}
+    assert len(tree) == 7
+    assert {n for n in tree if getattr(actmat, n) is getattr(errors, n)} == tree
+
+
+def test_completion_shows_the_public_names() -> None:
+    assert run("import actmat; print(dir(actmat) == sorted(actmat.__all__), 'merge' in dir(actmat))") == "True True"
+    assert run("import actmat.plan; print(dir(actmat) == sorted(actmat.__all__))") == "True"
+    assert run("from actmat import *; print(merge.__module__, MergeError.__module__)") == "actmat.api actmat.errors"

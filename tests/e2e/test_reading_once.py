@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.counting import CountingCheckpoint
 from tests.helpers.models import perturbed
 from tests.helpers.open_merges import counted, merge_open
 from torch import Tensor
 
-from actmat.checkpoints.counting import CountingCheckpoint
 from actmat.plan.parts import CHUNK
 
 LARGE = "model.layers.0.mlp.down_proj.weight"

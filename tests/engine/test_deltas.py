@@ -11,7 +11,7 @@ from actmat.engine import deltas as deltas_module
 from actmat.engine import reader as reader_module
 from actmat.engine.deltas import LazyDeltas
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.linalg.places import Streamed
+from actmat.linalg.chunks import Streamed
 from actmat.plan import parts as parts_module
 from actmat.plan.parts import Part, cut
 
@@ -21,10 +21,10 @@ NAN, INF = float("nan"), float("inf")
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 5 entries and places of 4, so that tensors of some dozen are read in several."""
-    monkeypatch.setattr(deltas_module, "PLACE", 4)
-    monkeypatch.setattr(deltas_module, "CHUNK", 5)
-    monkeypatch.setattr(reader_module, "CHUNK", 5)
-    monkeypatch.setattr(parts_module, "CHUNK", 5)
+    monkeypatch.setattr(deltas_module, "CHUNK_ENTRIES", 4)
+    monkeypatch.setattr(deltas_module, "CHUNK_ENTRIES", 5)
+    monkeypatch.setattr(reader_module, "CHUNK_ENTRIES", 5)
+    monkeypatch.setattr(parts_module, "CHUNK_ENTRIES", 5)
 
 
 @pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])

@@ -15,8 +15,8 @@ import actmat
 from actmat.engine import stacked as module
 from actmat.engine.stacked import StackedDeltas
 from actmat.errors import CheckpointError, NumericalError
-from actmat.linalg.places import Stacked, Streamed
-from actmat.plan.parts import CHUNK, Part
+from actmat.linalg.chunks import Stacked, Streamed
+from actmat.plan.parts import CHUNK_ENTRIES, Part
 
 NAN, INF = float("nan"), float("inf")
 WHOLE = Part(0, 11, (11,), VECTOR)
@@ -103,7 +103,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         generator = torch.Generator().manual_seed(0)
-        size = CHUNK + 1000
+        size = CHUNK_ENTRIES + 1000
         self.base = torch.randn(size, generator=generator)
         self.experts = [self.base + 0.01 * torch.randn(size, generator=generator) for _ in range(3)]
         self.folder = folder

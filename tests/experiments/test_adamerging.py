@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import actmat
 from actmat.errors import AlignmentError
-from actmat.experiments.adamerging import learn
 from actmat.methods.adamerging import entropy
+from actmat_experiments.adamerging import learn
 
 
 class Net(nn.Module):

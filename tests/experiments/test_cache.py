@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from actmat.demo.training import Schedule
 from actmat.errors import OutputError
-from actmat.experiments.harness.cache import Cache, canonical, digest, file_digest, library_versions
-from actmat.experiments.harness.training import Schedule
+from actmat_experiments.harness.cache import Cache, canonical, digest, file_digest, library_versions
 
 
 class Maker:

@@ -10,15 +10,15 @@ from tests.helpers.grams import record_inputs
 from tests.helpers.language import some_items, tiny_model, written_tokenizer
 from tests.tolerances import F32_PRODUCT, relative_error
 
+from actmat.demo.merging import Candidate
 from actmat.engine.resources import one_thread
-from actmat.experiments.harness.cache import Cache
-from actmat.experiments.harness.merging import Candidate
-from actmat.experiments.harness.progress import Watch
-from actmat.experiments.language.exams import Exam
-from actmat.experiments.language.items import Item, TextTask
-from actmat.experiments.language.measure import measure_experts, needs_statistics
-from actmat.experiments.language.models import load_model
 from actmat.statistics import open_statistics
+from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.language.exams import Exam
+from actmat_experiments.language.items import Item, TextTask
+from actmat_experiments.language.measure import measure_experts, needs_statistics
+from actmat_experiments.language.models import load_model
 
 LAYERS = (
     "encoder.block.0.layer.0.SelfAttention.q",

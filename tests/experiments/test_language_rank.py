@@ -10,10 +10,10 @@ from tests.helpers.language import some_items, tiny_model, written_tokenizer
 from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.errors import CheckpointError
-from actmat.experiments.language.items import Item
-from actmat.experiments.language.models import load_tokenizer
-from actmat.experiments.language.rank import chosen, score_choices
-from actmat.experiments.language.tokens import (
+from actmat_experiments.language.items import Item
+from actmat_experiments.language.models import load_tokenizer
+from actmat_experiments.language.rank import chosen, score_choices
+from actmat_experiments.language.tokens import (
     IGNORED,
     Encoded,
     batches_by_length,

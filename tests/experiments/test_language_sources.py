@@ -8,9 +8,9 @@ import pytest
 from tests.helpers.language import HUB_ROWS, write_rows
 
 from actmat.errors import CheckpointError
-from actmat.experiments.harness.tasks import Task
-from actmat.experiments.language import sources
-from actmat.experiments.language.sources import N_VALIDATION, SOURCES, Source, from_hub, load_rows_file, load_tasks
+from actmat_experiments.harness.tasks import Task
+from actmat_experiments.language import sources
+from actmat_experiments.language.sources import N_VALIDATION, SOURCES, Source, from_hub, load_rows_file, load_tasks
 
 TEXT_OF = {
     "qasc": "question",

@@ -12,18 +12,18 @@ from rich.console import Console
 from tests.experiments.test_language_sources import numbered
 from tests.helpers.language import tiny_model, write_rows, write_small_data, written_tokenizer
 
+from actmat.demo.merging import Candidate
 from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
-from actmat.experiments.harness.merging import Candidate
-from actmat.experiments.harness.results import Score, read_scores
-from actmat.experiments.harness.settings import changed, names_of
-from actmat.experiments.language.exams import counts, examine, make_exams
-from actmat.experiments.language.models import load_model, load_tokenizer
-from actmat.experiments.language.report import balanced, score_file
-from actmat.experiments.language.settings import PaperSettings
-from actmat.experiments.language.small.suite import SmallSettings
-from actmat.experiments.language.small.tasks import load_small
-from actmat.experiments.suites import RunRequest, TableRequest, get_suite
+from actmat_experiments.harness.results import Score, read_scores
+from actmat_experiments.harness.settings import changed, names_of
+from actmat_experiments.language.exams import counts, examine, make_exams
+from actmat_experiments.language.models import load_model, load_tokenizer
+from actmat_experiments.language.report import balanced, score_file
+from actmat_experiments.language.settings import PaperSettings
+from actmat_experiments.language.small.suite import SmallSettings
+from actmat_experiments.language.small.tasks import load_small
+from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
 TINY_TRAINING = {
     f"experts.{regime}.{name}": value
@@ -118,7 +118,7 @@ def test_stages_are_kept_and_merged_models_are_not(small: Path) -> None:
 def test_a_second_run_makes_nothing_and_changes_no_score(small: Path, monkeypatch) -> None:
     before = read_scores(score_file(small / "cache", "language-small"))
     for name in ("experts.finetune", "compare.merge_candidates", "compare.examine", "small.suite.pretrain"):
-        monkeypatch.setattr(f"actmat.experiments.language.{name}", None)
+        monkeypatch.setattr(f"actmat_experiments.language.{name}", None)
     get_suite("language-small").run(small_request(small))
     assert read_scores(score_file(small / "cache", "language-small")) == before
 
@@ -130,7 +130,7 @@ def test_training_on_a_cpu_takes_one_thread_whatever_the_machine_has(tmp_path: P
     def stopped(*args, **settings) -> None:
         raise InterruptedError(f"threads: {torch.get_num_threads()}")
 
-    monkeypatch.setattr("actmat.experiments.language.small.suite.pretrain", stopped)
+    monkeypatch.setattr("actmat_experiments.language.small.suite.pretrain", stopped)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -145,8 +145,8 @@ def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(sm
     family = (Candidate("actmat", "actmat"), Candidate("far", "actmat", scale=30.0))
     neighbours = (Candidate("average", "average"), Candidate("regmean", "regmean"))
     rows = (*family, *neighbours)
-    monkeypatch.setattr("actmat.experiments.language.small.suite.VARIANTS", family)
-    monkeypatch.setattr("actmat.experiments.language.small.suite.NEIGHBOURS", neighbours)
+    monkeypatch.setattr("actmat_experiments.language.small.suite.VARIANTS", family)
+    monkeypatch.setattr("actmat_experiments.language.small.suite.NEIGHBOURS", neighbours)
     names = ["agnews", "subj", "trec", "mr"]
     request = small_request(small, tasks=names, methods=None, settings=SMALL | {"splits": "1"})
     text = get_suite("language-small").study(request)
@@ -171,7 +171,7 @@ def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(sm
         expert = examine(load_model(experts[task]), exams[task].test)["correct"]
         own += examine(merged, exams[task].test)["correct"] / expert / 2
     assert point["test"] == pytest.approx(own)
-    monkeypatch.setattr("actmat.experiments.language.subsets.merge", None)
+    monkeypatch.setattr("actmat_experiments.language.subsets.merge", None)
     assert get_suite("language-small").study(request) == text, "a second run merges nothing"
 
 
@@ -251,7 +251,7 @@ def seven_request(root: Path) -> RunRequest:
 
 
 def test_every_process_but_the_first_trains_its_share_alone(seven, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("actmat.experiments.language.suite.placed", lambda device: ((1, 2), device))
+    monkeypatch.setattr("actmat_experiments.language.suite.placed", lambda device: ((1, 2), device))
     get_suite("language").run(replace(seven_request(seven[0]), cache=tmp_path))
     (key,) = (json.loads(p.read_text()) for p in (tmp_path / "experts").glob("*/key.json"))
     assert key["task"]["task"] == "wikiqa"

@@ -14,9 +14,9 @@ from tests.helpers.language import some_items, tiny_model
 from tests.tolerances import F32_PRODUCT, relative_error
 
 from actmat.engine.resources import one_thread
-from actmat.experiments.language.models import add_lora, is_adapter_folder, load_model, trained
-from actmat.experiments.language.rank import chosen
-from actmat.experiments.language.train import FineTuning, Progress, batch_at, finetune, summed_loss
+from actmat_experiments.language.models import add_lora, is_adapter_folder, load_model, trained
+from actmat_experiments.language.rank import chosen
+from actmat_experiments.language.train import FineTuning, Progress, batch_at, finetune, summed_loss
 
 SETTINGS = FineTuning(
     learning_rate=1e-2,
@@ -126,7 +126,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, dropout: float,
 
 
 def test_patience_ends_a_run_and_the_best_weights_are_kept(tmp_path, monkeypatch) -> None:
-    import actmat.experiments.language.train as module
+    import actmat_experiments.language.train as module
 
     judged = iter([0.5, 0.7, 0.6, 0.7])
     kept = []

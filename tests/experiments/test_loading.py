@@ -6,8 +6,8 @@ from pathlib import Path
 
 import transformers as hf
 
-from actmat.experiments.harness.training import side_by_side
-from actmat.experiments.vision.backbones import PLAIN_SCALE, Backbone
+from actmat.demo.training import side_by_side
+from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone
 
 
 def test_loads_in_threads_leave_weights_tied_in_later_models(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import json
 import pytest
 from tests.helpers.vision import TINY, write_tasks
 
-from actmat.experiments.harness import study
-from actmat.experiments.harness.merging import Candidate
-from actmat.experiments.harness.study import (
+from actmat.demo.merging import Candidate
+from actmat_experiments.harness import study
+from actmat_experiments.harness.study import (
     NEIGHBOURS,
     VARIANTS,
     Half,
@@ -18,8 +18,8 @@ from actmat.experiments.harness.study import (
     halves,
     markdown_study,
 )
-from actmat.experiments.suites import RunRequest
-from actmat.experiments.vision import compare, small
+from actmat_experiments.suites import RunRequest
+from actmat_experiments.vision import compare, small
 
 CUTS = [Half(("a", "b"), ("c", "d")), Half(("c", "d"), ("a", "b"))]
 

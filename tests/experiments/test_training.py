@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from actmat.experiments.harness.training import (
+from actmat.demo.training import (
     Resume,
     Schedule,
     descend,

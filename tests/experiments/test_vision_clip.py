@@ -10,17 +10,17 @@ from tests.tolerances import F32_PRODUCT, relative_error
 from transformers import AutoTokenizer, CLIPModel, CLIPVisionModel
 
 from actmat.errors import CheckpointError, RecipeError
-from actmat.experiments.harness.cache import Cache
-from actmat.experiments.harness.processes import placed
-from actmat.experiments.harness.progress import Watch
-from actmat.experiments.harness.results import read_scores
-from actmat.experiments.suites import RunRequest, TableRequest
-from actmat.experiments.vision import suite
-from actmat.experiments.vision.backbones import ClipHead, load_head, read_tensors
-from actmat.experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert, source_of
-from actmat.experiments.vision.compare import score_file
-from actmat.experiments.vision.images import ImageTask, load_task
-from actmat.experiments.vision.sources import HubSet
+from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.processes import placed
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import read_scores
+from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.vision import suite
+from actmat_experiments.vision.backbones import ClipHead, load_head, read_tensors
+from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert, source_of
+from actmat_experiments.vision.compare import score_file
+from actmat_experiments.vision.images import ImageTask, load_task
+from actmat_experiments.vision.sources import HubSet
 
 TASKS = ("mnist", "svhn", "eurosat")
 SETTINGS = {

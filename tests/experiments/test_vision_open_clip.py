@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoTokenizer, CLIPModel, CLIPVisionModel
 
 from actmat.errors import CheckpointError
-from actmat.experiments.harness.cache import Cache
-from actmat.experiments.vision import clip
-from actmat.experiments.vision.clip import clip_base, clip_source
-from actmat.experiments.vision.open_clip import (
+from actmat_experiments.harness.cache import Cache
+from actmat_experiments.vision import clip
+from actmat_experiments.vision.clip import clip_base, clip_source
+from actmat_experiments.vision.open_clip import (
     CONFIG,
     WEIGHTS,
     clip_model,

@@ -8,15 +8,15 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from actmat.experiments.harness.heads import Head
-from actmat.experiments.harness.progress import Watch
-from actmat.experiments.harness.training import Schedule, generator_for
-from actmat.experiments.vision import finetune as finetuning
-from actmat.experiments.vision.backbones import PLAIN_SCALE, Backbone
-from actmat.experiments.vision.evaluate import load_expert
-from actmat.experiments.vision.finetune import batches, finetune
-from actmat.experiments.vision.images import Examples
-from actmat.experiments.vision.pretrain import augmented
+from actmat.demo.heads import Head
+from actmat.demo.training import Schedule, generator_for
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.vision import finetune as finetuning
+from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone
+from actmat_experiments.vision.evaluate import load_expert
+from actmat_experiments.vision.finetune import batches, finetune
+from actmat_experiments.vision.images import Examples
+from actmat_experiments.vision.pretrain import augmented
 
 VIT = Backbone("vit", 16, PLAIN_SCALE)
 

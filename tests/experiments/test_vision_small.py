@@ -12,16 +12,17 @@ from safetensors.torch import load_file
 from tests.helpers.vision import TINY, write_tasks
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
+from actmat.demo.merging import Candidate, merge_candidates
 from actmat.errors import RecipeError
-from actmat.experiments.harness.merging import Candidate, best_scale, candidates, merge_candidates, rescaled
-from actmat.experiments.harness.progress import Watch
-from actmat.experiments.harness.results import read_scores
-from actmat.experiments.suites import RunRequest, TableRequest
-from actmat.experiments.vision import experiment, small
-from actmat.experiments.vision.backbones import read_tensors
-from actmat.experiments.vision.compare import curve_file, score_file, subsets_of
-from actmat.experiments.vision.estimates import ESTIMATES, read_estimates
 from actmat.statistics import open_statistics
+from actmat_experiments.harness.merging import best_scale, candidates, rescaled
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import read_scores
+from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.vision import experiment, small
+from actmat_experiments.vision.backbones import read_tensors
+from actmat_experiments.vision.compare import curve_file, score_file, subsets_of
+from actmat_experiments.vision.estimates import ESTIMATES, read_estimates
 
 TASKS = ("one", "two", "three", "four")
 METHODS = ("average", "task_arithmetic", "actmat", "regmean", "fisher", "knots_tsv")

@@ -9,13 +9,13 @@ from PIL import Image
 from tests.helpers.vision import arrays, write_tasks
 
 from actmat.errors import CheckpointError, RecipeError
-from actmat.experiments.harness.cache import Cache
-from actmat.experiments.harness.progress import Watch
-from actmat.experiments.harness.tasks import Task
-from actmat.experiments.vision.backbones import CLIP_SCALE
-from actmat.experiments.vision.clip import class_words, clip_tasks
-from actmat.experiments.vision.images import Limits, prepare_task, split_indices
-from actmat.experiments.vision.sources import HubSet, local_task, open_folder, open_hub, open_npz
+from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.tasks import Task
+from actmat_experiments.vision.backbones import CLIP_SCALE
+from actmat_experiments.vision.clip import class_words, clip_tasks
+from actmat_experiments.vision.images import Limits, prepare_task, split_indices
+from actmat_experiments.vision.sources import HubSet, local_task, open_folder, open_hub, open_npz
 
 
 @pytest.fixture

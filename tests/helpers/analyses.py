@@ -9,14 +9,14 @@ from rich.table import Table
 from tests.helpers.demo import TINY
 from torch import Tensor
 
-from actmat.experiments.analyses.result import Analysis, new_table
+from actmat_experiments.analyses.result import Analysis, new_table
 
 METHODS = ["average", "actmat"]
 
 
 def tiny_demo(out: Path) -> Path:
     """Checkpoints, heads and results of a demo with a tiny model."""
-    from actmat.experiments.demo import run_demo
+    from actmat.demo import run_demo
 
     run_demo(out, seed=1, methods=METHODS, threads=1, settings=TINY)
     return out
@@ -47,7 +47,7 @@ class Plain(Analysis):
         return [new_table("t", "c", "n", ("a",))]
 
     def figure(self):
-        from actmat.experiments.analyses.figures import new_axes
+        from actmat_experiments.analyses.figures import new_axes
 
         figure, axes = new_axes("plain")
         axes.plot([1, 2], [1, self.value])

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from actmat.report.compare import CheckDifference, Comparison, ResidualDifference, SettingDifference
-from actmat.report.compare_tensors import TensorDifference
+from actmat.report.comparison import (
+    CheckDifference,
+    Comparison,
+    ResidualDifference,
+    SettingDifference,
+    TensorDifference,
+)
 
 
 def comparison(mark: str = "") -> Comparison:

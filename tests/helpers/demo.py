@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from actmat.experiments.demo.data import Photographs
-from actmat.experiments.demo.model import EncoderConfig
-from actmat.experiments.demo.results import DemoResult, Row
-from actmat.experiments.demo.settings import DemoSettings
-from actmat.experiments.demo.tasks import TASKS
-from actmat.experiments.harness.intervals import Interval
-from actmat.experiments.harness.training import Schedule
+from actmat.demo.data import Photographs
+from actmat.demo.intervals import Interval
+from actmat.demo.model import EncoderConfig
+from actmat.demo.results import DemoResult, Row
+from actmat.demo.settings import DemoSettings
+from actmat.demo.tasks import TASKS
+from actmat.demo.training import Schedule
 
 TINY_ENCODER = EncoderConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 

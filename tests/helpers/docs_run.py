@@ -27,7 +27,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+from tests.helpers.repository import SOURCES
+
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
 MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): *(?P<text>.*?) *-->$")
 RUN = ("python", "bash", "console")
@@ -157,7 +158,7 @@ def run_page(name: str, page: str, directory: Path) -> Run:
     _tool(tools / "actmat", f'exec "{sys.executable}" -c "{call}" "$@"')
     environment = {
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(SOURCE),
+        "PYTHONPATH": os.pathsep.join(map(str, SOURCES)),
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
         "COLUMNS": str(WIDTH),
@@ -190,7 +191,7 @@ def _child(
     os.environ.update(environment)
     os.environ.pop("FORCE_COLOR", None)
     os.chdir(directory)
-    sys.path[:0] = ["", str(SOURCE)]
+    sys.path[:0] = ["", *map(str, SOURCES)]
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.counting import CountingCheckpoint
 from torch import Tensor
 
 import actmat
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.counting import CountingCheckpoint
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.local import Job, execute
 from actmat.engine.resources import Resources
 from actmat.plan import build_plan

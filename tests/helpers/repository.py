@@ -10,11 +10,33 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "actmat"
+EXPERIMENTS = ROOT / "packages" / "actmat-experiments" / "src" / "actmat_experiments"
+SOURCES = (PACKAGE.parent, EXPERIMENTS.parent)
+"""Folders from which the packages of all distributions are imported."""
 
 
-def modules() -> list[Path]:
-    """Every Python file of the package that holds anything, in a fixed order."""
-    return sorted(p for p in PACKAGE.rglob("*.py") if p.stat().st_size)
+def modules(*packages: Path) -> list[Path]:
+    """Every Python file of the packages (default: all) that holds anything, in a fixed order."""
+    return sorted(
+        p for package in packages or (PACKAGE, EXPERIMENTS) for p in package.rglob("*.py") if p.stat().st_size
+    )
+
+
+def module_name(path: Path) -> str:
+    """Dotted name under which a file is imported: `src/actmat/plan/__init__.py` -> `actmat.plan`."""
+    source = next(s for s in SOURCES if path.is_relative_to(s))
+    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_name(path: Path) -> str:
+    """Dotted package of a file, from which its relative imports start."""
+    name = module_name(path)
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+def source_lines(path: Path) -> int:
+    """Number of lines of a file."""
+    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def tracked_files() -> list[Path]:

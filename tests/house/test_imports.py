@@ -9,15 +9,27 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from tests.helpers.repository import ROOT
+from tests.helpers.repository import SOURCES
 
-HEAVY = ("torch", "transformers", "peft", "matplotlib", "sklearn", "scipy", "pandas", "datasets", "ray")
+HEAVY = (
+    "torch",
+    "transformers",
+    "peft",
+    "matplotlib",
+    "sklearn",
+    "scipy",
+    "pandas",
+    "datasets",
+    "ray",
+    "pydantic",
+    "yaml",
+)
 
 
 def imported_by(code: str) -> list[str]:
     """Which heavy packages are loaded in a fresh interpreter that has run `code`."""
     tail = f"\nimport json, sys\nprint('\\n' + json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
     done = subprocess.run(
         [sys.executable, "-c", code + tail], capture_output=True, text=True, env=environment, timeout=120, check=False
     )

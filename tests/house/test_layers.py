@@ -1,44 +1,67 @@
-"""Layers import one way: each only those before it in `LAYERS`. Function-level imports count as well."""
+"""Layers import one way, each only those before it in `LAYERS`, and no two files import each other.
+
+Imports inside functions and under `TYPE_CHECKING` count as well.
+"""
 
 from __future__ import annotations
 
+import graphlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.helpers.repository import PACKAGE, Import, imports_of, modules
+from tests.helpers.repository import (
+    EXPERIMENTS,
+    PACKAGE,
+    ROOT,
+    Import,
+    imports_of,
+    module_name,
+    modules,
+    package_name,
+)
 
 LAYERS = (
     "version",
     "errors",
+    "flag",
     "linalg",
     "methods",
     "checkpoints",
     "layout",
     "experts",
     "statistics",
+    "settings",
     "recipe",
     "plan",
+    "progress",
     "engine",
     "diagnostics",
     "report",
-    "api",  # files directly in the package: what `import actmat` offers
-    "experiments",
+    "api",  # other files directly in the package: runs, and the functions that `import actmat` offers
+    "demo",
+    *(["experiments"] if (PACKAGE / "experiments").is_dir() else []),  # until they are a distribution of their own
     "cli",
 )
 MATHEMATICS = {"linalg", "methods"}  # torch, the standard library, errors, and one another (linalg first)
+LAZY = {"demo", "experiments"}  # imported by commands inside functions
 
 
 def layer_of_file(path: Path) -> str:
     """`src/actmat/plan/x.py` -> plan; `src/actmat/errors.py` -> errors; `src/actmat/__init__.py` -> api."""
+    if path.is_relative_to(EXPERIMENTS):
+        return EXPERIMENTS.name
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py").replace("__main__", "cli")
     return first if first in LAYERS or (PACKAGE / first).is_dir() else "api"
 
 
 def layer_of_import(target: str) -> str | None:
-    """Layer of a dotted name, None for a name outside the package."""
+    """Layer of a dotted name, None for a name outside the packages."""
     head, *rest = target.split(".")
-    if head != "actmat":
+    if head == EXPERIMENTS.name:
+        return EXPERIMENTS.name
+    if head != PACKAGE.name:
         return None
     if rest == ["__version__"]:
         return "version"  # a constant that a record may carry
@@ -51,32 +74,70 @@ def problem(layer: str, imported: Import) -> str | None:
     if target is None:
         root = imported.target.split(".")[0]
         if layer in MATHEMATICS and root != "torch" and root not in sys.stdlib_module_names:
-            return f"{layer} imports torch and the standard library alone, not {root}"
+            return f"{layer} imports only torch and the standard library, not {root}"
         return None
-    if target == layer:
+    if target == layer or layer == EXPERIMENTS.name:
         return None
+    if target == EXPERIMENTS.name:
+        return f"{PACKAGE.name} does not need the distribution of {EXPERIMENTS.name}"
     if LAYERS.index(target) > LAYERS.index(layer):
         return f"{layer} lies below {target}"
-    if target == "experiments" and not imported.inside_function:
-        return "a command imports experiments inside the function that needs them"
+    if target in LAZY and not imported.inside_function:
+        return f"a command imports {target} inside the function that needs it"
     return None
 
 
+def file_graph(sources: Mapping[str, tuple[str, str]]) -> dict[str, set[str]]:
+    """Module -> modules of the same packages that it imports.
+
+    Args:
+        sources: module -> (its package, its source).
+    """
+    graph: dict[str, set[str]] = {}
+    for name, (package, source) in sources.items():
+        targets = graph.setdefault(name, set())
+        for imported in imports_of(source, package):
+            target = imported.target
+            while target and target not in sources:  # a name in a module
+                target = target.rpartition(".")[0]
+            targets |= {target} - {"", name}
+    return graph
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[str]:
+    """One cycle after another, each without the imports that close the ones before it."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    found = []
+    while True:
+        try:
+            graphlib.TopologicalSorter(left).prepare()
+        except graphlib.CycleError as error:
+            cycle = error.args[1][::-1]  # each imports the next
+            found.append(" -> ".join(cycle))
+            left[cycle[0]].discard(cycle[1])
+        else:
+            return found
+
+
 def test_every_module_belongs_to_a_layer() -> None:
-    unknown = {layer_of_file(path) for path in modules()} - set(LAYERS)
-    assert not unknown, f"no place in the order of layers for {sorted(unknown)}: add it to LAYERS and CONTRIBUTING.md"
+    unknown = {layer_of_file(path) for path in modules(PACKAGE)} - set(LAYERS)
+    assert not unknown, f"not in the order of layers: {sorted(unknown)}; add it to LAYERS and CONTRIBUTING.md"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path: Path) -> None:
-    package = ".".join(["actmat", *path.relative_to(PACKAGE).parent.parts])
     layer = layer_of_file(path)
     found = [
         f"{path.name}:{imported.line}: {why} ({imported.target})"
-        for imported in imports_of(path.read_text(), package)
+        for imported in imports_of(path.read_text(), package_name(path))
         if (why := problem(layer, imported))
     ]
     assert not found, "\n".join(found)
+
+
+def test_no_import_cycles() -> None:
+    found = cycles(file_graph({module_name(p): (package_name(p), p.read_text()) for p in modules()}))
+    assert not found, "files import each other:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +147,17 @@ def test_imports_go_down_only(path: Path) -> None:
         ("methods", "def f():\n    import actmat.engine.local"),
         ("methods", "import numpy as np"),
         ("linalg", "from actmat.methods import METHODS"),
+        ("checkpoints", "from actmat.experts.base import Expert"),
+        ("layout", "from actmat.experts import base"),
+        ("settings", "from actmat.recipe import Recipe"),
         ("plan", "from ..engine import local"),
+        ("plan", "from ..progress import Progress"),
         ("plan", "from actmat import cli"),
         ("report", "from actmat import merge"),
-        ("report", "def f():\n    from actmat.experiments import demo"),
-        ("cli", "from actmat.experiments.demo import run"),
+        ("report", "def f():\n    from actmat.demo import run"),
+        ("api", "from actmat.demo import run"),
+        ("cli", "def f():\n    from actmat_experiments import suites"),
+        ("cli", "from actmat.demo import run"),
     ],
 )
 def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
@@ -103,10 +170,29 @@ def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
         ("methods", "import math\nimport torch\nfrom torch import Tensor\nfrom actmat.errors import MergeError"),
         ("methods", "from actmat.linalg.lowrank import LowRank\nfrom .contract import Merged"),
         ("checkpoints", "import safetensors\nfrom . import base"),
+        ("recipe", "from actmat.flag import Flag\nfrom actmat.settings import RunSettings"),
+        ("engine", "from actmat.experts.base import Expert\nfrom actmat.progress import Progress"),
         ("report", "from actmat import __version__"),
-        ("cli", "def run():\n    from actmat.experiments.demo import run"),
-        ("experiments", "import sklearn\nfrom actmat import merge"),
+        ("cli", "def run():\n    from actmat.demo import run"),
+        ("demo", "import sklearn\nfrom actmat import merge"),
+        ("actmat_experiments", "from actmat.cli import screen\nfrom actmat_experiments import suites"),
     ],
 )
 def test_a_right_import_passes(layer: str, source: str) -> None:
     assert not [problem(layer, i) for i in imports_of(source, f"actmat.{layer}") if problem(layer, i)]
+
+
+def test_cycles_are_seen() -> None:
+    sources = {
+        "p": ("p", "from p.a import x"),
+        "p.a": ("p", "import torch\ndef f():\n    from p.b import y"),
+        "p.b": ("p", "from .c import z"),
+        "p.c": ("p", "from p import a"),
+        "p.d": ("p", "from p.c import z"),
+    }
+    graph = file_graph(sources)
+    assert graph == {"p": {"p.a"}, "p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.c"}}
+    (found,) = cycles(graph)
+    assert found in ("p.a -> p.b -> p.c -> p.a", "p.b -> p.c -> p.a -> p.b", "p.c -> p.a -> p.b -> p.c")
+    assert cycles(file_graph({**sources, "p.c": ("p", "from p import x")})), "also through the package itself"
+    assert cycles(file_graph({**sources, "p.c": ("p", "")})) == []

@@ -1,4 +1,4 @@
-"""Inner products and weighted sums, against one-line float64 formulae, across the piece boundary."""
+"""Inner products and weighted sums, against one-line float64 formulae, across the chunk boundary."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from tests.helpers.experts import OnePass
 
-from actmat.linalg.inner import PIECE, inner_products, one_pass_sum, weighted_sum
+from actmat.linalg.chunks import SHORT_CHUNK
+from actmat.linalg.inner import inner_products, one_pass_sum, weighted_sum
 from actmat.linalg.products import MANY
 
-SIZES = [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 5]
+SIZES = [0, 1, SHORT_CHUNK - 1, SHORT_CHUNK, SHORT_CHUNK + 1, 2 * SHORT_CHUNK + 5]
 
 
 def tensors(count: int, size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Inner products span by span: blocks in float32 against float64, whatever the length, the size and the layout."""
+"""Inner products part by part: blocks in float32 against float64, whatever the length, the size and the layout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from actmat.linalg import products as module
-from actmat.linalg.places import Stacked
-from actmat.linalg.products import BLOCK, MANY, SPAN, Products
+from actmat.linalg.chunks import Stacked
+from actmat.linalg.products import MANY, PRODUCT, RUN, Products
 
 
 def rows(count: int, size: int, seed: int = 0) -> Tensor:
@@ -28,24 +28,24 @@ def cosines(gram_TT: Tensor) -> Tensor:
 
 def found(rows_TS: Tensor) -> Tensor:
     products = Products(rows_TS.shape[1:], rows_TS.dtype)
-    return sum((products.of(span) for span in products.spans(list(rows_TS))), torch.zeros(()))
+    return sum((products.of(part) for part in products.parts(list(rows_TS))), torch.zeros(()))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", [1, BLOCK + 1, MANY - 1, MANY, MANY + 1, SPAN + BLOCK - 1, 2 * SPAN + 5])
+@pytest.mark.parametrize("size", [1, RUN + 1, MANY - 1, MANY, MANY + 1, PRODUCT + RUN - 1, 2 * PRODUCT + 5])
 def test_the_gram_matrix_of_all_spans(count: int, size: int) -> None:
     rows_TS = rows(count, size)
     torch.testing.assert_close(found(rows_TS), exact(rows_TS), rtol=1e-6, atol=1e-8 * size)
 
 
 @pytest.mark.parametrize("apart", [1.0, 1e-2, 3e-4])
-@pytest.mark.parametrize("size", [MANY, SPAN, 4 * SPAN])
+@pytest.mark.parametrize("size", [MANY, PRODUCT, 4 * PRODUCT])
 def test_cosines_are_right_to_one_in_a_hundred_million(size: int, apart: float) -> None:
     rows_TS = (rows(1, size) + apart * rows(3, size, seed=1)).bfloat16().float() * 1e-3
     assert float((cosines(found(rows_TS)) - cosines(exact(rows_TS))).abs().max()) < 1e-8
 
 
-def test_blocks_are_what_is_used_for_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_used_for_many_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: Products, span_TS: object) -> Tensor:
         raise AssertionError("in float64")
 
@@ -84,9 +84,9 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     assert not bool(gram[1, 1].isfinite())
 
 
-@pytest.mark.parametrize("size", [SPAN, SPAN - 3])
+@pytest.mark.parametrize("size", [PRODUCT, PRODUCT - 3])
 def test_rows_of_one_tensor_give_the_bits_of_tensors_apart(size: int) -> None:
-    room = torch.empty(4, SPAN)
+    room = torch.empty(4, PRODUCT)
     stacked, apart = Products((size,), torch.float32), Products((size,), torch.float32)
     for seed in range(2):  # the same room, other entries
         room[:, :size] = rows(4, size, seed)
@@ -95,7 +95,7 @@ def test_rows_of_one_tensor_give_the_bits_of_tensors_apart(size: int) -> None:
         torch.testing.assert_close(as_one, exact(room[1:, :size]), rtol=1e-6, atol=1e-8 * size)
 
 
-def test_lengths_may_change_from_span_to_span() -> None:
+def test_lengths_may_change_from_part_to_part() -> None:
     products = Products((2 * MANY,), torch.float32)
     for size in (MANY, 100, MANY, 100, MANY):
         rows_TS = rows(2, size)
@@ -103,7 +103,7 @@ def test_lengths_may_change_from_span_to_span() -> None:
 
 
 def test_the_room_is_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in (100, MANY, 3 * SPAN):
+    for size in (100, MANY, 3 * PRODUCT):
         made: list[int] = []
         empty = torch.empty
 
@@ -115,9 +115,9 @@ def test_the_room_is_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module.torch, "empty", counted)
         rows_TS = rows(3, size)
         products = Products((size,), torch.float32)
-        for span in products.spans(list(rows_TS)):
-            products.of(span)
-            products._of_rows(span)
+        for part in products.parts(list(rows_TS)):
+            products.of(part)
+            products._of_rows(part)
         assert sum(made) <= 4 * module.products_workspace(size, 3)
         assert sum(made) >= 8 * min(size, module.ROW)
         monkeypatch.undo()

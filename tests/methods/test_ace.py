@@ -6,7 +6,9 @@ from tests.helpers.interference import naive
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.methods.ace import merge
+from actmat.methods.ace import ACE
+
+merge = ACE.merge
 
 
 @pytest.mark.parametrize("shape", [(4, 12, 12), (3, 20, 8), (2, 4, 20)])

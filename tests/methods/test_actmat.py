@@ -10,7 +10,10 @@ from tests.tolerances import relative_error
 
 from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.actmat import ACTMAT, merge, merge_lowrank
+from actmat.methods.actmat import ACTMAT
+
+merge = ACTMAT.merge
+merge_lowrank = ACTMAT.merge_lowrank
 
 
 def paper(deltas):

@@ -9,10 +9,14 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.linalg.caps import cap_delta
-from actmat.linalg.interference import Rule
+from actmat.linalg.interference.rule import Rule
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.actmat import merge as merge_actmat
-from actmat.methods.actmat_bounded import merge, merge_lowrank
+from actmat.methods.actmat import ACTMAT
+from actmat.methods.actmat_bounded import ACTMAT_BOUNDED
+
+merge_actmat = ACTMAT.merge
+merge = ACTMAT_BOUNDED.merge
+merge_lowrank = ACTMAT_BOUNDED.merge_lowrank
 
 
 def transcription(deltas, ridge, weights=None):

@@ -6,8 +6,11 @@ from tests.helpers.interference import EPS32, self_grams
 from tests.helpers.spectra import random_deltas, shared_rows
 from tests.tolerances import relative_error
 
-from actmat.methods.actmat import merge as merge_actmat
-from actmat.methods.actmat_ridge import merge
+from actmat.methods.actmat import ACTMAT
+from actmat.methods.actmat_ridge import ACTMAT_RIDGE
+
+merge_actmat = ACTMAT.merge
+merge = ACTMAT_RIDGE.merge
 
 
 def transcription(deltas, ridge):

@@ -10,7 +10,9 @@ from tests.helpers.interference import naive, self_grams
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.methods.aswudi import merge
+from actmat.methods.aswudi import ASWUDI
+
+merge = ASWUDI.merge
 
 
 @pytest.mark.parametrize("shape", [(4, 10, 10), (3, 4, 20)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.tolerances import F32_PRODUCT, relative_error
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import METHODS, MergedLowRank, MergeMethod
 
@@ -108,6 +110,100 @@ def test_a_zero_adapter_is_no_trouble(method: MergeMethod) -> None:
     deltas[1] = LowRank(torch.zeros_like(deltas[1].b_OR), deltas[1].a_RI)
     out = merge_lowrank(method, deltas).value.dense()
     assert relative_error(out, merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
+
+
+WEIGHTS = (None, [1.0, 0.5], [0.0, 0.0], [1.0, -1.0])
+
+
+def all_options(method: MergeMethod) -> list[dict[str, Any]]:
+    """Options of which one has each value of its type that may matter, the rest their defaults."""
+    out: list[dict[str, Any]] = [{}]
+    for name, option in method.options.items():
+        if typing.get_origin(option.type) is typing.Literal:
+            out += [{name: value} for value in typing.get_args(option.type)]
+        elif option.type is bool:
+            out += [{name: not option.default}]
+        elif option.default is None and option.bounds is not None:
+            out += [{name: 0.5}]
+        elif option.bounds is not None and option.bounds.low is not None:
+            out += [{name: type(option.default)(1)}]
+    return [method.resolve_options(variant) for variant in out if not variant or fits(method, variant)]
+
+
+def fits(method: MergeMethod, variant: dict[str, Any]) -> bool:
+    return all(method.options[name].problem(value) is None for name, value in variant.items())
+
+
+def raised(call: Callable[[], Any]) -> Exception | None:
+    try:
+        call()
+    except (ValueError, RecipeError) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [pytest.param(m, w, id=f"{m.name}-{w}") for m in FACTORED for w in (WEIGHTS if m.is_weighted else [None])],
+)
+def test_it_is_declared_when_the_low_rank_form_applies(method: MergeMethod, weights: list[float] | None) -> None:
+    """`why_dense` gives the first sentence of the error that the form raises, and nothing where it merges."""
+    assert method.merge_lowrank is not None
+    deltas = factors((6, 9), [2, 1])
+    given = needs_for((6, 9), 2) | {"weights": weights}
+    taken = inspect.signature(method.merge_lowrank).parameters
+    needs = {n: v for n, v in given.items() if n in taken}
+    for options in all_options(method):
+        error = raised(functools.partial(method.merge_lowrank, deltas, **needs, **options))
+        if isinstance(error, RecipeError):  # weights that no form takes
+            with pytest.raises(RecipeError) as caught:
+                method.why_dense(options, 2, weights)
+            assert str(caught.value) == str(error)
+        else:
+            said = None if error is None else str(error).partition(". ")[0]
+            assert method.why_dense(options, 2, weights) == said, options
+
+
+def test_options_that_take_the_low_rank_form_away_are_all_known() -> None:
+    """The comparison above meets every kind of reason; methods without the form give theirs."""
+    found = {m.name for m in FACTORED for options in all_options(m) if m.why_dense(options, 2) is not None}
+    assert found == {"linear", "actmat", "wudi", "regmean", "tsv", "iso_c"}
+    reasons = {m.name: m.why_dense(m.resolve_options({}), 2) for m in METHODS if m.merge_lowrank is None}
+    assert reasons["tact"] == "tact has no low-rank form"
+    assert reasons["ties"] == "ties acts on single entries"
+
+
+def off_the_rows(method: MergeMethod) -> float:
+    """The largest share of a merged delta outside the joint row space of the experts, over all options."""
+    assert method.merge_lowrank is not None
+    deltas, shares = factors((12, 16), [2, 3]), []
+    q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
+    taken = inspect.signature(method.merge_lowrank).parameters
+    for options in all_options(method):
+        if method.why_dense(options, 2) is None:
+            needs = {n: v for n, v in needs_for((12, 16), 2).items() if n in taken}
+            out = method.merge_lowrank(deltas, **needs, **options).value.dense()
+            shares.append(float((out - out @ q_IQ @ q_IQ.mT).norm() / out.norm()) if out.any() else 0.0)
+    return max(shares)
+
+
+@pytest.mark.parametrize("method", [m for m in FACTORED if not m.needs_statistics], ids=lambda m: m.name)
+def test_the_row_space_is_kept_exactly_where_it_is_declared(method: MergeMethod) -> None:
+    assert (off_the_rows(method) < 1e-10) == method.keeps_row_space
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.meets_every_expert], ids=lambda m: m.name)
+def test_methods_that_meet_every_expert_are_near_them_on_their_rows(method: MergeMethod) -> None:
+    """`D* D_t^T = c D_t D_t^T` for all experts, as the ridge vanishes; `c = 1` unless the norm is bounded."""
+    deltas = factors((12, 40), [2, 2])
+    options = method.resolve_options({"ridge": 1e-9} if "ridge" in method.options else {})
+    assert method.merge_lowrank is not None
+    merged = method.merge_lowrank(deltas, **options).value.dense()
+    on_rows = [(merged @ d.dense().mT, d.dense() @ d.dense().mT) for d in deltas]
+    found, own = on_rows[0]
+    scale = float((found * own).sum() / own.square().sum())
+    assert max(relative_error(found, scale * own) for found, own in on_rows) < 1e-6
+    assert (abs(scale - 1) < 1e-6) == (method.name != "actmat_bounded")
 
 
 class Largest(TorchDispatchMode):

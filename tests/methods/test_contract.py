@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -53,6 +54,32 @@ def test_options_come_from_the_signature_without_the_needs() -> None:
     assert RULE.options["mode"].doc == "how to reduce."
     assert RULE.options["rtol"].doc == ""
     assert RULE.options["rtol"].bounds == Bounds(0)
+
+
+def test_documentation_and_bounds_may_stand_in_the_annotation() -> None:
+    def annotated(
+        deltas: Sequence[Tensor], *, density: Annotated[float, Bounds(0, 1), "fraction of entries."] = 0.5
+    ) -> Merged:
+        return Merged(deltas[0].clone())
+
+    option = MergeMethod("annotated", annotated, "matrix", "s", "e", "r").options["density"]
+    assert (option.type, option.bounds, option.doc) == (float, Bounds(0, 1), "fraction of entries.")
+
+
+def test_the_low_rank_form_applies_as_declared() -> None:
+    def merge_lowrank(deltas: Sequence[Any]) -> Any:
+        raise AssertionError("what a method can do is not found out by calling it")
+
+    def reason(options: Any, n_experts: int, weights: Sequence[float] | None) -> str | None:
+        return f"{n_experts} are too many" if n_experts > 2 else None
+
+    plain = dataclasses.replace(RULE, merge_lowrank=merge_lowrank)
+    assert plain.why_dense({}, 3) is None
+    limited = dataclasses.replace(plain, lowrank_when=reason)
+    assert limited.why_dense({}, 2) is None
+    assert limited.why_dense({}, 3) == "3 are too many"
+    assert RULE.why_dense({}, 1) == "rule has no low-rank form"
+    assert dataclasses.replace(RULE, acts_on="elementwise").why_dense({}, 1) == "rule acts on single entries"
 
 
 def test_types_are_named_as_a_reader_writes_them() -> None:

@@ -7,7 +7,10 @@ from tests.tolerances import relative_error
 
 from actmat.errors import StatisticsError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.lot import LOT, merge, merge_lowrank
+from actmat.methods.lot import LOT
+
+merge = LOT.merge
+merge_lowrank = LOT.merge_lowrank
 
 
 def test_it_minimises_the_drift_of_the_features():

@@ -7,7 +7,10 @@ from tests.tolerances import relative_error
 
 from actmat.errors import StatisticsError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.regmean import REGMEAN, merge, merge_lowrank
+from actmat.methods.regmean import REGMEAN
+
+merge = REGMEAN.merge
+merge_lowrank = REGMEAN.merge_lowrank
 
 
 def inputs(n_experts, samples, width):

@@ -7,8 +7,11 @@ from tests.helpers.interference import naive, self_grams
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.methods.swudi import merge
-from actmat.methods.wudi import merge as merge_wudi
+from actmat.methods.swudi import SWUDI
+from actmat.methods.wudi import WUDI
+
+merge = SWUDI.merge
+merge_wudi = WUDI.merge
 
 
 @pytest.mark.parametrize("shape", [(4, 10, 10), (3, 4, 20)])

@@ -6,8 +6,11 @@ from tests.helpers.interference import naive, self_grams
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.methods.actmat import merge as merge_actmat
-from actmat.methods.tact import TACT, merge
+from actmat.methods.actmat import ACTMAT
+from actmat.methods.tact import TACT
+
+merge_actmat = ACTMAT.merge
+merge = TACT.merge
 
 
 def top(delta, fraction):

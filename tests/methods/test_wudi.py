@@ -8,7 +8,10 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.wudi import WUDI, merge, merge_lowrank
+from actmat.methods.wudi import WUDI
+
+merge = WUDI.merge
+merge_lowrank = WUDI.merge_lowrank
 
 
 def objective(merged, deltas, weights=None):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actmat.layout.types import Block, Role, TensorLayout
-from actmat.linalg.places import PLACE
+from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import METHODS, get_method
 from actmat.methods.contract import ActsOn
 from actmat.plan import parts as parts_module
@@ -139,7 +139,7 @@ def test_a_rule_that_streams_pays_for_a_place_of_each_expert() -> None:
     assert dare.streams(dare.resolve_options({}))
     assert not dare.streams(dare.resolve_options({"rescale": "l1"}))
     more = peak("dare", (4096, 4096), experts=12) - peak("dare", (4096, 4096), experts=2)
-    assert more <= 10 * 4 * 2 * PLACE, "a place of each delta and of each vote"
+    assert more <= 10 * 4 * 2 * CHUNK_ENTRIES, "a place of each delta and of each vote"
     assert peak("dare", (4096, 4096), caps=NORM_CAP) > peak("dare", (4096, 4096)) + 2 * 4 * 4096**2
 
 

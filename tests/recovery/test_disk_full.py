@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.helpers.merging import Family, actmat, hidden
 
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.writer import ShardWriter
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_write_lost_in_the_background_is_told(family: Family, monkeypatch: pyt
         raise OSError(errno.EIO, "lost")
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
-    monkeypatch.setattr("actmat.checkpoints.writer._FLUSH_BYTES", 1)
+    monkeypatch.setattr("actmat.checkpoints.writing.writer._FLUSH_BYTES", 1)
     finish = ShardWriter.finish
 
     def wait_for_the_flusher(writer: ShardWriter, specs: object) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.merge_server import Run, Server, merge_server
 from tests.helpers.merging import Family, actmat, contents, hidden
 
-from actmat.checkpoints.staging import JOURNAL_NAME, MANIFEST_NAME
+from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
 
 KILLS = 20
 LAYERS = 150

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tests.helpers.merging import CONFIG, EMBEDDING, Q0, UP0, Family, actmat, contents, hidden, save_checkpoint
 
-from actmat.checkpoints.staging import JOURNAL_NAME, Staging
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
 
 

@@ -16,9 +16,9 @@ from tests.tolerances import F64_ORACLE
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import AlignmentError, CheckpointError
-from actmat.report import compare_tensors
-from actmat.report.compare import Comparison, compare
-from actmat.report.compare_tensors import compare_stored
+from actmat.report.comparison import Comparison, TensorDifference, compare
+from actmat.report.comparison import tensors as tensors_module
+from actmat.report.comparison.tensors import difference, stored_sums
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,10 @@ def merge(family: Family, method: str, *flags: str, out: str | None = None) -> P
 
 def between(family: Family, first: str, second: str) -> Comparison:
     return compare(family.root / first, family.root / second)
+
+
+def between_stored(first: MemoryCheckpoint, second: MemoryCheckpoint, base: MemoryCheckpoint) -> TensorDifference:
+    return difference("w", first.specs["w"].shape, ("a", "b"), stored_sums(first, second, base, "w"))
 
 
 def test_distances_are_those_of_the_stored_weights(family: Family) -> None:
@@ -70,9 +74,9 @@ def test_all_differing_tensors_together(family: Family) -> None:
     assert order == sorted(order, reverse=True)
 
 
-def test_pieces_do_not_change_the_sums(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_the_sums(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = between(family, "actmat", "ties")
-    monkeypatch.setattr(compare_tensors, "PIECE", 7)
+    monkeypatch.setattr(tensors_module, "CHUNK", 7)
     pieces = between(family, "actmat", "ties")
     for a, b in zip(whole.tensors, pieces.tensors, strict=True):
         assert a.name == b.name
@@ -81,7 +85,7 @@ def test_pieces_do_not_change_the_sums(family: Family, monkeypatch: pytest.Monke
     assert sum(t.relative is not None for t in pieces.tensors) == len(pieces.differing) > 5
 
 
-def test_reading_is_in_pieces_of_bounded_size() -> None:
+def test_reading_is_in_chunks_of_bounded_size() -> None:
     read: list[int] = []
 
     class Watched(MemoryCheckpoint):
@@ -89,21 +93,21 @@ def test_reading_is_in_pieces_of_bounded_size() -> None:
             read.append(len(out))
             super().read_into(name, start, out)
 
-    size = compare_tensors.PIECE * 2 + 5
+    size = tensors_module.CHUNK * 2 + 5
     sides = [Watched({"w": torch.full((size,), value, dtype=torch.bfloat16)}) for value in (1.0, 3.0, 0.0)]
-    found = compare_stored(*sides, "w", ("a", "b"), same=False)
+    found = between_stored(*sides)
     assert found.distance == pytest.approx(2 * math.sqrt(size))
     assert (found.relative, found.cosine) == (pytest.approx(1.0), pytest.approx(1.0))
-    assert max(read) == compare_tensors.PIECE * 2
+    assert max(read) == tensors_module.CHUNK * 2
     assert len(read) == 9
 
 
 def test_the_relative_distance_is_two_for_opposite_changes_and_for_one_alone() -> None:
     base, up, down = ({"w": torch.tensor([x, 0.0])} for x in (1.0, 2.0, 0.0))
     sides = [MemoryCheckpoint(t) for t in (up, down, base)]
-    opposite = compare_stored(*sides, "w", ("a", "b"), same=False)
+    opposite = between_stored(*sides)
     assert (opposite.relative, opposite.cosine) == (2.0, -1.0)
-    alone = compare_stored(sides[0], sides[2], sides[2], "w", ("a", "b"), same=False)
+    alone = between_stored(sides[0], sides[2], sides[2])
     assert (alone.relative, alone.cosine) == (2.0, None)
 
 
@@ -249,6 +253,20 @@ def test_adapters_are_compared_by_their_products(tmp_path: Path) -> None:
     with pytest.raises(AlignmentError, match="is a merged adapter") as error:
         compare(tmp_path / "actmat", model)
     assert len(error.value.problems) == 2
+
+
+def test_an_adapter_that_lost_a_module_is_told(tmp_path: Path) -> None:
+    inputs = []
+    for seed, name in enumerate(("math", "code")):
+        write_adapter(tmp_path / name, seed=seed)
+        inputs += ["-e", str(tmp_path / name)]
+    assert actmat(["merge", *inputs, "--out", str(tmp_path / "out"), "--quiet"]).code == 0
+    weights = tmp_path / "out" / "adapter_model.safetensors"
+    stored = load_file(weights)
+    lost = next(iter(stored)).removeprefix("base_model.model.").partition(".lora_")[0]
+    save_file({n: t for n, t in stored.items() if lost not in n}, weights, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"has no tensor '{lost}' of shape"):
+        compare(tmp_path / "out", tmp_path / "out")
 
 
 def test_a_directory_that_is_no_merge_is_refused(tmp_path: Path) -> None:

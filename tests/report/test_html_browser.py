@@ -10,7 +10,7 @@ from tests.helpers.reports import HOSTILE, diagnosis, diagnosis_json, hostile
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.report.html import render_html
-from actmat.report.html.compare import render_comparison
+from actmat.report.html.comparison import render_comparison
 
 pytestmark = needs_browser
 
@@ -51,7 +51,7 @@ cell.dispatchEvent(new window.PointerEvent("pointermove", { bubbles: true, clien
 const tip = document.getElementById("tip");
 seen.tip = [tip.hidden, tip.textContent === cell.dataset.tip, tip.textContent];
 seen.copy = all(".copy").every((b) => !b.hidden);
-seen.heights = all("svg.plot, svg.strip, svg.stages").filter((s) => s.getBoundingClientRect().height < 8).length;
+seen.heights = all("svg.plot, svg.strip").filter((s) => s.getBoundingClientRect().height < 8).length;
 return seen;
 """
 

@@ -15,9 +15,10 @@ from tests.helpers.reports import HOSTILE, diagnosis
 from tests.tolerances import F64_IDENTITY
 
 from actmat.diagnostics.model import Spectrum
+from actmat.report.html.elements import columns_table
 from actmat.report.html.layers import kind_of_name, kinds, layers_of, overall_cosine, overall_share, residual_over
 from actmat.report.html.lines import Line, curve, layer_lines, scree
-from actmat.report.html.markup import Markup, columns_table, data_block, el, join
+from actmat.report.html.markup import Markup, data_block, el, join
 from actmat.report.html.scales import (
     diverging,
     log_axis,

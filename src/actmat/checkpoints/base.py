@@ -1,7 +1,6 @@
-"""What a checkpoint is: named tensors in storage, listed from headers, read one at a time.
+"""`Checkpoint`: named tensors in storage, listed from headers, read one at a time.
 
-`Checkpoint` is the contract; `actmat.checkpoints.conformance` is its shipped test-suite. Implementations live in
-the files beside this one (safetensors, torch files, memory); `resolve.open_checkpoint` picks the right one.
+`actmat.checkpoints.conformance` is the shipped test-suite of this contract; `resolve.open_checkpoint` opens a location.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "Checkpoint", "FileIdentity", "TensorSpec", "torch_dtype"]
+from actmat.errors import CheckpointError
+
+__all__ = ["DTYPES", "Checkpoint", "CheckpointHandle", "FileIdentity", "TensorSpec", "torch_dtype"]
 
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float64": (torch.float64, "F64"),
@@ -40,13 +41,20 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch dtype of a dtype name such as `"bfloat16"`."""
+    """torch dtype of a dtype name.
+
+    >>> torch_dtype("bfloat16")
+    torch.bfloat16
+    """
     return DTYPES[name][0]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, shape and dtype of one stored tensor, and the file that holds it; no data.
+
+    >>> TensorSpec("model.norm.weight", (16, 4), "bfloat16", "model.safetensors").nbytes
+    128
 
     Args:
         name: key in the checkpoint.
@@ -80,16 +88,16 @@ class TensorSpec:
 
     @property
     def is_floating(self) -> bool:
-        """Whether entries are floating point (float8 included)."""
+        """True for floating-point entries (float8 included)."""
         return torch_dtype(self.dtype).is_floating_point
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells one state of a file from another without reading it.
+    """Size and times of a file, which tell two states of it apart without reading it.
 
     `change_ns` (ctime) cannot be set by a user, so an edit that keeps size and modification time still shows.
-    Files of a hub snapshot carry their content hash as `etag` instead of times.
+    Files of a hub repository have their content hash as `etag` instead of times.
     """
 
     path: str
@@ -99,12 +107,34 @@ class FileIdentity:
     etag: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointHandle:
+    """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Strings only.
+
+    >>> import dataclasses, json
+    >>> handle = CheckpointHandle("/models/base", "safetensors", "./base")
+    >>> CheckpointHandle(**json.loads(json.dumps(dataclasses.asdict(handle)))) == handle
+    True
+
+    Args:
+        address: absolute path of a folder or file, or `hf://org/name@commit`.
+        format: name of the format.
+        location: what the user called it, for messages.
+        cache_dir: folder of downloads; empty for local files.
+    """
+
+    address: str
+    format: str
+    location: str
+    cache_dir: str = ""
+
+
 class Checkpoint(abc.ABC):
     """Named tensors in storage, read lazily. Thread-safe for reading. Use as a context manager.
 
     Attributes:
         location: what the user called it, for messages ("./experts/math", "org/name@rev").
-        directory: local folder of config and tokenizer files, or None (bare file, memory).
+        directory: local folder of config and tokenizer files, or None (single file, memory).
         specs: name -> spec, in storage order (file by file, by offset).
         aliases: name -> name of the tensor that shares its storage, where the format records that (torch files).
             An alias has a spec too.
@@ -129,7 +159,7 @@ class Checkpoint(abc.ABC):
         """The whole tensor: CPU, contiguous, storage dtype, memory of its own.
 
         Raises:
-            CheckpointError: the file ended early or changed under us; names tensor and file.
+            CheckpointError: the file ended early or changed since it was opened; names tensor and file.
         """
 
     @abc.abstractmethod
@@ -142,13 +172,24 @@ class Checkpoint(abc.ABC):
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
 
+    def handle(self) -> CheckpointHandle:
+        """Address from which another process can open this checkpoint again.
+
+        Raises:
+            CheckpointError: the tensors are not in storage that another process could open.
+        """
+        raise CheckpointError(
+            f"{self.location}: tensors in memory cannot be opened by another process. Fix: save them (save_pretrained, "
+            "safetensors.torch.save_file) and give the folder or file."
+        )
+
     def fetch_sidecars(self) -> Path | None:
         """Local folder of config, tokenizer and processor files; a hub checkpoint downloads them first."""
         return self.directory
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release files. Reading afterwards is an error. May be called twice."""
+        """Close the files. Reading afterwards raises `ValueError`. May be called twice."""
 
     def __enter__(self) -> Checkpoint:
         return self

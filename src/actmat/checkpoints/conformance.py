@@ -1,10 +1,11 @@
-"""The test-suite of the `Checkpoint` contract, shipped so that a new kind of checkpoint can be held to it.
+"""The test-suite of the `Checkpoint` contract, shipped so that a new format can be tested with it.
 
-Subclass `CheckpointConformance` in a test file and say how to store tensors:
+Subclass `CheckpointConformance` in a test file and define how tensors are stored:
 
-    class TestMyCheckpoint(CheckpointConformance):
+    class TestMyFormat(CheckpointConformance):
         def store(self, tensors, folder):
-            return MyCheckpoint(write_somewhere(tensors, folder))
+            write_my_format(tensors, folder / "weights.mine")
+            return open_checkpoint(folder)
 
 Every `test_*` method stores its own tensors in an empty folder and checks one clause of the contract by plain
 assertions. No test framework is imported; a runner supplies `tmp_path` (pytest does).
@@ -13,22 +14,30 @@ assertions. No test framework is imported; a runner supplies `tmp_path` (pytest 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import DTYPES, Checkpoint
+from actmat.checkpoints.base import DTYPES, Checkpoint, CheckpointHandle
 from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.resolve import open_handle
 from actmat.errors import CheckpointError
 
 __all__ = ["CheckpointConformance", "conformance_tensors"]
 
 
 def conformance_tensors() -> dict[str, Tensor]:
-    """Tensors that every kind of checkpoint must hold: all common dtypes, no entries, one entry, many."""
+    """Tensors that every format must hold: all common dtypes; no, one and many entries.
+
+    >>> conformance_tensors()["scalar"]
+    tensor(2.5000)
+    """
     generator = torch.Generator().manual_seed(11)
     tensors = {
         f"{name}.weight": (torch.randint(0, 2, (5, 16), dtype=torch.uint8, generator=generator)).to(dtype)
@@ -46,12 +55,15 @@ def conformance_tensors() -> dict[str, Tensor]:
 class CheckpointConformance(abc.ABC):
     """One method per clause of `Checkpoint`."""
 
+    has_handle: ClassVar[bool] = True
+    """False for checkpoints that another process cannot open; their `handle` must refuse."""
+
     @abc.abstractmethod
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         """Store the tensors (in the empty folder, if files are needed) and open them."""
 
     def test_specs_tell_names_shapes_dtypes_and_sizes(self, tmp_path: Path) -> None:
-        """`specs` lists every tensor and nothing else."""
+        """`specs` lists every tensor and no other name."""
         tensors = conformance_tensors()
         with self.store(tensors, tmp_path) as checkpoint:
             assert set(checkpoint.specs) == set(tensors), "specs list other names than were stored"
@@ -68,8 +80,8 @@ class CheckpointConformance(abc.ABC):
             files = [spec.file for spec in checkpoint.specs.values()]
             visits = [file for i, file in enumerate(files) if i == 0 or files[i - 1] != file]
             assert len(visits) == len(set(visits)), f"files are visited more than once: {visits}"
-            places = [(visits.index(spec.file), spec.offset) for spec in checkpoint.specs.values()]
-            assert places == sorted(places), "offsets go back within a file"
+            positions = [(visits.index(spec.file), spec.offset) for spec in checkpoint.specs.values()]
+            assert positions == sorted(positions), "offsets go back within a file"
 
     def test_read_returns_the_stored_bytes(self, tmp_path: Path) -> None:
         """`read` gives shape, dtype and every bit back, contiguous, on the CPU."""
@@ -123,8 +135,8 @@ class CheckpointConformance(abc.ABC):
                 (0, memoryview(bytearray(8))[::2]),
             )
             for start, out in cases:
-                what = f"read_into from byte {start} into a buffer of {out.nbytes} bytes"
-                _refusal(ValueError, what, checkpoint.read_into, "w", start, out)
+                case = f"read_into from byte {start} into a buffer of {out.nbytes} bytes"
+                _refusal(ValueError, case, checkpoint.read_into, "w", start, out)
 
     def test_an_unknown_name_is_refused_with_the_near_one(self, tmp_path: Path) -> None:
         """Reading a tensor that does not exist is a `CheckpointError`."""
@@ -150,12 +162,26 @@ class CheckpointConformance(abc.ABC):
             for name, found in zip(names, pool.map(checkpoint.read, names), strict=True):
                 assert torch.equal(found, tensors[name]), f"{name!r} was mixed up"
 
-    def test_identity_is_stable_and_reads_nothing(self, tmp_path: Path) -> None:
-        """`identity` is the same before and after reading and for a second opening."""
+    def test_identity_is_stable(self, tmp_path: Path) -> None:
+        """`identity` is the same before and after reading."""
         with self.store({"w": torch.ones(4)}, tmp_path) as checkpoint:
             before = checkpoint.identity()
             checkpoint.read("w")
             assert checkpoint.identity() == before, "reading changed the identity"
+
+    def test_a_handle_opens_the_same_tensors_again(self, tmp_path: Path) -> None:
+        """`handle` survives JSON, and `open_handle` gives the same specs and bytes under the same location."""
+        with self.store({"w": torch.arange(6.0), "v": torch.ones(2, 3)}, tmp_path) as checkpoint:
+            if not self.has_handle:
+                _refusal(CheckpointError, "handle of a checkpoint that only this process can read", checkpoint.handle)
+                return
+            fields = json.loads(json.dumps(dataclasses.asdict(checkpoint.handle())))
+            with open_handle(CheckpointHandle(**fields)) as again:
+                assert again.location == checkpoint.location, f"reopened as {again.location}"
+                assert dict(again.specs) == dict(checkpoint.specs), "specs differ after reopening"
+                assert again.identity() == checkpoint.identity(), "identity differs after reopening"
+                assert torch.equal(again.read("w"), checkpoint.read("w")), "bytes differ after reopening"
+                assert again.handle() == checkpoint.handle(), "the handle differs after reopening"
 
     def test_close_ends_reading_and_may_be_called_twice(self, tmp_path: Path) -> None:
         """After `close` a read raises `ValueError`, as a closed file does; specs stay."""
@@ -167,10 +193,10 @@ class CheckpointConformance(abc.ABC):
         _refusal(ValueError, "read_into after close", checkpoint.read_into, "w", 0, memoryview(bytearray(16)))
 
 
-def _refusal(kind: type[Exception], what: str, call: Callable[..., object], *arguments: object) -> str:
-    """Message of the error of that kind which the call must raise."""
+def _refusal(kind: type[Exception], case: str, call: Callable[..., object], *arguments: object) -> str:
+    """Message of the error of type `kind` that the call must raise."""
     try:
         call(*arguments)
     except kind as error:
         return str(error)
-    raise AssertionError(f"expected {kind.__name__}, nothing was raised: {what}")
+    raise AssertionError(f"expected {kind.__name__}, nothing was raised: {case}")

@@ -1,7 +1,7 @@
-"""Positional reads of a checkpoint's files, safe from many threads, and refused once a file changed.
+"""Positional reads of a checkpoint's files from many threads; a file that changed since it was opened is refused.
 
 File descriptors are opened when needed and a bounded number is kept, because ten experts of 150 shards are more
-files than a process may hold.
+files than a process may open.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Open:
 
 
 class _State(NamedTuple):
-    """What must stay the same while we read. Not the ctime: a hard link made meanwhile changes it."""
+    """Properties of a file that must not change between reads. Not the ctime: making a hard link changes it."""
 
     device: int
     inode: int
@@ -54,23 +54,23 @@ def file_identity(path: Path) -> FileIdentity:
     """Identity of a local file now.
 
     Raises:
-        CheckpointError: the file is gone or may not be looked at.
+        CheckpointError: the file is missing or inaccessible.
     """
     try:
         status = path.stat()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be looked at: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     return FileIdentity(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class FileReader:
-    """Files by label (the name that messages and specs use), read at offsets.
+    """Files by label (the name in messages and specs), read at offsets.
 
-    The state of a file is recorded when it is first opened; every read checks that it is still the same.
+    The state of a file is recorded when it is first opened; every read checks that it is unchanged.
 
     Args:
         files: label -> path.
-        keep_open: how many idle descriptors are kept.
+        keep_open: number of idle descriptors that are kept.
     """
 
     def __init__(self, files: Mapping[str, Path], keep_open: int = KEEP_OPEN) -> None:
@@ -88,7 +88,7 @@ class FileReader:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self._closed
 
     def size(self, label: str) -> int:
@@ -106,9 +106,9 @@ class FileReader:
         """Fill `out` from `offset` on. `tensor` is named in errors.
 
         Raises:
-            CheckpointError: the file is missing, unreadable, shorter than it was, or was written to meanwhile.
+            CheckpointError: the file is missing, unreadable, shorter than it was, or changed.
         """
-        opened = self._take(label)  # no context manager: this is the one call made for every piece of a merge
+        opened = self._take(label)  # no context manager: this is called for every chunk of a merge
         try:
             done, total = 0, len(out)
             while done < total:
@@ -127,7 +127,7 @@ class FileReader:
             self._give_back(opened)
 
     def prefetch(self, label: str, offset: int, length: int) -> None:
-        """Ask the system to read ahead, where it can be asked. Never fails."""
+        """Ask the system to read ahead, where it supports that. Never fails."""
         if not hasattr(os, "posix_fadvise") or self._closed:
             return
         with suppress(OSError, CheckpointError, ValueError), self._borrow(label) as fd:

@@ -1,6 +1,6 @@
-"""What a checkpoint folder holds besides tensors: its config, its shard index, and which names may be opened.
+"""Config and shard index of a checkpoint folder, and the check of file names before they are opened.
 
-An index comes with a download, so the file names in it are data: only plain names that stay in the folder are
+An index comes with a download, so the file names in it are untrusted: only plain names that stay in the folder are
 opened.
 """
 
@@ -12,16 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.header import shown, unique_keys
 from actmat.errors import CheckpointError
 
-__all__ = ["join_shards", "member", "read_config", "read_index", "read_json_object"]
+__all__ = [
+    "INDEX_SUFFIX",
+    "join_shards",
+    "member",
+    "read_config",
+    "read_index",
+    "read_json_object",
+    "shown",
+    "unique_keys",
+]
 
+INDEX_SUFFIX = ".index.json"
 MAX_JSON_BYTES = 200_000_000
 
 
 def read_json_object(path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """A JSON file whose value is an object; `unique` refuses a key given twice.
+    """Content of a JSON file whose value is an object; `unique` refuses a key given twice.
 
     Raises:
         CheckpointError: unreadable, too large, not UTF-8, not JSON, nested too deeply, or not an object.
@@ -84,7 +93,7 @@ def member(folder: Path, name: str) -> Path:
             f"{path}: the file is missing. Likely cause: an incomplete download. Fix: fetch the folder again."
         )
     target, home = path.resolve(), folder.resolve()
-    if not any(target.is_relative_to(place) for place in (home, *_hub_blobs(home))):
+    if not any(target.is_relative_to(parent) for parent in (home, *_hub_blobs(home))):
         raise CheckpointError(
             f"{path}: is a link to {target}, outside its folder. Likely cause: a hostile archive, or links made by "
             "hand. Fix: copy the file into the folder, or give the folder that holds the real files."
@@ -98,7 +107,7 @@ def join_shards(
     """Specs of all files in order, checked against each other and against the index.
 
     Raises:
-        CheckpointError: a tensor in two files, in the index alone, in a shard alone, or in another shard than the
+        CheckpointError: a tensor in two files, only in the index, only in a shard, or in another shard than the
             index says.
     """
     specs: dict[str, TensorSpec] = {}
@@ -124,6 +133,28 @@ def join_shards(
             problems,
         )
     return specs
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of `json` that refuses a key given twice (`ValueError`)."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {shown(key)} twice")
+            seen.add(key)
+    return out
+
+
+def shown(value: Any) -> str:
+    """`repr` of a value, cut: a hostile name must not flood the terminal.
+
+    >>> shown("w" * 1000)[-8:]
+    'wwwww...'
+    """
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def _is_plain_name(name: object) -> bool:

@@ -1,8 +1,8 @@
-"""Content hashes taken while bytes pass by.
+"""Content hashes of byte streams and files.
 
 XXH3-128 (https://xxhash.com) runs at memory speed on one core, so that hashing every byte read and written costs
-little beside moving it. It guards against damage and mix-ups, not against an adversary; `sha256_file` is there for
-those who want the hash that hubs use.
+little compared with moving it. It detects damage and mix-ups, not an adversary; `sha256_file` is the hash that hubs
+use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ HASH_NAME = "xxh3_128"
 
 
 class ContentHash:
-    """Running XXH3-128 of a byte stream; releases the GIL on large pieces."""
+    """Running XXH3-128 of a byte stream; releases the GIL on large buffers.
+
+    >>> content = ContentHash()
+    >>> content.update(b"abc")
+    >>> content.size, content.hexdigest()
+    (3, '06b05ab6733a618578af5f94892f3950')
+    """
 
     __slots__ = ("_state", "size")
 
@@ -40,7 +46,10 @@ class ContentHash:
 def hash_names(pairs: Iterable[tuple[str, str]]) -> str:
     """Hash of a whole checkpoint: XXH3-128 over `name NUL digest LF` of its tensors, sorted by name.
 
-    Independent of shards, file order and storage layout: two checkpoints with equal tensors hash equal.
+    Independent of shards, file order and storage layout: two checkpoints with equal tensors have equal hashes.
+
+    >>> hash_names([("a", "1"), ("b", "2")]) == hash_names([("b", "2"), ("a", "1")])
+    True
     """
     total = ContentHash()
     for name, digest in sorted(pairs):

@@ -1,8 +1,8 @@
-"""The safetensors header, parsed as if an enemy had written it.
+"""Parser of the safetensors header, safe for hostile files.
 
 A file is `length (8 bytes, little-endian) | header (JSON) | data`. The header maps each tensor's name to its dtype,
 shape and `data_offsets = [begin, end)` in the data; `__metadata__` is an optional map of strings. The format forbids
-gaps, overlaps and trailing bytes, so that a file has one meaning and hides nothing.
+gaps, overlaps and trailing bytes, so that a file has one meaning and no hidden bytes.
 
 The length is checked against the file and a cap before anything is allocated. Everything wrong inside a header is
 collected into one error. (https://github.com/huggingface/safetensors, section "Format".)
@@ -17,18 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from actmat.checkpoints.base import DTYPES, TensorSpec
+from actmat.checkpoints.folder import shown, unique_keys
 from actmat.errors import CheckpointError
 
-__all__ = [
-    "MAX_HEADER_BYTES",
-    "PREFIX_BYTES",
-    "Header",
-    "header_length",
-    "parse_header",
-    "read_header",
-    "shown",
-    "unique_keys",
-]
+__all__ = ["MAX_HEADER_BYTES", "Header", "header_length", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The cap of the reference implementation."""
@@ -43,7 +35,7 @@ LIKELY = "Likely cause: an interrupted download or copy. Fix: fetch the file aga
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Checked content of a header.
+    """Content of a header that passed all checks.
 
     Args:
         specs: name -> spec in the order of the data; offsets count from the start of the file.
@@ -57,17 +49,43 @@ class Header:
 
 
 def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: str) -> Header:
-    """Header of a file that is read through `read_at(offset, length)` (a local file, HTTP ranges).
+    """Read and check the header of a file through `read_at(offset, length)` (of a local file, or HTTP ranges).
+
+    >>> text = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    >>> data = len(text).to_bytes(8, "little") + text + bytes(8)
+    >>> read_header(lambda offset, n: data[offset : offset + n], len(data), file="model.safetensors").specs["w"].shape
+    (2,)
 
     Raises:
-        CheckpointError: with every problem found.
+        CheckpointError: with every problem found, each naming the tensor.
     """
     length = header_length(read_at(0, min(PREFIX_BYTES, file_size)), file_size, file=file)
-    return parse_header(read_at(PREFIX_BYTES, length), file_size, file=file)
+    if sys.byteorder != "little":
+        raise CheckpointError(f"{file}: safetensors files are little-endian, this machine is not; use another one")
+    entries = _load_json(read_at(PREFIX_BYTES, length), file)
+    data_start = PREFIX_BYTES + length
+    data_size = file_size - data_start
+    problems: list[str] = []
+    metadata = _metadata(entries.pop("__metadata__", {}), problems, file)
+    found: list[tuple[int, int, TensorSpec]] = []
+    for name, entry in entries.items():
+        try:
+            found.append(_tensor(name, entry, data_start, data_size, file))
+        except _Problem as problem:
+            problems.append(f"tensor {shown(name)} in {file}: {problem}")
+    found.sort(key=lambda item: item[:2])
+    if not problems:  # one bad entry would show up again as a gap where it should have been
+        problems.extend(_gaps(found, data_size, file))
+    if problems:
+        raise CheckpointError(f"{file}: the safetensors header is not valid", problems)
+    return Header({spec.name: spec for _, _, spec in found}, metadata, data_start)
 
 
 def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
-    """Length of the JSON part, checked against the size of the file and the cap.
+    """Length of the JSON text, checked against the size of the file and the cap.
+
+    >>> header_length((16).to_bytes(8, "little"), 1000, file="model.safetensors")
+    16
 
     Raises:
         CheckpointError: not a safetensors file, or cut off inside the header.
@@ -90,35 +108,8 @@ def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
     return length
 
 
-def parse_header(raw: bytes, file_size: int, *, file: str) -> Header:
-    """Parse and check the JSON part of a file of `file_size` bytes.
-
-    Raises:
-        CheckpointError: with every problem found, each naming the tensor.
-    """
-    if sys.byteorder != "little":
-        raise CheckpointError(f"{file}: safetensors files are little-endian, this machine is not; use another one")
-    entries = _load_json(raw, file)
-    data_start = PREFIX_BYTES + len(raw)
-    data_size = file_size - data_start
-    problems: list[str] = []
-    metadata = _metadata(entries.pop("__metadata__", {}), problems, file)
-    found: list[tuple[int, int, TensorSpec]] = []
-    for name, entry in entries.items():
-        try:
-            found.append(_tensor(name, entry, data_start, data_size, file))
-        except _Problem as problem:
-            problems.append(f"tensor {shown(name)} in {file}: {problem}")
-    found.sort(key=lambda item: item[:2])
-    if not problems:  # one bad entry would show up again as a gap where it should have been
-        problems.extend(_gaps(found, data_size, file))
-    if problems:
-        raise CheckpointError(f"{file}: the safetensors header is not valid", problems)
-    return Header({spec.name: spec for _, _, spec in found}, metadata, data_start)
-
-
 class _Problem(ValueError):
-    """One thing wrong with one entry."""
+    """A fault of one entry."""
 
 
 def _load_json(raw: bytes, file: str) -> dict[str, Any]:
@@ -141,18 +132,6 @@ def _load_json(raw: bytes, file: str) -> dict[str, Any]:
     return entries
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of `json` that refuses a key given twice (`ValueError`)."""
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {shown(key)} twice")
-            seen.add(key)
-    return out
-
-
 def _no_constant(word: str) -> NoReturn:
     raise ValueError(f"{word}, which is not JSON")
 
@@ -170,7 +149,7 @@ def _metadata(value: Any, problems: list[str], file: str) -> dict[str, str]:
 
 
 def _tensor(name: str, entry: Any, data_start: int, data_size: int, file: str) -> tuple[int, int, TensorSpec]:
-    """One entry -> (begin, end, spec), or `_Problem`."""
+    """`(begin, end, spec)` of one entry; raises `_Problem`."""
     if not name.isascii():
         try:
             name.encode()
@@ -212,7 +191,7 @@ def _nbytes(shape: list[int], itemsize: int) -> int:
 
 
 def _gaps(found: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -> list[str]:
-    """Overlaps, holes and bytes behind the last tensor, given entries sorted by offset."""
+    """Overlaps, gaps and bytes after the last tensor, given entries sorted by offset."""
     problems: list[str] = []
     reached, before = 0, "the start of the data"
     for begin, end, spec in found:
@@ -224,9 +203,3 @@ def _gaps(found: list[tuple[int, int, TensorSpec]], data_size: int, file: str) -
     if reached != data_size:
         problems.append(f"{file}: {data_size - reached} bytes of data follow the last tensor; the format forbids that")
     return problems
-
-
-def shown(value: Any) -> str:
-    """`repr`, cut: a hostile name must not flood the terminal."""
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."

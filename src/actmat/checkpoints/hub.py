@@ -1,205 +1,251 @@
-"""Checkpoints on the Hugging Face hub: headers over HTTP ranges, weights fetched when they are read.
+"""One commit of a model repository on the Hugging Face hub: its files, pinned, and the cached ones among them.
 
-Opening fetches the config and the shard index and reads the header of every shard through two small requests at most,
-so that a merge can be planned before a single weight is downloaded. Torch files have no header to read: they are
+Opening a checkpoint there lists the files and reads the header of every safetensors shard through two small requests
+at most, so that a merge can be planned before a weight is downloaded. Torch files have no header to read: they are
 downloaded when they are opened.
+
+Everything goes through `huggingface_hub`: its endpoint, token, cache, offline switch and HTTP client. The revision is
+pinned to a commit before anything else, so that two files are never of two commits.
+
+With `HF_HUB_OFFLINE=1` the commit and the files come from the cache only. Without it an unreachable hub is an error:
+the cached commit of a branch may be an old one, and using it must be the user's decision.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import Any
 
-from torch import Tensor
+from huggingface_hub import HfApi, constants, errors, get_session, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
-from actmat.checkpoints.files import FileReader
-from actmat.checkpoints.folder import join_shards, read_config, read_index
-from actmat.checkpoints.formats import weight_format
-from actmat.checkpoints.header import read_header
-from actmat.checkpoints.hub_repository import HubRepository, open_repository
-from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
-from actmat.checkpoints.safetensors import INDEX_NAME, SINGLE_NAME, SafetensorsCheckpoint, unindexed_files
-from actmat.checkpoints.torch_files import TorchCheckpoint, choose_torch_file
+from actmat.checkpoints.base import FileIdentity
+from actmat.checkpoints.folder import INDEX_SUFFIX, read_index
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
-__all__ = ["HubCheckpoint", "open_hub"]
+__all__ = ["HubFile", "HubRepository", "open_repository"]
+
+FIRST_RANGE = 256 * 1024
+"""Bytes of the first request for a header: nearly every safetensors header is shorter."""
 
 SIDECAR_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-PARALLEL_REQUESTS = 8
+TIMEOUT = 30.0  # seconds
+HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
+
+REFUSALS: dict[type[Exception], str] = {
+    errors.GatedRepoError: "the hub repository is gated. Fix: accept its terms on its page, then log in (hf auth login "
+    "or HF_TOKEN).",
+    errors.RevisionNotFoundError: "the hub repository has no such revision. Fix: give a branch, tag or commit that it "
+    "has.",
+    errors.RepositoryNotFoundError: "no local path, and no such repository on the hub, or it is private. Fix: correct "
+    "the name, or log in (hf auth login or HF_TOKEN).",
+    errors.OfflineModeIsEnabled: "offline (HF_HUB_OFFLINE) and not in the cache. Fix: go online.",
+}
+"""Errors of the hub library -> cause and fix. The first that matches counts: a gated repository is also not found."""
 
 
-class HubCheckpoint(Checkpoint):
-    """Tensors of one commit of a hub repository. A shard is downloaded when a tensor of it is first read.
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a commit. `etag` is its content hash: SHA-256 of large files, git blob id of small ones."""
+
+    name: str
+    size: int
+    etag: str
+
+
+class HubRepository(Source):
+    """One pinned commit.
 
     Args:
-        repository: the pinned commit.
-        specs: from the headers.
-        weight_files: names of the weight files.
-        torch_files: the open checkpoint, where the weights are torch files.
+        repo_id: `org/name`.
+        location: what the user called it.
+        commit: full commit hash, whatever branch was asked for.
+        files: name -> file, of the top folder and below.
+        cache_dir: cache of the hub library.
     """
 
-    def __init__(
-        self,
-        repository: HubRepository,
-        specs: Mapping[str, TensorSpec],
-        weight_files: tuple[str, ...],
-        *,
-        torch_files: TorchCheckpoint | None = None,
-    ) -> None:
-        self.repository = repository
-        self.location = repository.location
-        self.specs = MappingProxyType(dict(specs))
-        self.aliases = MappingProxyType(dict(torch_files.aliases) if torch_files else {})
-        config = repository.fetch("config.json") if "config.json" in repository.files else None
-        self.directory = config.parent if config is not None else None
-        self._weight_files = weight_files
-        self._torch_files = torch_files
-        self._reader = FileReader({})
-        self._ready: set[str] = set()
-        self._locks = {name: threading.Lock() for name in weight_files}
+    cache_dir: Path
+
+    def __init__(self, repo_id: str, location: str, commit: str, files: Mapping[str, HubFile], cache_dir: Path) -> None:
+        self.repo_id = repo_id
+        self.location = location
+        self.commit = commit
+        self.files = files
+        self.cache_dir = cache_dir
+        self.names = sorted(name for name in files if "/" not in name)
 
     @property
-    def commit(self) -> str:
-        """Hash of the commit that is read, whatever branch was asked for."""
-        return self.repository.commit
+    def address(self) -> str:
+        """Hub id with the commit."""
+        return f"hf://{self.repo_id}@{self.commit}"
 
     @cached_property
-    def _config(self) -> Mapping[str, Any] | None:
-        return read_config(self.directory)
+    def directory(self) -> Path | None:
+        """Folder of `config.json` in the cache, downloaded first; None where the commit has none."""
+        return self.fetch("config.json").parent if "config.json" in self.files else None
 
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """Parsed `config.json` of the commit."""
-        return self._config
+    def local(self, name: str) -> Path | None:
+        """Path of the file in the cache, or None."""
+        found = try_to_load_from_cache(self.repo_id, name, cache_dir=self.cache_dir, revision=self.commit)
+        return Path(found) if isinstance(found, str) else None
 
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Content hashes of the weight files as the hub states them; the same before and after the download."""
-        files = (self.repository.files[name] for name in self._weight_files)
-        return tuple(FileIdentity(f"{self.repository.repo_id}/{f.name}", f.size, etag=f.etag) for f in files)
+    def fetch(self, name: str) -> Path:
+        """Path of the file in the cache, downloaded first if it is not there."""
+        with explained(self.location):
+            return Path(HfApi().hf_hub_download(self.repo_id, name, revision=self.commit, cache_dir=self.cache_dir))
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor; downloads its shard first if it is not cached."""
-        if self._torch_files is not None:
-            return self._torch_files.read(name)
-        spec = find_spec(self, name)
-        tensor = empty_tensor(spec)
-        self._fill(spec, 0, raw_bytes(tensor))
-        return tensor
+    def weight_map(self, index: str) -> dict[str, str]:
+        """Content of an index file of the commit."""
+        weight_map = read_index(self.fetch(index))
+        missing = sorted(set(weight_map.values()) - self.files.keys())
+        if missing:
+            raise CheckpointError(
+                f"{self.location}: weight files that the index names are not in the repository (or, offline, not in "
+                "the cache)",
+                [f"{self.location}: {name} is missing at commit {self.commit}" for name in missing],
+            )
+        return weight_map
 
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` from byte `start` of the tensor; downloads its shard first if it is not cached."""
-        if self._torch_files is not None:
-            self._torch_files.read_into(name, start, out)
-            return
-        spec = find_spec(self, name)
-        check_range(spec, start, out)
-        self._fill(spec, start, out)
+    def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
+        """Content hashes as the hub states them; the same before and after the download."""
+        files = (self.files[name] for name in names)
+        return tuple(FileIdentity(f"{self.repo_id}/{f.name}", f.size, etag=f.etag) for f in files)
 
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Ask the system to read tensors of downloaded shards ahead; downloads nothing."""
-        for spec in (self.specs[name] for name in names if name in self.specs):
-            if spec.file in self._ready:
-                self._reader.prefetch(spec.file, spec.offset, spec.nbytes)
+    def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
+        """`read_at(offset, length)` over HTTP ranges, and the size; the first request suffices for most headers."""
+        size = self.files[name].size
+        start = self._range(name, 0, min(FIRST_RANGE, size))
 
-    def fetch(self) -> None:
-        """Download every weight file that is not cached."""
-        for name in self._weight_files:
-            self.repository.fetch(name)
+        def read_at(offset: int, length: int) -> bytes:
+            if offset + length <= len(start):
+                return start[offset : offset + length]
+            return self._range(name, offset, length)
+
+        return read_at, size
 
     def fetch_sidecars(self) -> Path | None:
-        """Download tokenizer, processor and other small files; the folder that holds them, None if there are none."""
+        """Download tokenizer, processor and other small files; their folder, or None if there are none."""
         folder = self.directory
-        for name in self.repository.files:
+        for name in self.files:
             path = PurePosixPath(name)
-            is_index = name.endswith(".index.json")
             is_template = str(path.parent) == "additional_chat_templates"
-            if path.suffix in SIDECAR_SUFFIXES and not is_index and (len(path.parts) == 1 or is_template):
-                fetched = self.repository.fetch(name)
+            is_near = len(path.parts) == 1 or is_template
+            if path.suffix in SIDECAR_SUFFIXES and not name.endswith(INDEX_SUFFIX) and is_near:
+                fetched = self.fetch(name)
                 folder = folder or fetched.parents[len(path.parts) - 1]
         return folder
 
-    def close(self) -> None:
-        """Close the shards that were opened."""
-        self._reader.close()
-        if self._torch_files is not None:
-            self._torch_files.close()
-
-    def _fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        if not self._reader.closed:
-            self._make_ready(spec.file)
-        self._reader.read_into(spec.file, spec.offset + start, out, tensor=spec.name)
-
-    def _make_ready(self, label: str) -> None:
-        """Download a shard and check it against the header that was planned with, once."""
-        with self._locks[label]:  # one download per shard, however many threads want it
-            if label in self._ready:
-                return
-            path = self.repository.fetch(label)
-            expected = {name: spec for name, spec in self.specs.items() if spec.file == label}
-            with SafetensorsCheckpoint(self.location, {label: path}) as shard:
-                if shard.specs != expected:
-                    raise CheckpointError(
-                        f"{self.location}: {label} as downloaded is not what the hub announced. "
-                        f"Fix: remove it from the cache ({self.repository.cache_dir}) and run again."
-                    )
-            self._reader.add(label, path)
-            self._ready.add(label)
+    def _range(self, name: str, offset: int, length: int) -> bytes:
+        if length == 0:
+            return b""
+        url = hf_hub_url(self.repo_id, name, revision=self.commit, endpoint=constants.ENDPOINT)
+        headers = {
+            **build_hf_headers(),
+            "Range": f"bytes={offset}-{offset + length - 1}",
+            "Accept-Encoding": "identity",
+        }
+        out = bytearray()
+        with explained(self.location), get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
+            hf_raise_for_status(response)
+            if response.status_code != 206 and offset > 0:
+                raise CheckpointError(f"{self.location}: the hub ignored a range request for {name}; download it first")
+            for chunk in response.iter_bytes():  # stop early: a server may send the whole file
+                out += chunk
+                if len(out) >= length:
+                    break
+        if len(out) < length:
+            raise CheckpointError(f"{self.location}: {name} ended after {offset + len(out)} bytes. Fix: try again.")
+        return bytes(out[:length])
 
 
-def open_hub(repo_id: str, revision: str | None = None, *, cache_dir: str | Path | None = None) -> HubCheckpoint:
-    """Open `repo_id` (`org/name`) at a revision (branch, tag or commit; `main` if None).
+def open_repository(repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None) -> HubRepository:
+    """Pin the revision (default `main`) and list its files, from the hub or, offline, from the cache.
 
     Raises:
-        CheckpointError: no such repository or revision, no access, offline and not cached, or unusable weights.
+        CheckpointError: no such repository or revision, no access, unreachable, or offline and not cached.
     """
-    repository = open_repository(repo_id, revision, cache_dir=cache_dir)
-    names = [name for name in repository.files if "/" not in name]
-    if weight_format(names, repository.location) == "torch":
-        return _open_torch(repository, names)
-    weight_map: Mapping[str, str] | None = None
-    if INDEX_NAME in names:
-        weight_map = read_index(repository.fetch(INDEX_NAME))
-        labels = sorted(set(weight_map.values()))
-    else:
-        labels = [SINGLE_NAME] if SINGLE_NAME in names else unindexed_files(names, repository.location)
-    _require(repository, labels)
-    with ThreadPoolExecutor(min(PARALLEL_REQUESTS, len(labels))) as pool:
-        shards = dict(zip(labels, pool.map(lambda label: _specs_of(repository, label), labels), strict=True))
-    specs = join_shards(shards, weight_map, location=repository.location)
-    return HubCheckpoint(repository, specs, tuple(labels))
+    location = repo_id if revision is None else f"{repo_id}@{revision}"
+    wanted = revision or constants.DEFAULT_REVISION
+    if ".." in wanted:
+        raise CheckpointError(f"{location}: '{wanted}' is not a revision")
+    cache = Path(constants.HF_HUB_CACHE if cache_dir is None else cache_dir).expanduser().absolute()
+    home = cache / f"models--{repo_id.replace('/', '--')}"
+    if constants.is_offline_mode():
+        commit = _cached_commit(home, wanted, location)
+        return HubRepository(repo_id, location, commit, _cached_files(home / "snapshots" / commit), cache)
+    with explained(location):
+        info = HfApi().model_info(repo_id, revision=wanted, files_metadata=True, timeout=TIMEOUT)
+    if info.sha is None or info.siblings is None:
+        raise CheckpointError(f"{location}: expected a commit and its files from the hub, found neither")
+    files = {
+        s.rfilename: HubFile(s.rfilename, s.size or 0, (s.lfs.sha256 if s.lfs else s.blob_id) or info.sha)
+        for s in info.siblings
+    }
+    _remember_commit(home, wanted, info.sha)
+    return HubRepository(repo_id, location, info.sha, files, cache)
 
 
-def _open_torch(repository: HubRepository, names: list[str]) -> HubCheckpoint:
-    chosen = choose_torch_file(names, repository.location)
-    weight_map = read_index(repository.fetch(chosen)) if chosen.endswith(".index.json") else None
-    labels = sorted(set(weight_map.values())) if weight_map else [chosen]
-    _require(repository, labels)
-    files = {label: repository.fetch(label) for label in labels}
-    local = TorchCheckpoint(repository.location, files, None, weight_map)
-    return HubCheckpoint(repository, local.specs, tuple(labels), torch_files=local)
+def _cached_commit(home: Path, wanted: str, location: str) -> str:
+    if (home / "snapshots" / wanted).is_dir():
+        return wanted
+    reference = home / "refs" / wanted
+    if reference.is_file():
+        commit = reference.read_text().strip()
+        if (home / "snapshots" / commit).is_dir():
+            return commit
+    cached = sorted(p.name for p in (home / "snapshots").glob("*")) if home.is_dir() else []
+    has = f"cached commits: {', '.join(cached[:4])}" if cached else "nothing of it is cached"
+    raise CheckpointError(
+        f"{location}: offline (HF_HUB_OFFLINE), and '{wanted}' is not in the cache; {has}. "
+        "Fix: go online once, or name a cached commit with @."
+    )
 
 
-def _require(repository: HubRepository, labels: list[str]) -> None:
-    missing = [label for label in labels if label not in repository.files]
-    if missing:
+def _cached_files(snapshot: Path) -> dict[str, HubFile]:
+    """Files of a snapshot: links to blobs named by their content hash (a copy has the commit as its hash)."""
+    files: dict[str, HubFile] = {}
+    for path in sorted(snapshot.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(snapshot).as_posix()
+            etag = Path(os.readlink(path)).name if path.is_symlink() else snapshot.name
+            files[name] = HubFile(name, path.stat().st_size, etag)
+    return files
+
+
+def _remember_commit(home: Path, revision: str, commit: str) -> None:
+    """Write the commit of a branch to the cache, as the hub library does, so that offline runs find it."""
+    reference = home / "refs" / revision
+    with suppress(OSError):  # a read-only cache is no reason to stop
+        if revision != commit and not (reference.is_file() and reference.read_text() == commit):
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            reference.write_text(commit)
+
+
+@contextmanager
+def explained(location: str) -> Iterator[None]:
+    """Turn errors of the hub library into a `CheckpointError` with the cause and the fix."""
+    try:
+        yield
+    except tuple(REFUSALS) as error:
+        text = next(text for kind, text in REFUSALS.items() if isinstance(error, kind))
+        raise CheckpointError(f"{location}: {text}") from error
+    except errors.EntryNotFoundError as error:
+        offline = constants.is_offline_mode()
+        cause = "offline (HF_HUB_OFFLINE) and not in the cache" if offline else "gone or out of reach"
+        raise CheckpointError(f"{location}: a file is {cause}: {_first_line(error)}") from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{location}: not a hub id: {_first_line(error)}") from error
+    except (HTTP_ERROR, OSError) as error:
         raise CheckpointError(
-            f"{repository.location}: weight files that the index names are not in the repository (or, offline, not in "
-            "the cache)",
-            [f"{repository.location}: {label} is missing at commit {repository.commit}" for label in missing],
-        )
+            f"{location}: the hub at {constants.ENDPOINT} cannot be used: {type(error).__name__}: "
+            f"{_first_line(error)}. Fix: check the connection, or set HF_HUB_OFFLINE=1 to use what is cached."
+        ) from error
 
 
-def _specs_of(repository: HubRepository, label: str) -> Mapping[str, TensorSpec]:
-    """Specs of one shard: from the cached file where there is one, else over HTTP ranges."""
-    path = repository.cached(label)
-    if path is not None:
-        with SafetensorsCheckpoint(repository.location, {label: path}) as local:
-            return local.specs
-    read_at: Callable[[int, int], bytes] = repository.reader(label)
-    return read_header(read_at, repository.files[label].size, file=label).specs
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]

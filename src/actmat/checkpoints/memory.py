@@ -1,4 +1,4 @@
-"""A checkpoint in memory: a mapping of names to tensors, as it is."""
+"""A checkpoint in memory: a mapping of names to tensors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,49 @@ from actmat.checkpoints.base import DTYPES, Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.raw import check_range, copy_range, empty_tensor, find_spec
 from actmat.errors import CheckpointError
 
-__all__ = ["MemoryCheckpoint", "shared_storage", "tensor_specs"]
+__all__ = ["HeldTensors", "MemoryCheckpoint", "shared_storage", "tensor_specs"]
 
 LABEL = "<memory>"
 NAME_OF_DTYPE = {dtype: name for name, (dtype, _) in DTYPES.items()}
 
 
-class MemoryCheckpoint(Checkpoint):
-    """Tensors of a mapping, read from where they are (copied to the CPU when read, never before).
+class HeldTensors(Checkpoint):
+    """Reading from tensors that are in memory or mapped. Concrete classes set `_tensors`, and None when closed."""
 
-    The tensors are held, not copied, and must not be written to while the checkpoint is in use. Parameters are read as
-    plain tensors.
+    _tensors: dict[str, Tensor] | None
+
+    def read(self, name: str) -> Tensor:
+        """A contiguous CPU copy."""
+        return empty_tensor(find_spec(self, name)).copy_(self._tensor(name))
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Copy bytes of the tensor into `out`."""
+        check_range(find_spec(self, name), start, out)
+        copy_range(self._tensor(name).cpu(), start, out)
+
+    def close(self) -> None:
+        """Release the tensors."""
+        self._tensors = None
+
+    def _tensor(self, name: str) -> Tensor:
+        if self._tensors is None:
+            raise ValueError(f"{self.location}: read from a checkpoint that is closed")
+        find_spec(self, name)
+        return self._tensors[name]
+
+
+class MemoryCheckpoint(HeldTensors):
+    """Tensors of a mapping, copied when they are read (to the CPU), never before.
+
+    They must not be written to while the checkpoint is in use. Parameters are read as plain tensors.
+
+    >>> MemoryCheckpoint({"w": torch.ones(2), "v": torch.zeros(3)}).read("w")
+    tensor([1., 1.])
 
     Args:
         tensors: name -> strided tensor of a known dtype on any device; strides may be anything.
-        location: what messages call it.
-        config: what `config.json` would hold.
+        location: its name in messages.
+        config: content of `config.json`.
 
     Raises:
         CheckpointError: with every entry that is not such a tensor.
@@ -41,7 +68,7 @@ class MemoryCheckpoint(Checkpoint):
         self.directory = None
         self._config = config
         self.specs = MappingProxyType(tensor_specs(tensors, LABEL, location=location))
-        self._tensors: dict[str, Tensor] | None = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.aliases = MappingProxyType(shared_storage(self._tensors))
 
     @property
@@ -50,27 +77,8 @@ class MemoryCheckpoint(Checkpoint):
         return self._config
 
     def identity(self) -> tuple[FileIdentity, ...]:
-        """Nothing: memory has no files."""
+        """Empty: memory has no files."""
         return ()
-
-    def read(self, name: str) -> Tensor:
-        """A contiguous CPU copy."""
-        return empty_tensor(find_spec(self, name)).copy_(self._tensor(name))
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Copy bytes of the tensor into `out`."""
-        check_range(find_spec(self, name), start, out)
-        copy_range(self._tensor(name).cpu(), start, out)
-
-    def close(self) -> None:
-        """Let go of the tensors."""
-        self._tensors = None
-
-    def _tensor(self, name: str) -> Tensor:
-        if self._tensors is None:
-            raise ValueError(f"{self.location}: read from a checkpoint that is closed")
-        find_spec(self, name)
-        return self._tensors[name]
 
 
 def tensor_specs(tensors: Mapping[Any, Any], file: str, *, location: str) -> dict[str, TensorSpec]:
@@ -107,7 +115,12 @@ def _fault(name: Any, value: Any) -> str:
 
 
 def shared_storage(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """name -> earlier name of a tensor that is the same memory seen the same way (start, shape, strides, dtype)."""
+    """Name -> first name of the tensor with the same memory, shape, strides and dtype.
+
+    >>> shared = torch.ones(2)
+    >>> shared_storage({"embed": shared, "head": shared, "copy": shared.clone()})
+    {'head': 'embed'}
+    """
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():

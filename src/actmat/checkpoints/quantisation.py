@@ -1,7 +1,7 @@
-"""Recognise quantised checkpoints from their config, tensor names and dtypes.
+"""Signs of quantised weights in the config, tensor names and dtypes of a checkpoint.
 
-Their integers are codes, not weights: a delta of two codes means nothing, and merging them would produce a file that
-loads and answers nonsense.
+Stored integers are codes, not weights: the difference of two codes is no delta, and merging them would produce a
+file that loads and computes nonsense.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ def quantisation_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
     """One line per sign of quantisation, each with an example and the fix; empty for an ordinary checkpoint.
 
     Signs: a `quantization_config` in the config, names that quantisers write, float8 tensors.
+
+    >>> quantisation_problems({}, {"quantization_config": {"quant_method": "gptq"}})[0][:47]
+    'config.json declares quantised weights (gptq). '
     """
     problems: list[str] = []
     declared = _declared(config)
@@ -57,26 +60,26 @@ def quantisation_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
 
 def _declared(config: Mapping[str, Any] | None) -> str:
     """Name of the scheme that the config declares, of the whole model or of its text part; empty if none."""
-    parts: list[Any] = [config, (config or {}).get("text_config")]
-    for part in parts:
-        found = part.get("quantization_config") if isinstance(part, Mapping) else None
+    for level in (config, (config or {}).get("text_config")):
+        found = level.get("quantization_config") if isinstance(level, Mapping) else None
         if isinstance(found, Mapping) and found:
             return str(found.get("quant_method") or found.get("quant_algo") or "no method named")
     return ""
 
 
 def _scheme(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
+    """Name of the scheme that a tensor is a sign of; empty if none."""
     if spec.dtype.startswith("float8"):
         return spec.dtype
     for suffix, scheme in SUFFIXES.items():
         if spec.name.endswith(suffix):
             return scheme if scheme != "MXFP4" or _is_mxfp4(spec, specs) else ""
-    # bitsandbytes keeps the weight's name and puts codes under it
+    # bitsandbytes stores codes under the weight's name
     is_code = spec.dtype in ("int8", "uint8") and spec.name.endswith(".weight") and len(spec.shape) == 2
     return f"{spec.dtype} weights" if is_code else ""
 
 
 def _is_mxfp4(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
-    stem, _, part = spec.name.rpartition("_")
-    pair = specs.get(f"{stem}_{'scales' if part == 'blocks' else 'blocks'}")
+    stem, _, ending = spec.name.rpartition("_")
+    pair = specs.get(f"{stem}_{'scales' if ending == 'blocks' else 'blocks'}")
     return spec.dtype == "uint8" and pair is not None and pair.dtype == "uint8"

@@ -1,6 +1,6 @@
-"""Tensors as bytes: views of a tensor's memory, tensors to read into, and bounds of a read.
+"""Tensors as bytes: views of a tensor's memory, empty tensors to read into, and the bounds of a read.
 
-Bytes are little-endian, as stored and as in memory; the header parser refuses to run on a big-endian machine.
+Bytes are little-endian in files and in memory; the header parser refuses to run on a big-endian machine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ MAX_DID_YOU_MEAN = 2000
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive.
 
+    >>> list(raw_bytes(torch.tensor([1, 258], dtype=torch.int16)))
+    [1, 0, 2, 1]
+
     Raises:
         ValueError: the tensor is not contiguous or not on the CPU.
     """
@@ -31,7 +34,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     if nbytes == 0:
         return memoryview(bytearray())
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]  # ctypes does not know it: a temporary would be freed under us
+    memory.owner = tensor  # type: ignore[attr-defined]  # the view must keep a temporary alive
     return memoryview(memory).cast("B")
 
 
@@ -43,7 +46,12 @@ def empty_tensor(spec: TensorSpec) -> Tensor:
 def copy_range(tensor: Tensor, start: int, out: memoryview) -> None:
     """Copy the row-major bytes `start : start + len(out)` of a CPU tensor of any strides into `out`.
 
-    A tensor that is not contiguous is made so for the touched rows of its first axis alone.
+    Of a tensor that is not contiguous, only the rows of the first axis in that range are copied.
+
+    >>> out = bytearray(2)
+    >>> copy_range(torch.arange(6, dtype=torch.uint8).reshape(2, 3).t(), 2, memoryview(out))
+    >>> list(out)
+    [1, 4]
     """
     length = len(out)
     if length == 0:
@@ -56,7 +64,11 @@ def copy_range(tensor: Tensor, start: int, out: memoryview) -> None:
 
 
 def find_spec(checkpoint: Checkpoint, name: str) -> TensorSpec:
-    """Spec of a tensor, or a `CheckpointError` that offers the near name."""
+    """Spec of a tensor.
+
+    Raises:
+        CheckpointError: no such tensor; offers the name nearest to it.
+    """
     spec = checkpoint.specs.get(name)
     if spec is None:
         near = did_you_mean(name, checkpoint.specs) if len(checkpoint.specs) <= MAX_DID_YOU_MEAN else ""
@@ -65,7 +77,11 @@ def find_spec(checkpoint: Checkpoint, name: str) -> TensorSpec:
 
 
 def check_range(spec: TensorSpec, start: int, out: memoryview) -> None:
-    """Refuse a read outside the tensor, or into a buffer that is not plain writable bytes (`ValueError`)."""
+    """Check the arguments of `read_into`.
+
+    Raises:
+        ValueError: bytes outside the tensor, or a buffer that is not plain writable bytes.
+    """
     if out.readonly or out.itemsize != 1 or not out.c_contiguous:
         raise ValueError("read_into needs a writable, contiguous memoryview of one-byte items: use .cast('B')")
     if start < 0 or start + len(out) > spec.nbytes:

@@ -1,8 +1,6 @@
-"""From what a user wrote to an open checkpoint.
+"""Open what a user named: a folder, a weight file, a hub id `org/name[@revision]`, or a mapping of tensors.
 
-A location is a folder, a weight file, a hub id `org/name[@revision]`, a mapping of tensors, or a checkpoint that is
-open already. What exists locally wins over a hub id, unless that is written `hf://org/name`. Safetensors win over
-torch files of the same folder.
+A local path wins over a hub id of the same text, unless that is written `hf://org/name`.
 """
 
 from __future__ import annotations
@@ -13,15 +11,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.formats import ADAPTER_WEIGHTS, TORCH_SUFFIXES, foreign_format, weight_format
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.quantisation import quantisation_problems
-from actmat.checkpoints.safetensors import open_safetensors
-from actmat.checkpoints.torch_files import open_torch_files
+from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, did_you_mean
 
-__all__ = ["HUB_ID", "open_checkpoint", "quantisation_problems"]
+__all__ = ["HUB_ID", "find_source", "open_checkpoint", "open_handle"]
 
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
@@ -30,6 +26,11 @@ def open_checkpoint(
     location: str | Path | Mapping[str, Tensor] | Checkpoint, *, cache_dir: str | Path | None = None
 ) -> Checkpoint:
     """Open what `location` names; reads headers, no tensor.
+
+    >>> import torch
+    >>> with open_checkpoint({"w": torch.ones(2, 3)}) as checkpoint:
+    ...     checkpoint.specs["w"].shape
+    (2, 3)
 
     Args:
         location: folder, file, hub id, tensors by name, or an open checkpoint (returned as it is).
@@ -42,48 +43,44 @@ def open_checkpoint(
         return location
     if isinstance(location, Mapping):
         return MemoryCheckpoint(location)
+    source = find_source(location, cache_dir=cache_dir)
+    return find_format(source).open(source)
+
+
+def open_handle(handle: CheckpointHandle) -> Checkpoint:
+    """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage.
+
+    Raises:
+        CheckpointError: gone, damaged, or of a format that this process does not know.
+    """
+    source = find_source(handle.address, cache_dir=handle.cache_dir or None)
+    source.location = handle.location
+    return format_named(handle.format).open(source)
+
+
+def find_source(location: str | Path, *, cache_dir: str | Path | None = None) -> Source:
+    """The folder, file or hub repository that `location` names.
+
+    Raises:
+        CheckpointError: nothing there.
+    """
     text = str(location)
     if not text or "\0" in text:
         raise CheckpointError(f"expected a folder, a weight file or a hub id, found {text!r}")
     path = Path(text).expanduser()
     hub_id = HUB_ID.fullmatch(text) if isinstance(location, str) else None
     if hub_id is None or not hub_id["scheme"]:
-        if path.is_dir():
-            return _open_folder(path, text)
         if path.exists():
-            return _open_file(path, text)
-        if hub_id is None or _means_a_path(path):
+            return LocalSource(path, text)
+        if hub_id is None or _is_misspelt_path(path):
             raise _not_found(path, text)
-    from actmat.checkpoints.hub import open_hub
+    from actmat.checkpoints.hub import open_repository
 
-    return open_hub(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir)
-
-
-def _open_folder(path: Path, text: str) -> Checkpoint:
-    names = [entry.name for entry in path.iterdir()]
-    if weight_format(names, text) == "safetensors":
-        return open_safetensors(path, text)
-    return open_torch_files(path, text)
+    return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir)
 
 
-def _open_file(path: Path, text: str) -> Checkpoint:
-    name = path.name
-    if name in ADAPTER_WEIGHTS:
-        raise CheckpointError(f"{text}: expected a full checkpoint, found the weights of a PEFT adapter")
-    if name.endswith((".safetensors", ".safetensors.index.json")):
-        return open_safetensors(path, text)
-    if name.endswith((*TORCH_SUFFIXES, ".bin.index.json")):
-        return open_torch_files(path, text)
-    foreign = foreign_format(name)
-    found = f"{foreign}, which is not read" if foreign else f"'{name}'"
-    raise CheckpointError(
-        f"{text}: expected a file ending in .safetensors, {', '.join(TORCH_SUFFIXES)} or .index.json, found {found}. "
-        "Fix: load it with its own library and save it as safetensors."
-    )
-
-
-def _means_a_path(path: Path) -> bool:
-    """Whether a missing `a/b` is a path that was misspelt and no hub id: its parent is a folder that exists."""
+def _is_misspelt_path(path: Path) -> bool:
+    """True for a missing `a/b` whose parent is a folder that exists: a path rather than a hub id."""
     return path.parent != Path() and path.parent.is_dir()
 
 

@@ -1,4 +1,4 @@
-"""`--data` and `--statistics` of `actmat diagnose MERGED`: a merged model beside its experts, on data."""
+"""`--data` and `--statistics` of `actmat diagnose MERGED`: compare a merged model with its experts on data."""
 
 from __future__ import annotations
 
@@ -9,83 +9,89 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from actmat.cli.flags import MODEL_DTYPES, statistics_of
+from actmat.cli import flags
+from actmat.cli.recipes import statistics_of
 
 if TYPE_CHECKING:
     from actmat.diagnostics.model import AgreementRow, DataResidual
+    from actmat.statistics.data import DataOptions
 
-__all__ = ["DataFlags", "compare_answers", "hold_against_statistics"]
+__all__ = ["DataFlags", "compare_answers", "measure_on_data"]
 
 
 @dataclass(frozen=True)
 class DataFlags:
-    """Flags that say how data is read and how models are loaded, as they were given."""
+    """Data, how to read it, and how to load the models that answer."""
 
-    samples: int
-    split: str
-    subset: str | None
-    text_column: str | None
-    image_column: str | None
-    target_column: str | None
-    batch_size: int
-    max_length: int
-    model_class: str | None
-    dtype: str
+    data: flags.Data = None
+    samples: flags.Samples = 64
+    split: flags.Split = "train"
+    subset: flags.Subset = None
+    text_column: flags.TextColumn = None
+    image_column: flags.ImageColumn = None
+    target_column: flags.TargetColumn = None
+    batch_size: flags.BatchSize = 8
+    max_length: flags.MaxLength = 512
+    model_class: flags.ModelClass = None
+    dtype: flags.ModelDtype = "float32"
+
+    def options(self, location: str) -> DataOptions:
+        """Options to read the data set at `location`."""
+        from actmat.statistics.data import DataOptions
+
+        return DataOptions(
+            location,
+            split=self.split,
+            subset=self.subset,
+            text_column=self.text_column,
+            image_column=self.image_column,
+            target_column=self.target_column,
+            batch_size=self.batch_size,
+            max_samples=self.samples,
+            max_length=self.max_length,
+        )
 
 
 def compare_answers(
-    merged: Path, given: Sequence[str], how: DataFlags, *, base: str | None, device: str, quiet: bool
+    merged: Path, given: DataFlags, *, base: str | None, device: str, quiet: bool
 ) -> tuple[AgreementRow, ...]:
-    """`actmat.agreement` of what the flags say, with a bar.
+    """`actmat.agreement` of a merged model and its experts, with a progress bar unless `quiet`.
 
     Args:
         merged: output of a merge.
-        given: one data set for all experts, or NAME=DATA of some.
-        how: the other flags.
-        base: under adapters.
+        given: `data` is one data set for all experts, or NAME=DATA of some.
+        base: checkpoint under adapters; default: as the manifest says.
         device: where the models run.
         quiet: no bar.
     """
-    if how.dtype not in MODEL_DTYPES:
-        raise typer.BadParameter(f"--dtype is one of {', '.join(MODEL_DTYPES)}; got '{how.dtype}'")
-    pairs = _pairs(given)
+    if given.dtype not in flags.MODEL_DTYPES:
+        raise typer.BadParameter(f"--dtype is one of {', '.join(flags.MODEL_DTYPES)}; got '{given.dtype}'")
+    pairs = _pairs(given.data or [])
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from actmat.api_agreement import agreement
+    from actmat.api.agreement import agreement
     from actmat.cli.screen import note_console
-    from actmat.statistics.data import DataOptions
-
-    def options(location: str) -> DataOptions:
-        return DataOptions(
-            location,
-            split=how.split,
-            subset=how.subset,
-            text_column=how.text_column,
-            image_column=how.image_column,
-            target_column=how.target_column,
-            batch_size=how.batch_size,
-            max_samples=how.samples,
-            max_length=how.max_length,
-        )
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("samples"))
     hidden = quiet or not note_console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), console=note_console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("loading the merged model", total=how.samples)
+        task = bar.add_task("loading the merged model", total=given.samples)
         return agreement(
             merged,
-            {name: options(d) for name, d in pairs.items()} if isinstance(pairs, dict) else options(pairs),
+            given.options(pairs)
+            if isinstance(pairs, str)
+            else {name: given.options(location) for name, location in pairs.items()},
             base=base,
-            model_class=how.model_class,
-            dtype=how.dtype,
+            model_class=given.model_class,
+            dtype=given.dtype,
             device=device,
             progress=lambda expert, done: bar.update(task, description=f"asking {expert}", completed=done),
         )
 
 
-def hold_against_statistics(merged: Path, given: Sequence[str], *, quiet: bool) -> tuple[DataResidual, ...]:
-    """`actmat.residual_on_data` of NAME=PATH flags, with a bar."""
-    from actmat.api_agreement import residual_on_data
+def measure_on_data(merged: Path, given: Sequence[str], *, quiet: bool) -> tuple[DataResidual, ...]:
+    """`actmat.residual_on_data` of --statistics, with a progress bar unless `quiet`."""
+    from actmat.api.agreement import residual_on_data
     from actmat.cli.screen import counting
 
     if quiet:
@@ -95,7 +101,7 @@ def hold_against_statistics(merged: Path, given: Sequence[str], *, quiet: bool) 
 
 
 def _pairs(given: Sequence[str]) -> dict[str, str] | str:
-    """Expert -> data, or the data of all; a path that exists is one, whatever signs are in it."""
+    """Expert -> data, or one data set for all; a text that is an existing path names no expert."""
     split = [("", text) if Path(text).exists() else _split(text) for text in given]
     names = [name for name, _ in split if name]
     if not names and len(split) == 1:

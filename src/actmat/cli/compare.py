@@ -11,7 +11,7 @@ import typer
 from actmat.cli import flags
 
 if TYPE_CHECKING:
-    from actmat.report.compare import Comparison
+    from actmat.report.comparison import Comparison
 
 __all__ = ["compare"]
 
@@ -34,13 +34,13 @@ def compare(
     refused, with all that differs (exit code 1).
     """
     from actmat.cli.screen import counting
-    from actmat.report.compare import compare as compare_outputs
+    from actmat.report.comparison import compare as compare_outputs
 
     with counting("comparing") as seen:
         found = compare_outputs(first, second, progress=seen)
     if out is not None:
-        from actmat.checkpoints.staging import disk_errors
-        from actmat.report.html.compare import write_comparison
+        from actmat.checkpoints.writing.staging import disk_errors
+        from actmat.report.html.comparison import write_comparison
 
         with disk_errors(out.parent):
             write_comparison(found, out)

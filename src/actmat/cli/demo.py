@@ -22,6 +22,6 @@ def demo(
     Takes about a minute on two cores and keeps all checkpoints, so that you can go on with 'actmat merge'.
     """
     from actmat.cli.screen import console
-    from actmat.experiments.demo import run_demo
+    from actmat.demo import run_demo
 
     run_demo(out, seed=seed, methods=method, threads=threads, overwrite=overwrite, console=console)

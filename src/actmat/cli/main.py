@@ -1,4 +1,4 @@
-"""`actmat`: the command line. Every command lives in a file of its own and imports what it needs when it runs."""
+"""`actmat`: the command line. Every command has a file of its own and imports the library when it runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import sys
 from typing import Any
 
 import typer
-import typer.core
 
-from actmat.cli.analyze import app as analyze
 from actmat.cli.compare import compare
 from actmat.cli.demo import demo
 from actmat.cli.diagnose import diagnose
-from actmat.cli.experiment import experiment
+from actmat.cli.extensions import ExtensibleGroup
 from actmat.cli.inspect import inspect
 from actmat.cli.merge import merge
 from actmat.cli.methods import methods
 from actmat.cli.plan import plan
 from actmat.cli.report import report
+from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
 from actmat.cli.verify import verify
 from actmat.errors import MergeError
@@ -30,10 +29,14 @@ from actmat.version import __version__
 __all__ = ["app", "main"]
 
 
-class _Commands(typer.core.TyperGroup):
-    """Says what an interruption means, in place of typer's bare 'Aborted'."""
+class _Commands(ExtensibleGroup):
+    """Commands that get their flags when they are called, and that tell the effect of an interruption."""
 
-    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own type of a context
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, resolved(command), rest
+
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -61,11 +64,11 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-for command in (merge, plan, diagnose, report, compare, methods, inspect, verify, demo):
+for recipe_command in (merge, plan, diagnose):  # the recipe's schema takes long to import
+    app.command()(deferred(recipe_command))
+for command in (report, compare, methods, inspect, verify, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
-app.add_typer(experiment)
-app.add_typer(analyze)
 
 
 def _keep_pages_warm() -> None:

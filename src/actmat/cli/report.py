@@ -26,7 +26,7 @@ def report(
     Nothing is measured again: the page shows what report.json holds. 'actmat merge --diagnose' writes the page beside
     report.json itself; this is for a report.json that came without it, and for another place.
     """
-    from actmat.checkpoints.staging import disk_errors
+    from actmat.checkpoints.writing.staging import disk_errors
     from actmat.cli.screen import console
     from actmat.diagnostics.model import read_diagnosis
     from actmat.report.html import write_html

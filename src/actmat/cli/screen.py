@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
-    from actmat.plan.adapter_model import AdapterPlan
 
 __all__ = ["MergeProgress", "console", "counting", "note_console"]
 
@@ -47,9 +46,9 @@ class MergeProgress:
     ) -> None:
         self._bar.stop()
 
-    def started(self, plans: Sequence[MergePlan | AdapterPlan], resumed: int, workers: int) -> None:
+    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
         """Show the bar; say so when an interrupted run goes on."""
-        total = sum(1 for t in plans[0].tensors if t.action != "tie")
+        total = sum(1 for t in plans[0].items if t.action != "tie")
         if resumed:
             note_console.print(f"Going on with an interrupted merge: {resumed} tensors are done and intact.")
         self._task = self._bar.add_task(self._doing, total=total, completed=min(resumed // len(plans), total))

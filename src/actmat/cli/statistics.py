@@ -78,9 +78,9 @@ def collect(
     from actmat.statistics import collect as measure
     from actmat.statistics.data import DataOptions, make_batches
     from actmat.statistics.models import load_model
-    from actmat.statistics.store import check_place
+    from actmat.statistics.store import check_output
 
-    check_place(out, overwrite=overwrite)
+    check_output(out, overwrite=overwrite)
     options = DataOptions(
         data, split, subset, text_column, image_column, target_column, label_column, batch_size, samples, max_length
     )

@@ -6,7 +6,6 @@ import datetime
 import math
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from actmat.diagnostics.checks import Facts, run_checks
@@ -22,81 +21,73 @@ from actmat.diagnostics.model import (
     WorstMatrix,
     measures_from_json,
 )
-from actmat.engine.watch import WATCHED
+from actmat.engine.task import Record
 from actmat.layout.types import Role
-from actmat.plan.adapter_model import AdapterPlan, ModulePlan
-from actmat.plan.model import MergePlan
+from actmat.plan.model import Item, MergePlan
 
-__all__ = ["RunFacts", "build_diagnosis", "storage_dtypes"]
+__all__ = ["build_diagnosis", "storage_dtypes"]
 
 WORST = 5
 """Matrices listed per expert."""
 
 NORM_FIELDS = ("norms", "base_norm", "merged_norm")
 
-Records = Mapping[str, Mapping[str, Any]]
+Records = Mapping[str, Record]
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What only the run knows.
-
-    Args:
-        source: as in `Diagnosis`.
-        kinds: per expert, "model" or "adapter".
-        storage_dtypes: of the base's merged tensors, or of the adapters'.
-        out: where the output goes, if there is one.
-        seconds: wall time.
-    """
-
-    source: Literal["merge", "diagnose", "adapters"]
-    kinds: Sequence[Literal["model", "adapter"]]
-    storage_dtypes: Sequence[str]
-    out: str | None
-    seconds: float
+Source = Literal["merge", "diagnose", "adapters"]
 
 
 def storage_dtypes(plan: MergePlan) -> list[str]:
-    """dtypes in which the base stores what is merged."""
-    return sorted({t.base_dtype for t in plan.tensors if t.call is not None})
+    """dtypes in which what is merged is stored: by the base, or by adapters."""
+    if plan.output == "model":
+        return sorted({i.base_dtype for i in plan.items if i.call is not None})
+    return sorted({s.dtype for i in plan.items for s in i.sources if s is not None})
 
 
-def build_diagnosis(plan: MergePlan | AdapterPlan, records: Records, run: RunFacts) -> Diagnosis:
-    """Rows, measures, summaries and checks, from the records of all tensors."""
-    rows = _tensor_rows(plan, records) if isinstance(plan, MergePlan) else _module_rows(plan, records)
-    watched = {r.name: records[r.name][WATCHED] for r in rows if WATCHED in records.get(r.name, {})}
-    watched = {n: w for n, w in watched.items() if n in _owners(plan)}
-    measures = measures_from_json([m for w in watched.values() for m in w["measures"]])
+def build_diagnosis(
+    plan: MergePlan, records: Records, *, out: str | None, seconds: float
+) -> Diagnosis:
+    """Rows, measures, summaries and checks, from the records of all items.
+
+    Args:
+        out: the output's folder, if there is one.
+        seconds: wall time of the run.
+    """
+    rows = tuple(_row(plan, plan.by_name[name], records) for name in _names(plan))
+    observed = {n: r.observed for n, r in records.items() if r.observed is not None}
+    measures = measures_from_json([m for o in observed.values() for m in o["measures"]])
     labels = plan.recipe.labels
+    source: Source = "adapters" if plan.output == "adapter" else "diagnose" if out is None else "merge"
     facts = Facts(
         labels=labels,
         tensors=rows,
         measures=measures,
-        norms={n: {k: w[k] for k in NORM_FIELDS} for n, w in watched.items() if "norms" in w},
-        samples={n: w["sample"] for n, w in watched.items() if "sample" in w},
-        twins=_twins(plan, records) if isinstance(plan, MergePlan) else (),
+        norms={n: {k: o[k] for k in NORM_FIELDS} for n, o in observed.items() if "norms" in o},
+        samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
+        twins=_twins(plan, records) if plan.output == "model" else (),
     )
     recipe = plan.recipe
-    written = run.source == "merge" or run.out is not None
-    measuring = math.fsum(w["seconds"] for w in watched.values())
+    written = out is not None
+    measuring = math.fsum(o["seconds"] for o in observed.values())
     return Diagnosis(
         actmat=plan.versions["actmat"],
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         recipe=recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
         method=recipe.method,
         options=recipe.options,
-        source=run.source,
+        source=source,
         base=recipe.base or None,
-        out=run.out,
+        out=out,
         experts=tuple(
-            ExpertRow(e.label, e.path, kind, e.weight) for e, kind in zip(recipe.experts, run.kinds, strict=True)
+            ExpertRow(e.label, e.path, i.kind, e.weight) for e, i in zip(recipe.experts, plan.experts, strict=True)
         ),
-        storage_dtypes=tuple(run.storage_dtypes),
+        storage_dtypes=tuple(storage_dtypes(plan)),
         totals=Totals(
             tensors=len(plan.specs),
             parameters=sum(math.prod(s.shape) for s in plan.specs),
             measured=len(measures),
-            seconds=round(run.seconds, 3),
+            seconds=round(seconds, 3),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             bytes_read=plan.read_bytes,
             bytes_written=plan.write_bytes if written else 0,
@@ -109,52 +100,33 @@ def build_diagnosis(plan: MergePlan | AdapterPlan, records: Records, run: RunFac
     )
 
 
-def _owners(plan: MergePlan | AdapterPlan) -> set[str]:
-    """Names that were watched themselves: a tied tensor repeats the record of the one it is tied to."""
-    return {t.name for t in plan.tensors if t.action != "tie"}
+def _names(plan: MergePlan) -> list[str]:
+    """Items in the order of the output."""
+    return [s.name for s in plan.specs] if plan.output == "model" else [i.name for i in plan.items]
 
 
-def _tensor_rows(plan: MergePlan, records: Records) -> tuple[TensorRow, ...]:
-    items = {t.name: t for t in plan.tensors}
-    rows = []
-    for name in (s.name for s in plan.specs):
-        item, record = items[name], records.get(name, {})
-        watched = record.get(WATCHED, {}) if item.action != "tie" else {}
-        rows.append(
-            TensorRow(
-                name=name,
-                role=str(item.layout.role),
-                shape=item.shape,
-                dtype=item.out_dtype,
-                action=item.action,
-                reason=item.reason,
-                method=item.call.method if item.call else None,
-                options=dict(item.call.options) if item.call else {},
-                seconds=record.get("seconds"),
-                unchanged=bool(record.get("unchanged", item.call is None)),
-                stats={**record.get("stats", {}), **{k: watched[k] for k in NORM_FIELDS if k in watched}},
-            )
-        )
-    return tuple(rows)
-
-
-def _module_rows(plan: AdapterPlan, records: Records) -> tuple[TensorRow, ...]:
-    return tuple(
-        TensorRow(
-            name=item.name,
-            role=item.kind if isinstance(item, ModulePlan) else "tensor",
-            shape=tuple(item.shape),
-            dtype=plan.dtype,
-            action=item.action,
-            reason=item.reason,
-            method=item.call.method if isinstance(item, ModulePlan) else None,
-            options=dict(item.call.options) if isinstance(item, ModulePlan) else {},
-            seconds=records[item.name].get("seconds"),
-            unchanged=isinstance(item, ModulePlan) and not any(records[item.name]["stats"].get("expert_norms", [1])),
-            stats=dict(records[item.name]["stats"]),
-        )
-        for item in plan.tensors
-    )
+def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
+    record = records.get(item.tied_to or item.name)
+    observed = record.observed if record is not None and item.tied_to is None else None
+    is_extra = not item.is_observed
+    call = None if is_extra else item.call
+    role = str(item.layout.role)
+    if plan.output == "adapter":
+        role = "tensor" if item.factors is None else item.factors.kind
+    return TensorRow(
+        name=item.name,
+        role=role,
+        shape=item.shape,
+        dtype=item.out_dtype,
+        action=item.action,
+        reason=item.reason,
+        method=call.method if call else None,
+        options=dict(call.options) if call else {},
+        seconds=None if record is None else 0.0 if item.tied_to else round(record.seconds, 6),
+        unchanged=item.call is None if record is None else record.unchanged,
+        stats={**(record.stats if record is not None else {}),
+               **{k: observed[k] for k in NORM_FIELDS if observed and k in observed}},
+    )  # fmt: skip
 
 
 def _summary(label: str, t: int, measures: Sequence[Measure]) -> ExpertSummary:
@@ -175,12 +147,12 @@ def _twins(plan: MergePlan, records: Records) -> tuple[tuple[str, str], ...]:
     """Pairs of tables or matrices that store the same bytes in the base and in every expert, and are not tied."""
     first: dict[tuple[Any, ...], str] = {}
     out = []
-    for item in plan.tensors:
+    for item in plan.items:
         wide = item.layout.role.is_matrix or item.layout.role is Role.EMBEDDING
-        record = records.get(item.name, {})
-        if item.call is None or not wide or len(item.shape) < 2 or record.get("unchanged", True):
+        record = records.get(item.name)
+        if item.call is None or not wide or len(item.shape) < 2 or record is None or record.unchanged:
             continue
-        key = (record["base_hash"], *record["expert_hashes"])
+        key = (record.base_hash, *record.expert_hashes)
         if key in first:
             out.append((first[key], item.name))
         first.setdefault(key, item.name)

@@ -1,4 +1,4 @@
-"""Everything that is measured of one matrix, dense or factored; docs/diagnostics.md defines each number.
+"""Measures of one matrix, dense or factored; docs/diagnostics.md defines each number.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of one factor pair, `N` all ranks together.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,19 +18,19 @@ from actmat.diagnostics.pairs import cosines, pairs
 from actmat.diagnostics.rows import PROBES, RowMeasures, Rows, eigen_rank, measure_rows, random_signs
 from actmat.diagnostics.spectrum import binned, condition, participation, sum_eigenvalues
 from actmat.linalg.inner import frobenius_norm64
+from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.lapack import eigh
-from actmat.linalg.lowrank import LowRank
-from actmat.linalg.moments import Reduced
+from actmat.linalg.lowrank import LowRank, frobenius_norm
 
 __all__ = ["Kept", "against_base", "measure_dense", "measure_lowrank", "tidy"]
 
 Numbers = dict[str, Any]
-"""Fields of a `Measure`, from `norms` on, without those that look at the base."""
+"""Fields of a `Measure`, from `norms` on, without those that need the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Which directions of the input a rule with a cut-off used: the `rank` leading ones of its own `S`."""
+    """The input directions that a method with a cut-off used: the `rank` leading ones of its own `S`."""
 
     rank: int
     cutoff: float
@@ -49,14 +50,18 @@ def measure_dense(
 
     Args:
         generator: of the probes; None: exact, whatever it costs.
-        kept: of a rule that cuts directions off.
-        rule: what the rule solved, where it is one of the interference family.
-        plain: the rule's `S` is the plain sum of `D_t^T D_t`.
+        kept: of a method that cuts directions off.
+        rule: the problem that a method of the interference family solved.
+        plain: the method's `S` is the plain sum of `D_t^T D_t`.
+
+    >>> d = torch.eye(2)
+    >>> numbers = measure_dense([d, -d], 0 * d)
+    >>> numbers["cosine"][0], numbers["residual"], numbers["sign_conflict"][0]
+    ((1.0, -1.0), (1.0, 1.0), (0.0, 1.0))
     """
     height, width = merged_OI.shape
     probed = generator is not None and height > PROBES
-    if probed:
-        assert generator is not None
+    if generator is not None and probed:
         signs_MO = random_signs(height, PROBES, merged_OI, generator)
         factors = [signs_MO @ d for d in deltas]
         merged_rows = (signs_MO @ merged_OI) * scale
@@ -84,29 +89,31 @@ def measure_lowrank(
     kept: Kept | None = None,
     plain: bool = False,
 ) -> Numbers:
-    """The same of `D_t = b_t a_t`, exact, in float64; no `O I` matrix is formed (the merged one may be given as such).
+    """Measure factored deltas `D_t = b_t a_t`, exactly, in float64, as `measure_dense` does.
 
-    With `b_t^T b_t = r_t^2` (symmetric root), `F_t = r_t a_t` has `F_t^T F_t = D_t^T D_t`, and everything follows from
-    `F F^T` of all experts, `N N`. Signs of entries are not compared.
+    No `O I` matrix is formed; the merged delta may be given as one. With `b_t^T b_t = r_t^2` (symmetric root),
+    `F_t = r_t a_t` has `F_t^T F_t = D_t^T D_t`, and everything follows from `F F^T` of all experts, `N N`.
+    Signs of entries are not compared.
+
+    >>> d = LowRank(torch.tensor([[3.0], [4.0]]), torch.tensor([[1.0, 0.0]]))
+    >>> numbers = measure_lowrank([d], d, scale=0.5)
+    >>> numbers["norms"], numbers["merged_norm"], numbers["residual"]
+    ((5.0,), 2.5, (0.5,))
     """
     exact = [d.to(torch.float64) for d in deltas]
-    b_ON = torch.cat([d.b_OR for d in exact], dim=-1)
-    a_NI = torch.cat([d.a_RI for d in exact], dim=-2)
-    columns_NN, rows_NN = b_ON.mT @ b_ON, a_NI @ a_NI.mT
-    where, start = [], 0
-    for d in exact:
-        where.append(slice(start, start + d.rank))
-        start += d.rank
-    roots = [_root(columns_NN[at, at]) for at in where]
-    factors = [r @ d.a_RI for r, d in zip(roots, exact, strict=True)]
-    products_NN = columns_NN * rows_NN
-    inner = torch.stack([torch.stack([products_NN[s, t].sum() for t in where]) for s in where])
-    height, width = exact[0].shape
     whole = merged.to(torch.float64)
+    height, width = exact[0].shape
+    b_ON, a_NI = torch.cat([d.b_OR for d in exact], dim=-1), torch.cat([d.a_RI for d in exact], dim=-2)
+    columns_NN = b_ON.mT @ b_ON
+    products_NN = columns_NN * (a_NI @ a_NI.mT)
+    ends = accumulate(d.rank for d in exact)
+    own = [slice(end - d.rank, end) for d, end in zip(exact, ends, strict=True)]
+    inner_TT = torch.stack([torch.stack([products_NN[s, t].sum() for t in own]) for s in own])
+    factors = [_root(columns_NN[t, t]) @ d.a_RI for t, d in zip(own, exact, strict=True)]
 
     def apart(t: int, f_RI: Tensor) -> Tensor:
-        mine = whole @ f_RI.mT if isinstance(whole, Tensor) else whole.b_OR @ (whole.a_RI @ f_RI.mT)
-        return mine * scale - exact[t].b_OR @ (exact[t].a_RI @ f_RI.mT)
+        image = whole @ f_RI.mT if isinstance(whole, Tensor) else whole.b_OR @ (whole.a_RI @ f_RI.mT)
+        return image * scale - exact[t].b_OR @ (exact[t].a_RI @ f_RI.mT)
 
     found = measure_rows(Rows(factors, apart, probed=False, width=width, height=height))
     f_NI = torch.cat(factors)
@@ -115,13 +122,12 @@ def measure_lowrank(
     energy = None
     if kept is not None and plain:
         # the part of expert t in direction i of S is l_i |u_i restricted to t|^2
-        count = min(kept.rank, values_N.numel())
-        leading = slice(values_N.numel() - count, None)
+        leading = slice(max(values_N.numel() - kept.rank, 0), None)
         part = vectors_NN[:, leading].square() * values_N[leading]
-        energy = [_share(float(part[at].sum()), float(inner[t, t])) for t, at in enumerate(where)]
-    norm = frobenius_norm64(whole) if isinstance(whole, Tensor) else _lowrank_norm(whole)
+        energy = [_share(float(part[at].sum()), float(inner_TT[t, t])) for t, at in enumerate(own)]
+    norm = frobenius_norm64(whole) if isinstance(whole, Tensor) else frobenius_norm(whole)
     return {
-        **_numbers(found, inner, values_N, width, kept, energy),
+        **_numbers(found, inner_TT, values_N, width, kept, energy),
         "merged_norm": tidy(norm * abs(scale)),
         "sign_conflict": None,
         "probes": None,
@@ -169,7 +175,7 @@ def _chance(effective_rank_T: Tensor, width: int) -> float:
 
 
 def _energy(rows_RI: Tensor, rule: Reduced, rank: int) -> float:
-    """Share of the rows' energy in the `rank` leading directions of the rule's `S`."""
+    """Share of the rows' energy in the `rank` leading directions of the method's `S`."""
     if rank >= rule.size:
         return 1.0
     inside = torch.linalg.vector_norm(rule.coordinates(rows_RI.to(rule.left_ON.dtype), rank), dtype=torch.float64)
@@ -178,7 +184,7 @@ def _energy(rows_RI: Tensor, rule: Reduced, rank: int) -> float:
 
 
 def _share(part: float, whole: float) -> float:
-    """`part / whole`, at most 1; nothing of nothing is kept whole."""
+    """`part / whole`, at most 1; 1 where both are 0."""
     return min(part / whole, 1.0) if whole > 0 else 1.0
 
 
@@ -188,34 +194,40 @@ def _root(gram_RR: Tensor) -> Tensor:
     return (vectors_RR * values_R.clamp_min(0).sqrt()) @ vectors_RR.mT
 
 
-def _lowrank_norm(delta: LowRank) -> float:
-    """`||b a||_F` by its Gram products; good to 1e-8 where the product cancels."""
-    product = (delta.b_OR.mT @ delta.b_OR) * (delta.a_RI @ delta.a_RI.mT)
-    return math.sqrt(max(float(product.sum()), 0.0))
-
-
 def tidy(value: float) -> float:
-    """Six significant digits: more than is known of most of these numbers, and short in a file."""
+    """Round to six significant digits: more than is known of most of these numbers, and short in a file.
+
+    >>> tidy(1234567.0)
+    1234570.0
+    """
     return float(f"{value:.6g}")
 
 
 def vector(values_T: Tensor) -> tuple[float, ...]:
-    """Numbers of a vector, tidy."""
+    """Entries of a vector as rounded numbers."""
     return tuple(tidy(v) for v in values_T.tolist())
 
 
 def matrix(values_TT: Tensor) -> tuple[tuple[float, ...], ...]:
-    """Rows of a matrix, tidy."""
+    """Rows of a matrix as rounded numbers."""
     return tuple(vector(row) for row in values_TT)
 
 
 def half_ulp(rms: float, eps: float) -> float:
-    """Half a unit in the last place of numbers of size `rms`, in a dtype with this `eps`: `eps/2 2^floor(log2 rms)`."""
+    """Half a unit in the last place of numbers of size `rms`, in a dtype with this `eps`: `eps/2 2^floor(log2 rms)`.
+
+    >>> half_ulp(1.5, 2.0**-7) == 2.0**-8
+    True
+    """
     return eps / 2 * 2.0 ** math.floor(math.log2(rms))
 
 
 def against_base(norms: Sequence[float], numel: int, base_norm: float, eps: Sequence[float] | None) -> Numbers:
-    """What deltas are beside the weights: `relative_norms`, and `snr` where rounding is known (`eps` per expert)."""
+    """Sizes of deltas against the weights: `relative_norms`, and `snr` where rounding is known (`eps` per expert).
+
+    >>> against_base([0.5], 4, 2.0, None)
+    {'relative_norms': (0.25,), 'snr': None}
+    """
     if base_norm <= 0 or not math.isfinite(base_norm):
         return {"relative_norms": None, "snr": None}
     root = math.sqrt(numel)

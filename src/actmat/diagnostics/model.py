@@ -1,4 +1,4 @@
-"""The diagnosis of a merge: what `report.json` holds. Frozen, JSON-able, read strictly; see docs/formats/report.md.
+"""The diagnosis of a merge, the content of `report.json`: frozen, JSON-able, read strictly; see docs/formats/report.md.
 
 Shapes: `T` experts. Every vector over experts has `T` entries, every matrix `T x T`, in the order of `experts`.
 Numbers are finite; what does not apply is None, never NaN.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from actmat.diagnostics.files import write_whole
 from actmat.errors import CheckpointError
 
 __all__ = [
@@ -49,7 +50,7 @@ Verdict = Literal["found", "clear", "not_applicable", "muted"]
 
 
 class _Strict:
-    """How pydantic reads the classes below; they stay plain dataclasses, which need no pydantic to be made."""
+    """Settings for reading the classes below with pydantic; they are plain dataclasses, made without it."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[dict[str, Any]] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
@@ -67,17 +68,14 @@ class ExpertRow(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Stages(_Strict):
-    """Seconds of all workers together, per stage; None where not measured apart."""
+    """Seconds of all workers together in a stage that is timed apart: measuring; None where nothing was measured."""
 
-    read: float | None = None
-    rule: float | None = None
     measure: float | None = None
-    write: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Totals(_Strict):
-    """Of the run: output tensors, their parameters, matrices measured, wall seconds, peak memory, traffic."""
+    """Totals of the run: output tensors, their parameters, measured matrices, wall seconds, peak memory, bytes."""
 
     tensors: int
     parameters: int
@@ -91,7 +89,7 @@ class Totals(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class TensorRow(_Strict):
-    """One tensor of the output: what was done and why. `options`, `stats`: of the rule, as in the manifest."""
+    """One tensor of the output: action and reason. `options`, `stats`: of the method, as in the manifest."""
 
     name: str
     role: str
@@ -110,7 +108,7 @@ class TensorRow(_Strict):
 class Spectrum(_Strict):
     """Eigenvalues of `S` relative to the largest: `counts[k]` have a log10 in `[edges[k], edges[k + 1])`.
 
-    The last bin holds its upper edge too; what lies below the first edge counts in the first bin.
+    The last bin holds its upper edge too; eigenvalues below the first edge count in the first bin.
     """
 
     edges: Vector
@@ -119,7 +117,7 @@ class Spectrum(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Measure(_Strict):
-    """What was measured of one matrix; every field is defined, with its equation, in docs/diagnostics.md."""
+    """Measures of one matrix; docs/diagnostics.md defines every field with its equation."""
 
     name: str
     part: str
@@ -156,13 +154,13 @@ class Measure(_Strict):
 
     @property
     def contested(self) -> float:
-        """How much the experts want different things here: the largest residual of an expert."""
+        """The largest residual of an expert: large where the experts want different things."""
         return max(self.residual, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class WorstMatrix(_Strict):
-    """A matrix on which an expert is met badly."""
+    """A matrix with a large residual of an expert."""
 
     name: str
     part: str
@@ -181,14 +179,14 @@ class ExpertSummary(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class AgreementRow(_Strict):
-    """How far the merged model's answers are from one expert's on unlabelled inputs; 0 and 0: it answers alike.
+    """Distance of the merged model's answers from one expert's on unlabelled inputs; 0 and 0: the same answers.
 
     Args:
         expert: its name.
-        data: where the inputs come from.
+        data: source of the inputs.
         disagreement: share of predictions whose most probable class differs.
         divergence: mean of `KL(expert || merged)` in nats.
-        predictions: how many were compared.
+        predictions: number that was compared.
     """
 
     expert: str
@@ -200,13 +198,13 @@ class AgreementRow(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class DataResidual(_Strict):
-    """How far the merged model is from one expert on the inputs that the expert's layers saw.
+    """Distance of the merged model from one expert on the inputs of the expert's layers.
 
     Args:
         expert: its name.
-        statistics: where their Gram matrices come from.
+        statistics: source of the Gram matrices of these inputs.
         residual: see `diagnostics.on_data`; 0: as the expert, 1: as the base; None: it changed nothing on its inputs.
-        matrices: merged matrices with a Gram, all of which count.
+        matrices: number of merged matrices with a Gram matrix.
     """
 
     expert: str
@@ -231,7 +229,7 @@ class CheckResult(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(_Strict):
-    """What a merge does, or did: rows per tensor, measures per matrix, checks.
+    """Diagnosis of a merge: rows per tensor, measures per matrix, checks.
 
     Args:
         source: "merge": measured while merging; "diagnose": without writing; "adapters": on the factors of adapters.
@@ -239,7 +237,6 @@ class Diagnosis(_Strict):
         storage_dtypes: of the base's tensors that are merged (of the adapters', where there is no base).
         tensors: in the order of the output.
         measures: in the order of the tensors.
-        forecast: reserved.
         agreement: of the merged model with those experts whose inputs were given, in their order; None: none were.
         residual_on_data: of the merged model, for those experts whose statistics were given; None: none were.
     """
@@ -259,7 +256,6 @@ class Diagnosis(_Strict):
     measures: tuple[Measure, ...]
     experts_summary: tuple[ExpertSummary, ...]
     checks: tuple[CheckResult, ...]
-    forecast: Mapping[str, Any] | None = None
     agreement: tuple[AgreementRow, ...] | None = None
     residual_on_data: tuple[DataResidual, ...] | None = None
     format: Literal[1] = FORMAT
@@ -279,15 +275,15 @@ class Diagnosis(_Strict):
         """Read strictly: no unknown field, no missing one, no number that is not finite, no vector of another length.
 
         Args:
-            data: JSON text, or what `to_json` gave.
+            data: JSON text, or the result of `to_json`.
             where: name of the file, for errors.
 
         Raises:
-            CheckpointError: it is no such report; lists all problems.
+            CheckpointError: not such a report; lists all problems.
         """
         from pydantic import TypeAdapter, ValidationError
 
-        text = data if isinstance(data, str | bytes) else json.dumps(data)
+        text = _without_retired(data if isinstance(data, str | bytes) else json.dumps(data))
         try:
             found = TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
@@ -303,8 +299,27 @@ class Diagnosis(_Strict):
         )
 
 
+RETIRED = (((), "forecast"), *((("totals", "stages"), stage) for stage in ("read", "rule", "write")))
+"""(parents, field) that earlier versions wrote, always as null."""
+
+
+def _without_retired(text: str | bytes) -> str | bytes:
+    """The text without `RETIRED` fields that are null; unchanged if it is not such JSON."""
+    try:
+        data = json.loads(text)
+        for parents, field in RETIRED:
+            owner = data
+            for parent in parents:
+                owner = owner[parent]
+            if owner.get(field, ...) is None:
+                del owner[field]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return text
+    return json.dumps(data)
+
+
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
-    """Vectors and matrices that do not have one entry per expert."""
+    """Problems: vectors and matrices without one entry per expert."""
     n = len(diagnosis.experts)
     vectors = ("norms", "snr", "relative_norms", "effective_rank", "numerical_rank", "energy_kept", "residual")
     for m in diagnosis.measures:
@@ -327,17 +342,17 @@ def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def measures_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[Measure, ...]:
-    """Measures from the records of a run, which may have gone through a journal."""
+    """Measures from the records of a run, which may come from a journal."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(tuple[Measure, ...]).validate_json(json.dumps(rows))
 
 
 def read_diagnosis(path: str | Path) -> Diagnosis:
-    """The report at `path`, or in the directory `path`.
+    """Read the report at `path`, or in the directory `path`.
 
     Raises:
-        CheckpointError: none there, or none that can be read.
+        CheckpointError: there is none, or it cannot be read.
     """
     file = Path(path)
     if file.is_dir():
@@ -356,14 +371,10 @@ def write_diagnosis(diagnosis: Diagnosis, path: str | Path) -> Path:
     """Write `report.json` to the file `path`, or into the directory `path`; whole or not at all.
 
     Raises:
-        OSError: the disk says no.
+        OSError: writing failed.
     """
     file = Path(path)
     if file.is_dir():
         file = file / REPORT_NAME
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.part")
     text = json.dumps(diagnosis.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    aside.write_text(text + "\n", encoding="utf-8")
-    aside.replace(file)
-    return file
+    return write_whole(file, f"{text}\n".encode())

@@ -1,11 +1,11 @@
-"""How far a merged model on disk is from each expert on the inputs that the expert's layers really see.
+"""Residual of a merged model on disk on the inputs that each expert's layers really see.
 
-`rho_t` asks this of the inputs that the deltas stand for; here they are measured, as Gram matrices `C_t`:
+`rho_t` uses the inputs that the deltas stand for; here inputs are measured, as Gram matrices `C_t`:
 
     rho_t(data)^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2,    E||A z||^2 = tr(A C_t A^T)
 
 over the merged matrices `l`: 0 is as the expert, 1 as the base. Sums over layers come before the ratio, so that a
-layer counts by what its expert changed there. `W*` is as stored, rounded to its dtype.
+layer counts by the size of its expert's change. `W*` is as stored, rounded to its dtype.
 
 Shapes: `O` out_features, `I` in_features.
 """
@@ -23,14 +23,14 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import DataResidual
 from actmat.engine.findings import Findings
+from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
-from actmat.engine.statistics import FOREIGN, check_models, check_probes
+from actmat.engine.statistics import FOREIGN, check_probes, foreign_tensors
 from actmat.errors import StatisticsError
 from actmat.experts.base import Expert
 from actmat.linalg.layer_error import output_energy
-from actmat.plan.measured import Measured, gram_key
-from actmat.plan.model import MergePlan, TensorPlan
+from actmat.plan.model import Item, MergePlan
 from actmat.plan.parts import Part, cut
 
 __all__ = ["data_residuals"]
@@ -38,10 +38,8 @@ __all__ = ["data_residuals"]
 
 def data_residuals(
     plan: MergePlan,
-    base: Checkpoint,
-    experts: Sequence[Expert],
+    inputs: Inputs,
     merged: Checkpoint,
-    measured: Measured,
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[DataResidual, ...]:
@@ -49,32 +47,31 @@ def data_residuals(
 
     Args:
         plan: of the merge that made `merged`.
-        base, experts, merged: opened.
-        measured: statistics; experts without any have no row.
+        inputs: opened; experts without statistics have no row.
+        merged: opened.
         progress: called with tensors done and of how many.
 
     Raises:
-        StatisticsError: statistics of another model, or none that covers a merged matrix.
+        StatisticsError: statistics of another model, or of no merged matrix.
     """
-    check_probes(base, experts, measured)
-    items = [t for t in plan.tensors if t.call is not None and t.action != "tie" and t.layout.role.is_matrix]
-    apart: list[list[float]] = [[] for _ in experts]
-    own: list[list[float]] = [[] for _ in experts]
-    findings = Findings(tolerated=True)
+    check_probes(inputs)
+    items = [i for i in plan.items if i.call is not None and i.layout.role.is_matrix]
+    apart: list[list[float]] = [[] for _ in inputs.experts]
+    own: list[list[float]] = [[] for _ in inputs.experts]
+    foreign: list[str] = []
     with torch.no_grad():
         for done, item in enumerate(items):
-            reader = TensorReader(
-                item, base, experts, measured.labels, torch.float64, torch.device("cpu"), Scratch(), findings
-            )
-            for t, missed, changed in _energies(item, reader, merged, measured):
+            findings = Findings(tolerated=True)
+            reader = TensorReader(item, inputs, torch.float64, torch.device("cpu"), Scratch(), findings)
+            for t, missed, changed in _energies(item, reader, merged):
                 apart[t].append(missed)
                 own[t].append(changed)
-            check_models(item, experts, measured, *reader.hashes(), findings)
+            foreign += foreign_tensors(item, inputs, *reader.hashes())
             progress(done + 1, len(items))
-    if findings.foreign_statistics:
-        raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
-    files = [(t, f) for t, f in enumerate(measured.files) if f is not None]
-    if empty := [measured.labels[t] for t, _ in files if not own[t]]:
+    if foreign:
+        raise StatisticsError(FOREIGN, sorted(foreign))
+    files = [(t, f) for t, f in enumerate(inputs.statistics.files) if f is not None]
+    if empty := [inputs.labels[t] for t, _ in files if not own[t]]:
         raise StatisticsError(
             "Nothing can be measured with these statistics: they hold no Gram matrix of a merged matrix. Collect them "
             "with --gram.",
@@ -82,7 +79,7 @@ def data_residuals(
         )
     return tuple(
         DataResidual(
-            expert=measured.labels[t],
+            expert=inputs.labels[t],
             statistics=file.location,
             residual=tidy(math.sqrt(math.fsum(apart[t]) / energy)) if (energy := math.fsum(own[t])) else None,
             matrices=len(own[t]),
@@ -92,33 +89,32 @@ def data_residuals(
 
 
 def _energies(
-    item: TensorPlan, reader: TensorReader, merged: Checkpoint, measured: Measured
+    item: Item, reader: TensorReader, merged: Checkpoint
 ) -> Iterator[tuple[int, float, float]]:
-    """Per logical matrix and expert with its Gram: the expert, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
+    """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
     for part in cut(item.shape, item.layout, "matrix"):
         base_raw = reader.read_base(part)
         step_OI = (_stored(merged, item, part).double() - base_raw.double()).view(part.shape)
-        for t, source in enumerate(item.sources):
+        for t, file in enumerate(reader.inputs.statistics.files):
             delta, _ = reader.load(t, part, base_raw)
-            file = measured.files[t]
             if file is None:
                 continue
             pairs = zip(part.layout.to_matrices(step_OI), part.layout.to_matrices(delta), strict=True)
             for k, (step, change_OI) in enumerate(pairs):
-                key = gram_key(file, source, item.shape, item.layout, part, k)
+                key = reader.inputs.statistics.gram_keys(item, part, k)[t]
                 if key is None:
                     continue
                 gram_II = file.gram(key, mean="sum", dtype=torch.float64)
                 if gram_II.shape[-1] != change_OI.shape[-1]:
                     raise StatisticsError(
-                        f"expert '{measured.labels[t]}': the Gram of '{source}' in {file.location} is of "
+                        f"expert '{reader.inputs.labels[t]}': the Gram of '{key}' in {file.location} is of "
                         f"{gram_II.shape[-1]} inputs, the tensor has {change_OI.shape[-1]}; are these the statistics "
                         "of this model?"
                     )
                 yield t, output_energy(step - change_OI, gram_II), output_energy(change_OI, gram_II)
 
 
-def _stored(merged: Checkpoint, item: TensorPlan, part: Part) -> Tensor:
+def _stored(merged: Checkpoint, item: Item, part: Part) -> Tensor:
     """The part's entries of the merged tensor, flat."""
     spec = merged.specs.get(item.name)
     if spec is None or tuple(spec.shape) != tuple(item.shape):

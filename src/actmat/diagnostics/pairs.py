@@ -1,11 +1,11 @@
-"""What can be said of several deltas entry by entry: inner products, and how often they pull an entry apart.
+"""Entry-wise comparison of deltas: inner products, and the share of entries where two deltas have opposite signs.
 
     inner[s, t] = <D_s, D_t>        conflict[s, t] = #(D_s D_t < 0) / #(D_s D_t != 0)
 
 Norms, cosines, and the norms of the sum and the mean follow from `inner`. Exact up to rounding; signs are counted in
-at most `COUNTED` entries, in runs evenly spread over the matrix.
+at most `COUNTED` entries, in chunks evenly spread over the matrix.
 
-Shapes: `T` experts, `L` entries of a piece.
+Shapes: `T` experts, `L` entries of a chunk.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["COUNTED", "Pairs", "cosines", "pairs"]
+__all__ = ["Pairs", "cosines", "normalised", "pairs"]
 
-PIECE = 1 << 14
-"""Entries per piece: a handful of rows of this length stay in a core's cache."""
+CHUNK = 1 << 14
+"""Entries per chunk: a handful of rows of this length stay in a core's cache."""
 
 COUNTED = 1 << 18
 """Entries in which signs are compared; a share counted in so many is off by less than 0.004 (four deviations)."""
@@ -34,25 +34,29 @@ class Pairs:
 
 
 def pairs(deltas: Sequence[Tensor]) -> Pairs:
-    """Compare all pairs of deltas in one walk over memory.
+    """Compare all pairs of deltas, reading each once.
 
-    Products are summed in the dtype of the deltas within a piece and in float64 beyond it.
+    Products are summed in the dtype of the deltas within a chunk and in float64 beyond it.
+
+    >>> found = pairs([torch.tensor([1.0, 2.0]), torch.tensor([1.0, -2.0])])
+    >>> found.inner_TT.tolist(), found.conflict_TT[0, 1].item()
+    ([[5.0, -3.0], [-3.0, 5.0]], 0.5)
     """
     flat = [_flat(d) for d in deltas]
     size, count = flat[0].numel(), len(flat)
-    rows_TL = flat[0].new_empty(count, min(PIECE, max(size, 1)))
+    rows_TL = flat[0].new_empty(count, min(CHUNK, max(size, 1)))
     inner = torch.zeros(count, count, dtype=torch.float64, device=rows_TL.device)
     signed, both = torch.zeros_like(inner), torch.zeros_like(inner)
-    pieces = -(-size // PIECE)
-    stride = max(1, -(-pieces // (COUNTED // PIECE)))
-    for number in range(pieces):
-        low = number * PIECE
-        piece_TL = rows_TL[:, : min(PIECE, size - low)]
-        for row, x in zip(piece_TL, flat, strict=True):
-            row.copy_(x[low : low + PIECE])
-        inner += piece_TL @ piece_TL.mT
+    chunks = -(-size // CHUNK)
+    stride = max(1, -(-chunks // (COUNTED // CHUNK)))
+    for number in range(chunks):
+        low = number * CHUNK
+        chunk_TL = rows_TL[:, : min(CHUNK, size - low)]
+        for row, x in zip(chunk_TL, flat, strict=True):
+            row.copy_(x[low : low + CHUNK])
+        inner += chunk_TL @ chunk_TL.mT
         if number % stride == 0:
-            sign_TL = piece_TL.sign()
+            sign_TL = chunk_TL.sign()
             signed += sign_TL @ sign_TL.mT
             moved_TL = sign_TL.abs_()
             both += moved_TL @ moved_TL.mT
@@ -61,12 +65,21 @@ def pairs(deltas: Sequence[Tensor]) -> Pairs:
 
 
 def cosines(inner_TT: Tensor) -> Tensor:
-    """`<D_s, D_t> / (||D_s|| ||D_t||)`; 0 where a delta is zero."""
-    norm_T = inner_TT.diagonal().clamp_min(0).sqrt()
-    scale = norm_T.unsqueeze(0) * norm_T.unsqueeze(1)
-    return torch.where(scale > 0, inner_TT / scale.where(scale > 0, 1.0), 0.0).clamp(-1, 1)
+    """`<D_s, D_t> / (||D_s|| ||D_t||)`; 0 where a delta is zero.
+
+    >>> cosines(torch.tensor([[4.0, 1.0], [1.0, 1.0]])).tolist()
+    [[1.0, 0.5], [0.5, 1.0]]
+    """
+    return normalised(inner_TT).clamp(-1, 1)
+
+
+def normalised(products_TT: Tensor) -> Tensor:
+    """`x_st / sqrt(x_ss x_tt)`; 0 where one of them is zero."""
+    root_T = products_TT.diagonal().clamp_min(0).sqrt()
+    scale = root_T.unsqueeze(0) * root_T.unsqueeze(1)
+    return torch.where(scale > 0, products_TT / scale.where(scale > 0, 1.0), 0.0)
 
 
 def _flat(delta: Tensor) -> Tensor:
-    """All entries in the order of storage, without a copy where there is such an order; alike for all experts."""
+    """All entries in the order of storage, without a copy if the delta or its transpose is contiguous."""
     return delta.mT.reshape(-1) if not delta.is_contiguous() and delta.mT.is_contiguous() else delta.reshape(-1)

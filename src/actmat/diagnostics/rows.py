@@ -1,4 +1,4 @@
-"""What the row spaces of the deltas tell: everything of fourth order in the deltas.
+"""Measures of row spaces: everything of fourth order in the deltas.
 
 With `K_t = D_t^T D_t`, all of it follows from squared norms of small products:
 
@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.filters import FLOAT32_EPS
+from actmat.diagnostics.pairs import normalised
+from actmat.linalg.interference.filters import FLOAT32_EPS
 from actmat.linalg.lapack import only_eigenvalues
 
 __all__ = ["PROBES", "RowMeasures", "Rows", "eigen_rank", "measure_rows", "random_signs"]
@@ -66,19 +67,22 @@ class RowMeasures:
 
 
 def random_signs(rows: int, count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """`m x O` of independent random signs, drawn on the CPU."""
+    """An `m x O` matrix of independent random signs, drawn on the CPU."""
     signs = torch.randint(0, 2, (count, rows), generator=generator, dtype=torch.int8)
     return (2 * signs - 1).to(like)
 
 
 def measure_rows(rows: Rows) -> RowMeasures:
-    """All of it. A zero delta has rank 0, no overlap and no residual."""
+    """All row measures. A zero delta has rank 0, no overlap and no residual.
+
+    >>> f = torch.eye(2)
+    >>> found = measure_rows(Rows([f], lambda t, unit_RI: -f @ unit_RI.mT, probed=False, width=2, height=2))
+    >>> round(found.effective_rank_T.item(), 6), round(found.residual_T.item(), 6)
+    (2.0, 1.0)
+    """
     count = len(rows.factors)
-    unit, sizes = [], []
-    for factor in rows.factors:
-        size = float(torch.linalg.vector_norm(factor, dtype=torch.float64))
-        sizes.append(size)
-        unit.append(factor / size if size else factor)
+    sizes = [float(torch.linalg.vector_norm(f, dtype=torch.float64)) for f in rows.factors]
+    unit = [f / size if size else f for f, size in zip(rows.factors, sizes, strict=True)]
     square = torch.zeros(count, count, dtype=torch.float64)
     effective = torch.zeros(count, dtype=torch.float64)
     residual = torch.zeros(count, dtype=torch.float64)
@@ -96,14 +100,15 @@ def measure_rows(rows: Rows) -> RowMeasures:
         effective[t] = min(max(_squared_trace(gram_RR, rows.probed) / own, 1.0), min(rows.height, rows.width))
         apart = rows.apart(t, unit[t]) / sizes[t]
         residual[t] = math.sqrt(_squares(apart, rows.probed) / own)
-    norm_T = square.diagonal().sqrt()
-    scale = norm_T.unsqueeze(0) * norm_T.unsqueeze(1)
-    overlap = torch.where(scale > 0, square / scale.where(scale > 0, 1.0), 0.0).clamp(0, 1)
-    return RowMeasures(effective, numerical, residual, overlap)
+    return RowMeasures(effective, numerical, residual, normalised(square).clamp(0, 1))
 
 
 def eigen_rank(values_N: Tensor, width: int) -> int:
-    """Eigenvalues above `I eps(float32)` of the largest: what ACTMat's default cut-off keeps."""
+    """Number of eigenvalues above `I eps(float32)` of the largest, ACTMat's default cut-off.
+
+    >>> eigen_rank(torch.tensor([1e-9, 0.5, 1.0]), width=3)
+    2
+    """
     if not values_N.numel():
         return 0
     top = float(values_N.max())

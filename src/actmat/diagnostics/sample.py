@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.engine.watch import Seen
-from actmat.plan.model import TensorPlan
+from actmat.engine.observer import Merged
+from actmat.plan.model import Item
 
 __all__ = ["ENTRIES", "GROUP", "take_sample"]
 
@@ -24,7 +24,7 @@ GROUP = 64
 """Entries that share a scale in common 4-bit formats, or half of them: few values within a group tell of one."""
 
 
-def take_sample(item: TensorPlan, seen: Seen) -> dict[str, Any]:
+def take_sample(item: Item, merged: Merged) -> dict[str, Any]:
     """Counts in the first entries of a part; per expert where there is a list.
 
     entries      how many were looked at
@@ -33,8 +33,9 @@ def take_sample(item: TensorPlan, seen: Seen) -> dict[str, Any]:
     delta_levels different magnitudes of the delta, zero left out; `moved`: entries that are not zero
     rounded      the expert equals the base rounded to the expert's dtype, where that is another than the base's
     """
-    base = seen.base[:ENTRIES]
-    deltas = [d.reshape(-1)[:ENTRIES].cpu() for d in seen.deltas]
+    assert merged.base is not None, "a stored tensor has a base"
+    base = merged.base[:ENTRIES]
+    deltas = [d.reshape(-1)[:ENTRIES].cpu() for d in merged.deltas]
     wide = base.to(deltas[0].dtype)
     dtypes = [torch_dtype(d) for d in item.expert_dtypes]
     weights = [(wide + d).to(dtype) for d, dtype in zip(deltas, dtypes, strict=True)]

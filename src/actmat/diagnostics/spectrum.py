@@ -1,8 +1,8 @@
-"""The spectrum of `S = sum_t D_t^T D_t`: how many directions of the input the experts use together, and how evenly.
+"""The spectrum of `S = sum_t D_t^T D_t`: number and evenness of the input directions that the experts use together.
 
     effective rank = (tr S)^2 / ||S||_F^2 = (sum l)^2 / sum l^2      condition = l_1 / l_I
 
-A rule of the interference family has formed `S` already, and often decomposed it: then only eigenvalues are read off.
+A method of the interference family has formed `S` already, and often decomposed it; its eigenvalues are reused.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `N` eigenvalues (`I`, or fewer: the others are zero).
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from actmat.diagnostics.model import Spectrum
 from actmat.diagnostics.rows import eigen_rank
+from actmat.linalg.interference.moments import Reduced, gram_of_rows
 from actmat.linalg.lapack import only_eigenvalues
-from actmat.linalg.moments import Reduced, gram_of_rows
 
-__all__ = ["EDGES", "binned", "condition", "participation", "sum_eigenvalues"]
+__all__ = ["binned", "condition", "participation", "sum_eigenvalues"]
 
 EDGES = tuple(k / 4 - 8 for k in range(33))
 """log10 of eigenvalues relative to the largest: a quarter of a decade per bin, down to float32's rounding."""
@@ -30,36 +30,49 @@ def sum_eigenvalues(deltas: Sequence[Tensor], reduced: Reduced | None) -> Tensor
 
     Args:
         deltas: `O I` each.
-        reduced: of a rule whose `S` is the plain sum; None: `S` is formed here, on its smaller side.
+        reduced: of a method whose `S` is the plain sum; None: `S` is formed here, on its smaller side.
+
+    >>> sum_eigenvalues([torch.diag(torch.tensor([1.0, 2.0]))], None).tolist()
+    [1.0, 4.0]
     """
-    if reduced is not None and (reduced.has_spectrum or reduced.gram_NN is None):
+    if reduced is None:
+        rows, width = deltas[0].shape
+        wide = len(deltas) * rows < width
+        gram = gram_of_rows([torch.cat([d.contiguous() for d in deltas]).mT] if wide else deltas)
+    elif reduced.has_spectrum or reduced.gram_NN is None:
         return reduced.spectrum().values_N.double().clamp_min(0).cpu()
-    if reduced is not None and reduced.gram_NN is not None:
-        return only_eigenvalues(reduced.gram_NN)[0].double().clamp_min(0).cpu()
-    rows, width = deltas[0].shape
-    if len(deltas) * rows < width:
-        stacked = torch.cat([d.contiguous() for d in deltas])
-        gram = gram_of_rows([stacked.mT])
     else:
-        gram = gram_of_rows(deltas)
+        gram = reduced.gram_NN
     return only_eigenvalues(gram)[0].double().clamp_min(0).cpu()
 
 
 def participation(values_N: Tensor) -> float:
-    """`(sum l)^2 / sum l^2`: the number of equal eigenvalues that would be as concentrated; 0 for none."""
+    """`(sum l)^2 / sum l^2`: the number of equal eigenvalues that would be as concentrated; 0 for none.
+
+    >>> participation(torch.tensor([1.0, 1.0, 0.0]))
+    2.0
+    """
     squares = float(values_N.square().sum())
     return float(values_N.sum()) ** 2 / squares if squares > 0 else 0.0
 
 
 def condition(values_N: Tensor, width: int) -> float | None:
-    """`l_1 / l_I`, or None where `S` has no full numerical rank: then the smallest eigenvalue is rounding."""
+    """`l_1 / l_I`, or None where `S` has no full numerical rank: then the smallest eigenvalue is rounding.
+
+    >>> condition(torch.tensor([0.5, 1.0]), width=2)
+    2.0
+    """
     if values_N.numel() < width or eigen_rank(values_N, width) < width:
         return None
     return float(values_N.max() / values_N.min())
 
 
 def binned(values_N: Tensor, width: int) -> Spectrum:
-    """All `I` eigenvalues, in `EDGES`; the first bin holds everything below its upper edge, zeros included."""
+    """All `I` eigenvalues counted in the bins of `EDGES`; the first holds all below its upper edge, zeros included.
+
+    >>> sum(binned(torch.tensor([0.1, 1.0]), width=3).counts)
+    3
+    """
     top = float(values_N.max()) if values_N.numel() else 0.0
     counts = torch.zeros(len(EDGES) - 1, dtype=torch.int64)
     if top > 0:

@@ -1,64 +1,115 @@
-"""Apply the rule of one variant to one part: hand it what it needs, split and join matrices, cap, check."""
+"""Apply the method of one task to one part: give it what it needs, split and join matrices, cap, check."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from actmat.checkpoints.base import torch_dtype
+from actmat.engine.deltas import mapped
 from actmat.engine.naming import named_errors
-from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.engine.variant import Variant
+from actmat.engine.needs import Surroundings, needs_of
+from actmat.engine.task import Task
 from actmat.errors import NumericalError
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.caps import cap_delta, cap_lowrank
+from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged
 from actmat.plan.parts import Part, cut
 
-__all__ = ["apply_rule", "checked_finite", "generator_for", "narrowed", "note"]
+__all__ = [
+    "apply_method",
+    "apply_to_factors",
+    "cap_factors",
+    "checked_finite",
+    "compute_dtype",
+    "merge_factors",
+    "narrowed",
+    "stage_key",
+]
 
 _ALIGNMENT = 64
 """Bytes: what torch's CPU allocator gives every new tensor."""
 
+Call = Callable[[Sequence[Tensor], str, int], Merged]
 
-def apply_rule(
-    variant: Variant,
-    part: Part,
-    deltas: Sequence[Tensor],
-    base_raw: Tensor | StreamedBase,
-    reader: TensorReader,
-    states: dict[Any, Any],
-) -> Tensor:
-    """Merged delta of one part, flat, in the compute dtype. `states`: first stages that variants share.
 
-    `base_raw` is streamed for a rule that does not look at it alone.
+def apply_method(task: Task, part: Part, deltas: Sequence[Tensor], around: Surroundings) -> Tensor:
+    """Merged delta of one part, flat, in the compute dtype.
 
     Raises:
-        NumericalError, RecipeError: from the rule, with the name of the tensor.
+        NumericalError, RecipeError: from the method, with the name of the tensor.
     """
 
-    def call(deltas: Sequence[Tensor], label: str, index: int) -> Merged:
-        return _call(variant, deltas, _needs(variant, label, index, part, base_raw, reader), index, states)
+    def call(deltas: Sequence[Tensor], label: str, k: int) -> Merged:
+        return _call(task, deltas, needs_of(task, part, k, label, around), k, around.stages)
 
-    with named_errors("tensor", variant.item.name, variant.call.method):
-        if variant.method.acts_on != "matrix":
-            merged = call(deltas, part.label, 0)
-            if variant.method.acts_on == "tensor":
-                note(variant, part.label, merged.stats)
-            value = _cap_pieces(variant, merged.value, deltas, part)
-        elif variant.item.factored:
-            value = _merge_factored(variant, part, reader)
+    with named_errors(task.kind, task.item.name, task.call.method):
+        if task.method.acts_on == "matrix":
+            value = _merge_matrices(task, part, deltas, call)
         else:
-            value = _merge_matrices(variant, part, deltas, call)
-        return checked_finite(value.reshape(-1), variant)
+            merged = call(deltas, part.label, 0)
+            if task.method.acts_on == "tensor":
+                task.note(part.label, merged.stats)
+            value = _cap_matrices(task, merged.value, deltas, part)
+        return checked_finite(value.reshape(-1), task)
 
 
-def _merge_matrices(
-    variant: Variant, part: Part, deltas: Sequence[Tensor], call: Callable[[Sequence[Tensor], str, int], Merged]
-) -> Tensor:
+def apply_to_factors(task: Task, part: Part, factors: Sequence[Sequence[LowRank]], around: Surroundings) -> Tensor:
+    """`apply_method` by the method's low-rank form; multiplied out once.
+
+    Args:
+        factors: per logical matrix of the part, the factors of every expert, float64.
+        around: see `Surroundings`; its dtype is that of the factors.
+    """
+    values = []
+    with named_errors(task.kind, task.item.name, task.call.method):
+        for k, deltas in enumerate(factors):
+            merged = merge_factors(task, part, k, deltas, around)
+            values.append(merged.dense().to(compute_dtype(task)))
+        return checked_finite(part.layout.from_matrices(values, part.shape).reshape(-1), task)
+
+
+def merge_factors(task: Task, part: Part, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
+    """Merged delta of logical matrix `k` of a part, as factors, capped."""
+    method, label = task.method, _label(part, k)
+    assert method.merge_lowrank is not None, "the plan chose the factored form"
+    merged = method.merge_lowrank(deltas, **needs_of(task, part, k, label, around), **task.call.options)
+    task.note(label, merged.stats)
+    return cap_factors(task, merged.value, deltas, part, label)
+
+
+def cap_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], part: Part, label: str) -> LowRank:
+    """The recipe's caps on one merged delta; on each of a stack of experts, as a full model has them."""
+    value = value.to(torch.float64)
+    if not task.caps.caps:
+        return value
+    limits: dict[str, Any] = {
+        "norm_cap": task.caps.norm_cap,
+        "singular_value_cap": task.caps.singular_value_cap if _has_singular_values(part.layout) else None,
+    }
+    if value.b_OR.ndim == 2:
+        value, stats = cap_lowrank(value, deltas, **limits)
+        task.note(label, stats)
+        return value
+    capped, found = [], {}
+    for e in range(value.b_OR.shape[0]):
+        one, *own = (LowRank(d.b_OR[e], d.a_RI[e]) for d in (value, *deltas))
+        one, found[str(e)] = cap_lowrank(one, own, **limits)
+        capped.append(one)
+    task.note(label, {"caps": found})
+    return LowRank(torch.stack([c.b_OR for c in capped]), torch.stack([c.a_RI for c in capped]))
+
+
+def compute_dtype(task: Task) -> torch.dtype:
+    """dtype of deltas and methods."""
+    return torch_dtype(task.plan.recipe.compute_dtype)
+
+
+def _merge_matrices(task: Task, part: Part, deltas: Sequence[Tensor], call: Call) -> Tensor:
     count = len(part.layout.matrix_shapes(part.shape))
     split = [part.layout.to_matrices(d) for d in deltas] if count > 1 else None
     values = []
@@ -66,59 +117,34 @@ def _merge_matrices(
         if split is not None:
             matrices: Sequence[Tensor] = [s[k] for s in split]
         else:  # deltas that are read when they are asked for lie over one another: one matrix at a time
-            matrices = deltas if _is_single(part) else _OneMatrix(deltas, part.layout)
+            matrices = deltas if _is_single(part) else mapped(deltas, lambda d: part.layout.to_matrices(d)[0])
         label = _label(part, k)
         merged = call(matrices, label, k)
-        note(variant, label, merged.stats)
-        values.append(_cap(variant, merged.value, matrices, part.layout, label))
+        task.note(label, merged.stats)
+        values.append(_cap(task, merged.value, matrices, part.layout, label))
     return part.layout.from_matrices(values, part.shape)
 
 
-class _OneMatrix(Sequence[Tensor]):
-    """The only matrix of each delta, made when it is asked for."""
-
-    def __init__(self, deltas: Sequence[Tensor], layout: TensorLayout) -> None:
-        self._deltas = deltas
-        self._layout = layout
-
-    def __len__(self) -> int:
-        return len(self._deltas)
-
-    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
-        return self._layout.to_matrices(self._deltas[t])[0]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[t] for t in range(len(self)))
+def _call(
+    task: Task, deltas: Sequence[Tensor], needs: Mapping[str, Any], k: int, stages: dict[Any, Any]
+) -> Merged:
+    method, call = task.method, task.call
+    if method.stages is None:
+        return method.merge(deltas, **needs, **call.options)
+    key = stage_key(task, k)
+    if key not in stages:
+        stages[key] = method.stages.prepare(deltas, **needs, **call.options)
+    return method.stages.finish(stages[key], **needs, **call.options)
 
 
-def _merge_factored(variant: Variant, part: Part, reader: TensorReader) -> Tensor:
-    """The same from the factors of adapters, by the rule's low-rank form; multiplied out once."""
-    method, call = variant.method, variant.call
-    assert method.merge_lowrank is not None, "the plan saw to it"
-    values = []
-    for k, deltas in enumerate(reader.factors(part)):
-        label = _label(part, k)
-        needs: dict[str, Any] = {"weights": call.weights} if method.is_weighted else {}
-        if method.is_random:
-            needs["generator"] = generator_for(variant.seed, variant.item.name, label or str(part.start))
-        if "survey" in method.needs:
-            needs["survey"] = variant.survey
-        if method.needs_statistics and variant.statistics is not None:
-            needs["statistics"] = variant.statistics.of_part(method, variant.item, part, k, torch.float64)
-        merged = method.merge_lowrank(deltas, **needs, **call.options)
-        note(variant, label, merged.stats)
-        value = merged.value
-        if (caps := variant.postprocess).caps:
-            value, stats = cap_lowrank(
-                value, deltas, norm_cap=caps.norm_cap, singular_value_cap=caps.singular_value_cap
-            )
-            note(variant, label, stats)
-        values.append(value.dense().to(reader.compute_dtype))
-    return part.layout.from_matrices(values, part.shape)
+def stage_key(task: Task, k: int) -> Any:
+    """Key of the first stage of a task's method on logical matrix `k`; variants with equal keys share it."""
+    assert task.method.stages is not None
+    return (task.method.stages.key(task.call.options), str(task.call.weights), k)
 
 
-def checked_finite(value: Tensor, variant: Variant) -> Tensor:
-    """The same value.
+def checked_finite(value: Tensor, task: Task) -> Tensor:
+    """The value itself, once it is known to be finite.
 
     Raises:
         NumericalError: not all of it is finite.
@@ -126,11 +152,15 @@ def checked_finite(value: Tensor, variant: Variant) -> Tensor:
     # a sum is finite if every entry is (or it overflows): one cheap pass, an exact one only then
     if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
         raise NumericalError(
-            f"gave NaN or Inf for finite deltas, with options {dict(variant.call.options)}. Likely cause: options out "
+            f"gave NaN or Inf for finite deltas, with options {dict(task.call.options)}. Likely cause: options out "
             "of proportion to the deltas, or deltas whose squares overflow; try --compute-dtype float64, other "
             "options, or another method for this tensor"
         )
     return value
+
+
+def _has_singular_values(layout: TensorLayout) -> bool:
+    return layout.role.is_matrix or layout.role is Role.CONVOLUTION
 
 
 def _is_single(part: Part) -> bool:
@@ -138,64 +168,29 @@ def _is_single(part: Part) -> bool:
     return not layout.blocks and layout.orientation == "OI" and len(part.shape) == 2
 
 
-def _needs(
-    variant: Variant, label: str, index: int, part: Part, base_raw: Tensor | StreamedBase, reader: TensorReader
-) -> dict[str, Any]:
-    """What the rule takes beside deltas and options, for matrix `index` of the part."""
-    method, call = variant.method, variant.call
-    needs: dict[str, Any] = {}
-    if method.is_weighted:
-        needs["weights"] = call.weights
-    if method.uses_base(call.options):
-        assert isinstance(base_raw, Tensor)
-        whole = reader.converted_base(part, base_raw)
-        needs["base"] = part.layout.to_matrices(whole)[index] if method.acts_on == "matrix" else whole
-    if method.is_random:
-        needs["generator"] = generator_for(variant.seed, variant.item.name, label or str(part.start))
-    if "survey" in method.needs:
-        needs["survey"] = variant.survey
-    if method.needs_statistics and variant.statistics is not None:
-        given = variant.statistics.of_part(method, variant.item, part, index, reader.compute_dtype, reader.device)
-        needs["statistics"] = given
-    return needs
-
-
-def _call(
-    variant: Variant, deltas: Sequence[Tensor], needs: Mapping[str, Any], index: int, states: dict[Any, Any]
-) -> Merged:
-    method, call = variant.method, variant.call
-    if method.stages is None:
-        return method.merge(deltas, **needs, **call.options)
-    key = (method.stages.key(call.options), str(call.weights), index)
-    if key not in states:
-        states[key] = method.stages.prepare(deltas, **needs, **call.options)
-    return method.stages.finish(states[key], **needs, **call.options)
-
-
-def _cap_pieces(variant: Variant, merged: Tensor, deltas: Sequence[Tensor], part: Part) -> Tensor:
-    """Caps for a rule that knows no matrices: they hold for each matrix of the tensor all the same."""
-    if not variant.postprocess.caps:
+def _cap_matrices(task: Task, merged: Tensor, deltas: Sequence[Tensor], part: Part) -> Tensor:
+    """Caps after a method that knows no matrices: they hold for each matrix of the tensor all the same."""
+    if not task.caps.caps:
         return merged
     out = torch.empty_like(merged).reshape(-1)
-    for piece in cut(part.shape, part.layout, "matrix"):
-        value, *own = (piece.layout.to_matrices(narrowed(x, piece).view(piece.shape)) for x in (merged, *deltas))
+    for region in cut(part.shape, part.layout, "matrix"):
+        value, *own = (region.layout.to_matrices(narrowed(x, region).view(region.shape)) for x in (merged, *deltas))
         capped = [
-            _cap(variant, matrix, [matrices[k] for matrices in own], piece.layout, _label(piece, k))
+            _cap(task, matrix, [matrices[k] for matrices in own], region.layout, _label(region, k))
             for k, matrix in enumerate(value)
         ]
-        out[piece.start : piece.stop].copy_(piece.layout.from_matrices(capped, piece.shape).reshape(-1))
+        out[region.start : region.stop].copy_(region.layout.from_matrices(capped, region.shape).reshape(-1))
     return out.view(merged.shape)
 
 
-def _cap(variant: Variant, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLayout, label: str) -> Tensor:
+def _cap(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLayout, label: str) -> Tensor:
     """Caps on one matrix; a table of vectors has no singular values worth the name, so only its norm is capped."""
-    caps = variant.postprocess
+    caps = task.caps
     if not caps.caps:
         return merged
-    is_matrix = layout.role.is_matrix or layout.role is Role.CONVOLUTION
-    limit = caps.singular_value_cap if is_matrix else None
+    limit = caps.singular_value_cap if _has_singular_values(layout) else None
     value, stats = cap_delta(merged, deltas, norm_cap=caps.norm_cap, singular_value_cap=limit)
-    note(variant, label, stats)
+    task.note(label, stats)
     return value
 
 
@@ -204,23 +199,7 @@ def _label(part: Part, k: int) -> str:
     return "/".join(x for x in (part.label, blocks[k].name if blocks else "") if x)
 
 
-def note(variant: Variant, label: str, stats: Mapping[str, Any]) -> None:
-    """Keep what a rule told of a part with this label for the record of the tensor."""
-    if not stats:
-        return
-    if label:
-        variant.stats.setdefault("parts", {}).setdefault(label, {}).update(stats)
-    else:
-        variant.stats.update(stats)
-
-
-def generator_for(seed: int, name: str, label: str) -> torch.Generator:
-    """A generator of its own for every tensor and part: order, threads and shards change nothing."""
-    digest = hashlib.sha256(f"{seed}\0{name}\0{label}".encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
 def narrowed(whole: Tensor, own: Part) -> Tensor:
-    """The part's entries of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
+    """Entries of a part of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
     piece = whole.reshape(-1)[own.start : own.stop]
     return piece if piece.data_ptr() % _ALIGNMENT == 0 else piece.clone()

@@ -1,141 +1,164 @@
-"""The deltas of one part, as a rule takes them: one by one, all together, or place by place."""
+"""The deltas of one part of a tensor, as a method takes them: one by one, all together, or chunk by chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.linalg.places import PLACE
+from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.plan.parts import CHUNK, Part
+from actmat.plan.reading import Strategy
 
-__all__ = ["HeldDeltas", "LazyDeltas", "WalkedDeltas"]
+__all__ = ["Deltas", "LazySequence", "mapped", "stacked"]
 
 
-class LazyDeltas(Sequence[Tensor]):
-    """Deltas of one part; every item is read when it is asked for, and may be asked for once.
+class LazySequence(Sequence[Tensor]):
+    """One tensor per expert, made when it is asked for."""
 
-    A rule that takes them so looks at one at a time: each is laid over the one before it.
+    def __init__(self, count: int, make: Callable[[int], Tensor]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, t: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, t: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, t: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(t, slice):
+            return [self._make(i) for i in range(*t.indices(self._count))]
+        if not 0 <= t < self._count:
+            raise IndexError(t)
+        return self._make(t)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self._make(t) for t in range(self._count))
+
+
+class Deltas(LazySequence):
+    """Deltas of one part, read by one of the strategies of `plan.reading`.
+
+    A sequence of tensors in the shape of the part; and, for methods that stream, `linalg.chunks.Streamed`. Each byte
+    is hashed and checked when it is read first.
+
+    Args:
+        reader: reads and subtracts.
+        part: which entries.
+        base_raw: the base's entries as stored, held or read chunk by chunk.
+        strategy: how deltas are given. `combine` is not one of these, see `engine.combine`.
     """
 
-    def __init__(self, reader: TensorReader, part: Part, base_raw: Tensor | StreamedBase) -> None:
+    def __init__(
+        self, reader: TensorReader, part: Part, base_raw: Tensor | StreamedBase, strategy: Strategy = "each"
+    ) -> None:
+        super().__init__(reader.n_experts, self._get)
         self._reader = reader
         self._part = part
         self._base_raw = base_raw
-        self._n = reader.n_experts
-        self._seen: set[int] = set()
-        self._buffer: Tensor | None = None
+        self._given: set[int] = set()
+        self._shared: Tensor | None = None
+        self._whole: list[Tensor] | None = None
+        self._flat: list[Tensor] = []
+        self._read_entries = 0
+        self.shape = part.shape
+        self.dtype = reader.compute_dtype
         self.changed = False
+        large = reader.chunkable and part.numel > CHUNK
+        if strategy == "chunks_held" and large:
+            self._hold()
+        elif strategy in ("held", "chunks_held"):
+            self.held()
 
-    def __len__(self) -> int:
-        return self._n
+    @property
+    def is_lazy(self) -> bool:
+        """Whether no delta is held."""
+        return self._whole is None
 
-    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
-        if not 0 <= t < self._n:
-            raise IndexError(t)
-        if t in self._seen:
-            raise RuntimeError("a rule declared one_pass asked for a delta twice; declare one_pass=False")
-        self._seen.add(t)
-        if self._buffer is None and self._part.numel > CHUNK:
-            self._buffer = self._reader.buffer(self._part)
-        return self._read(t, self._buffer)
+    def each(self) -> Iterator[Tensor]:
+        """One delta after the other, each in the memory of the one before it."""
+        return iter(self)
 
-    def _read(self, t: int, into: Tensor | None = None) -> Tensor:
+    def held(self) -> Sequence[Tensor]:
+        """All deltas, in memory until the next part is read."""
+        if self._whole is None and (not self._reader.chunkable or self._part.numel <= CHUNK):
+            self._whole = [self._load(t) for t in range(len(self))]
+            self._read_entries = self._part.numel
+        elif self._whole is None:
+            self._hold()
+        for _ in self._unread():
+            pass
+        assert self._whole is not None
+        return self._whole
+
+    def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """`(start, pieces_TP)` of consecutive chunks; what is not held is read anew and overwritten by the next."""
+        if self._whole is None:
+            scratch = self._reader.scratch
+            yield from self._chunks(0, lambda start, numel: [
+                scratch.delta(t).take(numel, self.dtype) for t in range(len(self))
+            ])  # fmt: skip
+            return
+        flat = self._flat or [delta.reshape(-1) for delta in self._whole]
+        for start in range(0, self._part.numel, CHUNK_ENTRIES):
+            if start >= self._read_entries:
+                next(self._unread())
+            yield start, [flat_N[start : start + CHUNK_ENTRIES] for flat_N in flat]
+
+    def result(self) -> Tensor:
+        """Memory for the merged delta, shaped like the part; contents arbitrary."""
+        return self._reader.result(self._part)
+
+    def _get(self, t: int) -> Tensor:
+        if self._whole is not None:
+            return self.held()[t]
+        if t in self._given:
+            raise RuntimeError("a method declared one_pass asked for a delta twice; declare one_pass=False")
+        self._given.add(t)
+        if self._shared is None and self._part.numel > CHUNK:
+            self._shared = self._reader.buffer(self._part)
+        return self._load(t, self._shared)
+
+    def _load(self, t: int, into: Tensor | None = None) -> Tensor:
         delta, changed = self._reader.load(t, self._part, self._base_raw, into)
         self.changed |= changed
         return delta
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[t] for t in range(self._n))
+    def _hold(self) -> None:
+        """Memory for all deltas; entries arrive chunk by chunk, when they are first needed."""
+        self._flat = [self._reader.buffer(self._part) for _ in range(len(self))]
+        self._whole = [buffer.view(self._part.shape) for buffer in self._flat]
 
-    def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `linalg.places.Streamed`; the first walk hashes what it reads."""
-        take, dtype = self._reader.scratch.take, self._reader.compute_dtype
-        return self._places(lambda start, numel: [take(("delta", t), numel, dtype) for t in range(self._n)])
+    def _unread(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Read the chunks of held deltas that no pass has reached yet."""
+        return self._chunks(
+            self._read_entries, lambda start, numel: [flat_N[start : start + numel] for flat_N in self._flat]
+        )
 
-    def _places(self, room: Callable[[int, int], list[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
-        """Read all experts place by place into `room(start, numel)`; they share one conversion of the base."""
-        for start in range(0, self._part.numel, PLACE):
-            base_P = self._base_raw[start : start + PLACE]
+    def _chunks(
+        self, first: int, room: Callable[[int, int], list[Tensor]]
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """Read all experts chunk by chunk into `room(start, numel)`; they share one conversion of the base."""
+        for start in range(first, self._part.numel, CHUNK_ENTRIES):
+            base_P = self._base_raw[start : start + CHUNK_ENTRIES]
             pieces_TP = room(start, base_P.numel())
             for t, piece_P in enumerate(pieces_TP):
-                self.changed |= self._reader.read_place(t, self._part.start + start, base_P, piece_P)
+                self.changed |= self._reader.read_chunk(t, self._part.start + start, base_P, piece_P)
+            if self._whole is not None:
+                self._read_entries = start + base_P.numel()
             yield start, pieces_TP
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `linalg.places.Streamed`."""
-        return self._part.shape
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `linalg.places.Streamed`."""
-        return self._reader.compute_dtype
-
-    def result(self) -> Tensor:
-        """See `linalg.places.Streamed`."""
-        return self._reader.result(self._part)
-
-    def hold(self, *, walked: bool = False) -> Sequence[Tensor]:
-        """All deltas, each in memory of its own until the next part is read.
-
-        Args:
-            walked: the rule does nothing but walk over them; its first walk then finds every place in the cache,
-                because that is when it is read.
-        """
-        if not self._reader.can_walk or self._part.numel <= CHUNK:
-            return HeldDeltas([self._read(t) for t in range(self._n)], self.result)
-        buffers = [self._reader.buffer(self._part) for _ in range(self._n)]
-        deltas = [buffer.view(self._part.shape) for buffer in buffers]
-        places = self._places(lambda start, numel: [buffer[start : start + numel] for buffer in buffers])
-        if walked:
-            return WalkedDeltas(deltas, self.result, places)
-        for _ in places:
-            pass
-        return HeldDeltas(deltas, self.result)
+def mapped(deltas: Sequence[Tensor], view: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+    """A view of every delta, made when it is asked for."""
+    return LazySequence(len(deltas), lambda t: view(deltas[t]))
 
 
-class HeldDeltas(list[Tensor]):
-    """All deltas of one part; `result` gives room for what becomes of them (`linalg.places.HasRoom`)."""
-
-    def __init__(self, deltas: Iterable[Tensor], result: Callable[[], Tensor]) -> None:
-        super().__init__(deltas)
-        self.result = result
-
-
-class WalkedDeltas(Sequence[Tensor]):
-    """Held deltas of which no place is read before a rule walks there (`linalg.places.Streamed`)."""
-
-    def __init__(
-        self,
-        deltas: Sequence[Tensor],
-        result: Callable[[], Tensor],
-        unread: Iterator[tuple[int, list[Tensor]]],
-    ) -> None:
-        self._flats = [delta.view(-1) for delta in deltas]
-        self._deltas = deltas
-        self._unread = unread
-        self._known = 0
-        self.result = result
-        self.shape = tuple(deltas[0].shape)
-        self.dtype = deltas[0].dtype
-
-    def __len__(self) -> int:
-        return len(self._deltas)
-
-    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
-        for start, pieces_TP in self._unread:
-            self._known = start + pieces_TP[0].numel()
-        return self._deltas[t]
-
-    def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `linalg.places.Streamed`; what an earlier walk has read is not read again."""
-        for start in range(0, self._flats[0].numel(), PLACE):
-            if start < self._known:
-                yield start, [flat_N[start : start + PLACE] for flat_N in self._flats]
-                continue
-            _, pieces_TP = next(self._unread)
-            self._known = start + pieces_TP[0].numel()
-            yield start, pieces_TP
+def stacked(members: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Deltas of several tensors, their rows one below the other."""
+    return LazySequence(len(members[0]), lambda t: torch.cat([m[t] for m in members]))

@@ -1,4 +1,4 @@
-"""The factors of adapters on one part of a stored tensor, as logical matrices.
+"""Factored deltas of one part of a stored tensor, as logical matrices.
 
 Shapes: `O` out_features, `I` in_features, `R` rank.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from actmat.experts.base import Expert
+from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
 from actmat.plan.parts import Part
@@ -18,25 +18,25 @@ from actmat.plan.parts import Part
 __all__ = ["part_factors"]
 
 
-def part_factors(experts: Sequence[Expert], sources: Sequence[str], part: Part) -> list[list[LowRank]]:
+def part_factors(experts: Sequence[Expert], sources: Sequence[Source], part: Part) -> list[list[LowRank]]:
     """Per logical matrix of the part, the factors of every expert, float64."""
     per_expert = [_logical(e, s, part) for e, s in zip(experts, sources, strict=True)]
     return [list(group) for group in zip(*per_expert, strict=True)]
 
 
-def _logical(expert: Expert, name: str, part: Part) -> list[LowRank]:
+def _logical(expert: Expert, source: Source, part: Part) -> list[LowRank]:
     columns = math.prod(part.shape[1:])
     rows = part.numel // columns
-    whole = expert.factors(name, (rows, columns), torch.float64)
-    if expert.source(name).kind == "zero":
-        stored = whole
-    else:
+    if source.kind == "formed":
+        whole = expert.factors(source.name, part.shape, torch.float64)
         first, last = part.start // columns, part.stop // columns
         if whole.b_OR.ndim == 3:
             index, first = divmod(first, whole.b_OR.shape[-2])
             last = first + rows
             whole = LowRank(whole.b_OR[index], whole.a_RI[index])
         stored = LowRank(whole.b_OR[first:last], whole.a_RI)
+    else:
+        stored = expert.factors(source.name, (rows, columns), torch.float64)
     layout = part.layout
     if layout.role is Role.CONVOLUTION:
         return [stored]

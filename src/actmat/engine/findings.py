@@ -1,51 +1,48 @@
-"""What is wrong with the values of a merge's inputs, noted while they are read."""
+"""Problems with the values of a merge's inputs, found while they are read. Plain values: they pickle and add up."""
 
 from __future__ import annotations
 
-import threading
+from collections import Counter
+from dataclasses import dataclass, field
 
 __all__ = ["Findings"]
 
 
+@dataclass
 class Findings:
-    """What is wrong with the values read so far: NaN and Inf, ties that do not hold. Thread-safe."""
+    """NaN and Inf, ties that do not hold, statistics of another model.
 
-    def __init__(self, *, tolerated: bool) -> None:
-        self.tolerated = tolerated
-        self._counts: dict[tuple[str, str], int] = {}
-        self._broken_ties: list[str] = []
-        self.foreign_statistics: list[str] = []
-        self._mutex = threading.Lock()
+    Args:
+        tolerated: whether NaN and Inf count as "unchanged".
+        nonfinite: (tensor, input) -> number of NaN or Inf.
+        broken_ties: one sentence each.
+        foreign_statistics: one sentence each.
+    """
 
-    def add(self, tensor: str, expert: str, count: int) -> None:
-        """Note `count` non-finite entries."""
-        with self._mutex:
-            self._counts[tensor, expert] = self._counts.get((tensor, expert), 0) + count
+    tolerated: bool
+    nonfinite: Counter[tuple[str, str]] = field(default_factory=Counter)
+    broken_ties: list[str] = field(default_factory=list)
+    foreign_statistics: list[str] = field(default_factory=list)
+
+    def add(self, other: Findings) -> None:
+        """Take over all findings of another unit."""
+        self.nonfinite.update(other.nonfinite)
+        self.broken_ties += other.broken_ties
+        self.foreign_statistics += other.foreign_statistics
 
     def count(self, tensor: str) -> int:
-        """Non-finite entries of one tensor, over all experts."""
-        with self._mutex:
-            return sum(n for (name, _), n in self._counts.items() if name == tensor)
-
-    def add_broken_tie(self, problem: str) -> None:
-        """Note two tensors that should be one and differ."""
-        with self._mutex:
-            self._broken_ties.append(problem)
-
-    def add_foreign_statistics(self, problem: str) -> None:
-        """Note a tensor that is not the one that its statistics were measured with."""
-        with self._mutex:
-            self.foreign_statistics.append(problem)
+        """Number of NaN and Inf in one tensor, over all inputs."""
+        return sum(n for (name, _), n in self.nonfinite.items() if name == tensor)
 
     @property
     def fatal(self) -> bool:
         """Whether the merge must be given up."""
-        return bool(self.foreign_statistics) or bool(self._broken_ties) or (bool(self._counts) and not self.tolerated)
+        return bool(self.foreign_statistics or self.broken_ties) or (bool(self.nonfinite) and not self.tolerated)
 
     def problems(self) -> list[str]:
-        """One sentence per tensor and expert."""
-        bad = {} if self.tolerated else self._counts
-        return sorted(self._broken_ties) + [
+        """One sentence per broken tie, and per tensor and input with NaN or Inf."""
+        bad = {} if self.tolerated else self.nonfinite
+        return sorted(self.broken_ties) + [
             f"tensor '{name}' of {who} has {n} value{'s' if n > 1 else ''} that {'are' if n > 1 else 'is'} NaN or Inf"
             for (name, who), n in sorted(bad.items())
         ]

@@ -1,4 +1,4 @@
-"""Memory: warm buffers to read into, and the budget that admits work."""
+"""Memory: warm buffers to read into, memory for whole tensors, and the budget that admits work."""
 
 from __future__ import annotations
 
@@ -16,35 +16,54 @@ _ALIGNMENT = 64
 """Bytes: what torch's CPU allocator gives every new tensor; the last bits of a BLAS may depend on it."""
 
 
-class Scratch:
-    """Buffers of one worker, kept from piece to piece so that their pages stay warm.
+class Buffer:
+    """One warm buffer: what it hands out is overwritten by the next call."""
 
-    A buffer handed out under a key is overwritten by the next call with the same key.
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._view = self._bytes
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D CPU tensor of `numel` entries, contents arbitrary."""
+        if self._view.numel() == numel and self._view.dtype == dtype:
+            return self._view  # every call of torch, were it only for a view, may hand the interpreter to another worker
+        nbytes = numel * dtype.itemsize
+        if self._bytes.numel() < nbytes:
+            self._bytes = torch.empty(max(nbytes, 8), dtype=torch.uint8)
+        self._view = self._bytes[:nbytes].view(dtype)
+        return self._view
+
+
+class Scratch:
+    """Buffers of one worker, kept from chunk to chunk so that their pages stay warm.
+
+    Attributes:
+        base, expert: a chunk as stored.
+        wide_base: a chunk of the base in the compute dtype.
+        merged, cast: a chunk of the output, in the compute dtype and in the output's.
+        stored, rows, total: chunks of all inputs as stored, as rows of one matrix, and their sum (`engine.rows`).
+        room: memory for whole tensors.
     """
 
     def __init__(self, *, keep: int = 0) -> None:
-        self._buffers: dict[object, Tensor] = {}
-        self._views: dict[object, Tensor] = {}
+        self.base, self.expert, self.wide_base = Buffer(), Buffer(), Buffer()
+        self.merged, self.cast = Buffer(), Buffer()
+        self.stored, self.rows, self.total = Buffer(), Buffer(), Buffer()
+        self._deltas: list[Buffer] = []
         self.room = Room(keep=keep)
 
-    def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D CPU tensor of `numel` entries, contents arbitrary."""
-        view = self._views.get(key)
-        if view is not None and view.numel() == numel and view.dtype == dtype:
-            return view  # every call of torch, were it only for a view, may hand the interpreter to another worker
-        nbytes = numel * dtype.itemsize
-        held = self._buffers.get(key)
-        if held is None or held.numel() < nbytes:
-            held = self._buffers[key] = torch.empty(max(nbytes, 8), dtype=torch.uint8)
-        self._views[key] = held[:nbytes].view(dtype)
-        return self._views[key]
+    def delta(self, t: int) -> Buffer:
+        """The buffer of a chunk of the delta of expert `t`."""
+        while len(self._deltas) <= t:
+            self._deltas.append(Buffer())
+        return self._deltas[t]
 
 
 class Room:
-    """Where one worker lays what is as large as a tensor: one block, kept mapped from tensor to tensor.
+    """Memory of one worker for whole tensors: one block, kept mapped from tensor to tensor.
 
-    Fresh pages are cleared by the kernel, which takes longer than what a rule on entries does with them. Without
-    `opened`, or beyond what it was told, buffers are plain new tensors.
+    Fresh pages are cleared by the kernel, which takes longer than an elementwise method does with them. Without
+    `opened`, or beyond the size given there, buffers are plain new tensors.
 
     Args:
         keep: bytes that this worker may use at any time, its block and what a tensor takes beside it; where a tensor

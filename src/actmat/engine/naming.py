@@ -1,4 +1,4 @@
-"""Rules do not know the name of what they merge; who reads their errors must."""
+"""Add the tensor's and the method's name to errors raised by a method."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["named_errors"]
 
 @contextlib.contextmanager
 def named_errors(kind: str, name: str, method: str) -> Iterator[None]:
-    """Errors of a rule, told with what it was merging: `kind` ("tensor", "module") and its name.
+    """Raise errors of a method with the item that it was merging: `kind` ("tensor", "module") and its name.
 
     Raises:
-        NumericalError: the rule's own.
+        NumericalError: the method's own.
         RecipeError: for a ValueError: an option or a weight that only the values show to be wrong.
     """
     where = f"{kind} '{name}', method '{method}'"

@@ -8,16 +8,16 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.engine.variant import Variant
+from actmat.engine.task import Task
 from actmat.errors import NumericalError
-from actmat.plan.model import TensorPlan
+from actmat.plan.model import Item
 from actmat.plan.parts import CHUNK, Part
 
 __all__ = ["check_range", "write_piece", "write_value"]
 
 
 def write_piece(
-    variant: Variant, part: Part, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
+    task: Task, part: Part, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
 ) -> None:
     """`W_0 + scale * D*` in the output dtype, piece by piece; no delta at all keeps the base's bits.
 
@@ -26,27 +26,27 @@ def write_piece(
     for low in range(0, base_raw.numel(), CHUNK):
         piece = base_raw[low : low + CHUNK]
         if delta is not None:
-            merged = reader.scratch.take("merged", piece.numel(), reader.compute_dtype)
+            merged = reader.scratch.merged.take(piece.numel(), reader.compute_dtype)
             wide, change = reader.wide_base(part.start + low, piece), delta[low : low + CHUNK].to("cpu")
-            piece = torch.add(wide, change, alpha=variant.call.scale, out=merged)
-        write_value(variant, piece, reader)
+            piece = torch.add(wide, change, alpha=task.call.scale, out=merged)
+        write_value(task, piece, reader)
 
 
-def write_value(variant: Variant, piece: Tensor, reader: TensorReader) -> None:
+def write_value(task: Task, piece: Tensor, reader: TensorReader) -> None:
     """Cast and write one piece.
 
     Raises:
         NumericalError: from `check_range`.
     """
-    out_dtype = torch_dtype(variant.item.out_dtype)
+    out_dtype = torch_dtype(task.item.out_dtype)
     if piece.dtype != out_dtype:
-        cast = reader.scratch.take("out", piece.numel(), out_dtype).copy_(piece)
-        check_range(variant.item, piece, cast)
+        cast = reader.scratch.cast.take(piece.numel(), out_dtype).copy_(piece)
+        check_range(task.item, piece, cast)
         piece = cast
-    variant.sink.write(raw_bytes(piece))
+    task.sink.write(raw_bytes(piece))
 
 
-def check_range(item: TensorPlan, value: Tensor, cast: Tensor) -> None:
+def check_range(item: Item, value: Tensor, cast: Tensor) -> None:
     """Whether finite entries became infinite; what was not finite before (a mask of -inf in the base) may stay so.
 
     Raises:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.engine.apply import apply_rule
-from actmat.engine.deltas import LazyDeltas
+from actmat.engine.apply import apply_method
+from actmat.engine.deltas import Deltas, stacked
 from actmat.engine.findings import Findings
+from actmat.engine.needs import Surroundings
+from actmat.engine.observer import Merged
 from actmat.engine.output import write_piece
 from actmat.engine.reader import TensorReader
-from actmat.engine.variant import TensorRecord, Variant
-from actmat.engine.watch import Seen
+from actmat.engine.task import Record, Task
+from actmat.engine.tensor import record_of
 from actmat.plan.parts import Part
 from actmat.plan.pools import pooled
 
@@ -28,79 +30,57 @@ __all__ = ["merge_pool"]
 
 
 def merge_pool(
-    variants: Sequence[Sequence[Variant]], readers: Sequence[TensorReader], findings: Findings
-) -> list[list[TensorRecord]]:
-    """Do one pool for all variants; records per variant, per member.
+    variants: Sequence[Sequence[Task]], readers: Sequence[TensorReader], findings: Findings, *, inspect_only: bool
+) -> list[list[Record]]:
+    """Merge one pool for all variants; records per variant, per member.
 
     Args:
-        variants: for each output, one variant per member, in the order of their rows.
+        variants: for each output, one task per member, in the order of their rows.
         readers: one per member, each with buffers of its own.
-        findings: where non-finite values are noted.
+        findings: receives problems with the values.
+        inspect_only: see `TensorMerge`.
     """
     began = time.perf_counter()
-    items = [v.item for v in variants[0]]
+    items = [t.item for t in variants[0]]
     parts = [Part(0, i.numel, i.shape, i.layout) for i in items]
     base_raw = [r.read_base(p) for r, p in zip(readers, parts, strict=True)]
-    lazy = [LazyDeltas(r, p, b) for r, p, b in zip(readers, parts, base_raw, strict=True)]
+    members = [Deltas(r, p, b) for r, p, b in zip(readers, parts, base_raw, strict=True)]
     rows = pooled(items)
     whole = Part(0, rows.numel, rows.shape, rows.layout)
     first = variants[0][0]
-    once = len(variants) == 1 and first.method.one_pass and not first.postprocess.caps and first.watch is None
-    deltas: Sequence[Tensor] = _Stacked(lazy) if once else list(_Stacked(lazy))
-    states: dict[Any, Any] = {}
-    stats = []
-    for members in variants:
-        leader = dataclasses.replace(members[0], item=pooled([m.item for m in members]), stats={}, watch=None)
-        merged = apply_rule(leader, whole, deltas, _flat(base_raw), readers[0], states).view(whole.shape)
-        stats.append({"pool": members[0].item.pool, **leader.stats})
-        if findings.fatal:
+    once = len(variants) == 1 and first.method.one_pass and not first.caps.caps and first.observer is None
+    deltas: Sequence[Tensor] = stacked(members) if once else list(stacked(members))
+    flat = torch.cat([b.reshape(-1) for b in base_raw])
+    reader = readers[0]
+    around = Surroundings(
+        reader.inputs.statistics, reader.compute_dtype, reader.device, lambda part: reader.converted_base(part, flat)
+    )
+    for tasks in variants:
+        leader = dataclasses.replace(tasks[0], item=pooled(items), stats={}, observer=None)
+        merged = apply_method(leader, whole, deltas, around).view(whole.shape)
+        if inspect_only or findings.fatal:
             continue
         row = 0
-        for member, part, raw, read, reader in zip(members, parts, base_raw, lazy, readers, strict=True):
+        for task, part, raw, read, own in zip(tasks, parts, base_raw, members, readers, strict=True):
             here = slice(row, row + part.shape[0])
             row = here.stop
             value = merged[here].reshape(-1)
-            if member.watch is not None:
-                own = [d[here] for d in deltas]
-                member.watch.part(Seen(part, own, None, raw, value, {}, {}))
-            write_piece(member, part, raw, value if read.changed else None, reader)
-    if findings.fatal:
+            task.stats = {"pool": task.item.pool, **leader.stats}
+            if task.observer is not None:
+                task.observer.part(Merged(part, [d[here] for d in deltas], None, raw, value, _no_stage, {}))
+            write_piece(task, part, raw, value if read.changed else None, own)
+    if inspect_only or findings.fatal:
         return []
     share = (time.perf_counter() - began) / (len(variants) * len(items))
     return [
         [
-            TensorRecord(
-                name=member.item.name,
-                hash=member.sink.digest,
-                base_hash=reader.hashes()[0],
-                expert_hashes=reader.hashes()[1],
-                stats=found,
-                unchanged=not read.changed,
-                nonfinite=findings.count(member.item.name),
-                seconds=share,
-                watched=member.watch.finish() if member.watch is not None else None,
-            )
-            for member, reader, read in zip(members, readers, lazy, strict=True)
+            record_of(task, own, findings, share, changed=read.changed)
+            for task, own, read in zip(tasks, readers, members, strict=True)
         ]
-        for members, found in zip(variants, stats, strict=True)
+        for tasks in variants
     ]
 
 
-class _Stacked(Sequence[Tensor]):
-    """The members' deltas of one expert, their rows one below the other; read when asked for."""
-
-    def __init__(self, members: Sequence[LazyDeltas]) -> None:
-        self._members = members
-
-    def __len__(self) -> int:
-        return len(self._members[0])
-
-    def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
-        return torch.cat([m[t] for m in self._members])
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[t] for t in range(len(self)))
-
-
-def _flat(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat([p.reshape(-1) for p in pieces])
+def _no_stage(k: int) -> Any:
+    """A pool's first stage belongs to no single member."""
+    return None

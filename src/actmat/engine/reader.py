@@ -1,28 +1,24 @@
-"""Read one tensor of all checkpoints, part by part, as deltas: hashed, checked and subtracted on the way.
+"""Read one tensor of the base and of all experts, part by part, as deltas: hashed, checked and subtracted on the way.
 
-Pieces of `CHUNK` entries are read into a warm buffer, hashed, converted to the compute dtype and reduced by the
-base while they are in the cache, so that no second copy of a tensor ever exists in the storage dtype.
+Chunks are read into a warm buffer, hashed, converted to the compute dtype and reduced by the base while they are in
+the cache, so that no second copy of a tensor ever exists in the storage dtype.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.factored import part_factors
 from actmat.engine.findings import Findings
+from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
-from actmat.experts.base import Expert
-from actmat.experts.lora.expert import is_formed
 from actmat.linalg.lowrank import LowRank
-from actmat.plan.adapter_experts import can_walk
-from actmat.plan.model import TensorPlan
+from actmat.plan.model import Item
 from actmat.plan.parts import CHUNK, Part
 
 __all__ = ["StreamedBase", "TensorReader", "same_bits"]
@@ -36,64 +32,61 @@ class TensorReader:
 
     Args:
         item: the tensor.
-        base, experts: where it is stored.
-        labels: names of the experts, for findings.
+        inputs: base and experts.
         compute_dtype: dtype of the deltas.
         device: where deltas are wanted.
         scratch: buffers of this worker.
-        findings: where non-finite values are noted.
+        findings: receives non-finite values.
     """
 
     def __init__(
         self,
-        item: TensorPlan,
-        base: Checkpoint,
-        experts: Sequence[Expert],
-        labels: Sequence[str],
+        item: Item,
+        inputs: Inputs,
         compute_dtype: torch.dtype,
         device: torch.device,
         scratch: Scratch,
         findings: Findings,
     ) -> None:
         self.item = item
+        self.inputs = inputs
         self.compute_dtype = compute_dtype
         self.device = device
-        self._experts = experts
-        self._labels = labels
         self.scratch = scratch
         self._findings = findings
-        self._stored: list[tuple[Checkpoint | Expert, str]] = [(base, item.name)]
-        self._stored += zip(experts, item.sources, strict=False)  # a copy names no sources
+        self._sources = [s for s in item.sources if s is not None]  # none for a copy
+        self._stored = [(inputs.base, item.name), *zip(inputs.experts, (s.name for s in self._sources), strict=False)]
         self._hashes = [ContentHash() for _ in self._stored]
         self._base_dtype = torch_dtype(item.base_dtype)
         self._wide_key: tuple[int, int] | None = None
-        self._base_place: tuple[int, int] | None = None
-        self._looked = [0 for _ in experts]  # entries that were looked at, from the first on; once is enough
-        self._finite = [True for _ in experts]  # those that were
+        self._base_chunk: tuple[int, int] | None = None
+        self._checked = [0 for _ in inputs.experts]  # entries that were checked, from the first on; once is enough
+        self._finite = [True for _ in inputs.experts]  # those that were
 
     def read_base(self, part: Part) -> Tensor:
         """Entries of the part as stored, flat; reading the next part overwrites all that was read of this one."""
         if part.numel <= CHUNK:
-            self._base_place = None
-            raw = self.scratch.take("base", part.numel, self._base_dtype)
+            self._base_chunk = None
+            raw = self.scratch.base.take(part.numel, self._base_dtype)
         else:
             self.scratch.room.restart()
             raw = self.scratch.room.take(part.numel, self._base_dtype)
         self.read_stored(0, part.start * raw.itemsize, raw_bytes(raw))
         return raw
 
-    def base_place(self, start: int, numel: int) -> Tensor:
+    def base_chunk(self, start: int, numel: int) -> Tensor:
         """Entries of the base from `start` on as stored; the next place overwrites them. The first reading hashes."""
-        raw = self.scratch.take("base", numel, self._base_dtype)
-        if self._base_place != (start, numel):
+        raw = self.scratch.base.take(numel, self._base_dtype)
+        if self._base_chunk != (start, numel):
             self.read_stored(0, start * raw.itemsize, raw_bytes(raw))
-            self._base_place = start, numel
+            self._base_chunk = start, numel
         return raw
 
     def read_stored(self, k: int, offset: int, out: memoryview) -> None:
         """Fill `out` with the base's bytes (`k = 0`) or those of expert `k - 1` from `offset` on; hash them once."""
-        checkpoint, name = self._stored[k]
-        checkpoint.read_into(name, offset, out)
+        stored, name = self._stored[k]
+        assert stored is not None, "an item that is read with its base has one"
+        stored.read_into(name, offset, out)
         if offset == self._hashes[k].size:
             self._hashes[k].update(out)
 
@@ -105,18 +98,18 @@ class TensorReader:
         `into`: where to lay it, if it is read and larger than a piece; by default the worker's room, where the next
         part overwrites it.
         """
-        expert, source = self._experts[t], self.item.sources[t]
-        if is_formed(expert, source):
-            formed = expert.delta(source, part.start, part.stop, self.compute_dtype)
-            return formed.view(part.shape).to(self.device), expert.source(source).kind != "zero"
+        source = self._sources[t]
+        if source.kind != "stored":
+            formed = self.inputs.experts[t].delta(source.name, part.start, part.stop, self.compute_dtype)
+            return formed.view(part.shape).to(self.device), source.kind == "formed"
         if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
-            delta = self.scratch.take(("delta", t), part.numel, self.compute_dtype)
+            delta = self.scratch.delta(t).take(part.numel, self.compute_dtype)
         else:
             delta = self.buffer(part) if into is None else into
         changed = False
         for low in range(0, part.numel, CHUNK):
             high = min(low + CHUNK, part.numel)
-            changed |= self.read_place(t, part.start + low, base_raw[low:high], delta[low:high])
+            changed |= self.read_chunk(t, part.start + low, base_raw[low:high], delta[low:high])
         return delta.view(part.shape).to(self.device), changed
 
     def buffer(self, part: Part) -> Tensor:
@@ -124,9 +117,9 @@ class TensorReader:
         return self.scratch.room.take(part.numel, self.compute_dtype)
 
     @property
-    def can_walk(self) -> bool:
-        """See `plan.adapter_experts.can_walk`."""
-        return can_walk(self.device.type, self._experts, self.item.sources)
+    def chunkable(self) -> bool:
+        """See `plan.reading.reading_of`."""
+        return self.device.type == "cpu" and self.item.is_chunkable
 
     def converted_base(self, part: Part, base_raw: Tensor) -> Tensor:
         """The base on this part in the compute dtype, shaped like it, for a rule that looks at it."""
@@ -140,16 +133,16 @@ class TensorReader:
             return torch.empty(part.shape, dtype=self.compute_dtype, device=self.device)
         return self.scratch.room.take(part.numel, self.compute_dtype).view(part.shape)
 
-    def read_place(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
+    def read_chunk(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         """Write the delta of expert `t` from entry `start` on; whether a first look finds anything but zeros."""
         raw, data = self._read(t, start, out.numel())
         if same_bits(raw, data, base_raw):
             out.zero_()
-            return self.look(t, start, out, raw, base_raw, same=True)
+            return self.check(t, start, out, raw, base_raw, same=True)
         torch.sub(out.copy_(raw), self.wide_base(start, base_raw), out=out)
-        return self.look(t, start, out, raw, base_raw)
+        return self.check(t, start, out, raw, base_raw)
 
-    def look(
+    def check(
         self, t: int, start: int, out: Tensor, raw: Tensor, base_raw: Tensor, *, same: bool = False, new: bool = True
     ) -> bool:
         """Clear what is not finite of the delta of expert `t` from entry `start` on, in `out`.
@@ -163,9 +156,9 @@ class TensorReader:
         Returns:
             Whether a first look finds anything but zeros.
         """
-        new = new and start == self._looked[t]
+        new = new and start == self._checked[t]
         if new:
-            self._looked[t] += out.numel()
+            self._checked[t] += out.numel()
         if same or (not new and self._finite[t]):
             return False
         # A sum is finite only if every entry is (or it overflows, which the exact count then clears), and differs
@@ -177,7 +170,7 @@ class TensorReader:
 
     def _read(self, t: int, start: int, numel: int) -> tuple[Tensor, memoryview]:
         """Entries of expert `t` as stored and as bytes."""
-        raw = self.scratch.take("expert", numel, torch_dtype(self.item.expert_dtypes[t]))
+        raw = self.scratch.expert.take(numel, torch_dtype(self._sources[t].dtype))
         data = raw_bytes(raw)
         self.read_stored(t + 1, start * raw.itemsize, data)
         return raw, data
@@ -190,7 +183,7 @@ class TensorReader:
         if base_raw.dtype == self.compute_dtype:
             return base_raw
         key = (start, base_raw.numel())
-        wide = self.scratch.take("wide", base_raw.numel(), self.compute_dtype)
+        wide = self.scratch.wide_base.take(base_raw.numel(), self.compute_dtype)
         if self._wide_key != key:
             wide.copy_(base_raw)
             self._wide_key = key
@@ -209,9 +202,9 @@ class TensorReader:
             delta.masked_fill_(kept, 0.0)
             bad, bad_base = bad & ~kept, bad_base & ~kept
         if note and (n := int((bad & ~bad_base).sum())):
-            self._findings.add(self.item.name, f"expert '{self._labels[t]}'", n)
+            self._findings.nonfinite[self.item.name, f"expert '{self.inputs.labels[t]}'"] += n
         if note and t == 0 and (n := int(bad_base.sum())):
-            self._findings.add(self.item.name, "the base", n)
+            self._findings.nonfinite[self.item.name, "the base"] += n
         delta.masked_fill_(bad | bad_base, 0.0)
 
     def hashes(self) -> tuple[str, tuple[str, ...]]:
@@ -219,24 +212,25 @@ class TensorReader:
 
         What a rule did not look at is read now.
         """
-        for t, (expert, source) in enumerate(zip(self._experts, self.item.sources, strict=False)):
-            width = torch_dtype(self.item.expert_dtypes[t]).itemsize
-            while not is_formed(expert, source) and (start := self._hashes[t + 1].size // width) < self.item.numel:
+        found = []
+        for t, source in enumerate(self._sources):
+            if source.kind != "stored":
+                found.append(self.inputs.experts[t].content(source.name))
+                continue
+            width = torch_dtype(source.dtype).itemsize
+            while (start := self._hashes[t + 1].size // width) < self.item.numel:
                 self._read(t, start, min(CHUNK, self.item.numel - start))
-        found = tuple(
-            e.content(s) if is_formed(e, s) else h.hexdigest()
-            for e, s, h in zip(self._experts, self.item.sources, self._hashes[1:], strict=False)
-        )
-        return self._hashes[0].hexdigest(), found
+            found.append(self._hashes[t + 1].hexdigest())
+        return self._hashes[0].hexdigest(), tuple(found)
 
     def factors(self, part: Part) -> list[list[LowRank]]:
-        """Per logical matrix of the part, every expert's delta in factored form; all experts are adapters."""
-        return part_factors(self._experts, self.item.sources, part)
+        """Per logical matrix of the part, every expert's delta in factored form; no expert stores the tensor."""
+        return part_factors(self.inputs.experts, self._sources, part)
 
     @property
     def n_experts(self) -> int:
         """Number of experts."""
-        return len(self._experts)
+        return len(self.inputs.experts)
 
 
 class StreamedBase:
@@ -252,7 +246,7 @@ class StreamedBase:
 
     def __getitem__(self, place: slice) -> Tensor:
         start, stop, _ = place.indices(self._part.numel)
-        return self._reader.base_place(self._part.start + start, stop - start)
+        return self._reader.base_chunk(self._part.start + start, stop - start)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,20 +1,20 @@
-"""What a run may spend on this machine: workers, memory, device. Nothing here changes the result."""
+"""Limits of a run on this machine: workers, memory, device. Nothing here changes the result."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from actmat.checkpoints.shards import parse_size
+from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.memory import available_memory
+from actmat.engine.observer import ObserverFactory
 from actmat.errors import RecipeError, format_size
-from actmat.plan.adapter_model import AdapterPlan
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import MergePlan
 
@@ -23,7 +23,7 @@ __all__ = ["Resources", "check_device", "one_thread", "share_resources"]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the machine may spend: nothing here changes the output's bytes, except the kind of device.
+    """Limits of one run. Nothing here changes the output's bytes, except the kind of device.
 
     Args:
         workers: tensors at work at the same time.
@@ -59,11 +59,11 @@ def check_device(device: str) -> None:
 
 
 def share_resources(
-    plans: Sequence[MergePlan | AdapterPlan],
+    plans: Sequence[MergePlan],
     device: str,
     max_memory: str | int | None,
     threads: int | None,
-    beside: Callable[[Any], int] = lambda item: 0,
+    observers: ObserverFactory | None = None,
 ) -> Resources:
     """Workers and memory for these plans.
 
@@ -72,7 +72,7 @@ def share_resources(
         device: where matrix rules compute.
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
         threads: workers; default: one per core that this process may use.
-        beside: bytes that an item takes beyond what its plan says.
+        observers: of a run that is measured, which takes memory too.
 
     Raises:
         RecipeError: the largest tensor alone does not fit.
@@ -80,7 +80,12 @@ def share_resources(
     workers = len(os.sched_getaffinity(0)) if threads is None else threads
     if workers < 1:
         raise RecipeError(f"--threads must be at least 1; got {threads}.")
-    peaks = [(t.peak_bytes + beside(t), t.name) for p in plans for t in p.tensors]
+    width = torch_dtype(plans[0].recipe.compute_dtype).itemsize
+    peaks = [
+        (i.cost.host_bytes + (observers.memory(i, width) if observers is not None else 0), i.name)
+        for p in plans
+        for i in p.items
+    ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
     if max_memory is None:
         return Resources(workers, max(int(0.9 * available_memory()) - BASELINE_BYTES, largest), device)

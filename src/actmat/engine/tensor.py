@@ -1,105 +1,192 @@
-"""Merge one tensor: read, apply the rule of every variant, add to the base, cast, write.
+"""Merge one tensor for all variants: read, apply each method, add to the base, cast, write.
 
 Several variants (methods, options, scopes) of one merge share the reading, and those of one family share the first
-stage of the computation. Each works on the parts that it would work on alone, so that its bytes do not depend on its
-company.
+stage of the computation. Each is given the parts that it would be given on its own, so that its bytes do not depend on
+the other variants.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from actmat.engine.apply import apply_rule, narrowed
-from actmat.engine.combined import merge_combined
-from actmat.engine.deltas import LazyDeltas
+from actmat.checkpoints.base import torch_dtype
+from actmat.engine.apply import apply_method, apply_to_factors, narrowed, stage_key
+from actmat.engine.combine import merge_combined
+from actmat.engine.deltas import Deltas
 from actmat.engine.findings import Findings
+from actmat.engine.memory import Room
+from actmat.engine.needs import Surroundings
+from actmat.engine.observer import Merged
 from actmat.engine.output import write_piece
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.engine.reading import how_to_read, parts_to_read
-from actmat.engine.variant import TensorRecord, Variant
-from actmat.engine.watch import Seen
-from actmat.plan.parts import Part
+from actmat.engine.task import Record, Task
+from actmat.plan.model import Item
+from actmat.plan.parts import CHUNK, Part, cut
+from actmat.plan.reading import Reading, reading_of
 
-__all__ = ["merge_tensor"]
+__all__ = ["TensorMerge", "record_of", "surroundings_of"]
 
 
-def merge_tensor(variants: Sequence[Variant], reader: TensorReader, findings: Findings) -> list[TensorRecord]:
-    """Do one tensor for all variants, merges and copies alike; records come in the order of the variants.
+def surroundings_of(reader: TensorReader, base_raw: Tensor | StreamedBase) -> Surroundings:
+    """What methods may need of a part that a reader reads, besides its deltas."""
 
-    Where all of them want the same parts, the tensor is read part by part, else whole, and cut in memory.
+    def base(part: Part) -> Tensor:
+        assert isinstance(base_raw, Tensor), "a method that takes the base is given it whole"
+        return reader.converted_base(part, base_raw)
+
+    return Surroundings(reader.inputs.statistics, reader.compute_dtype, reader.device, base)
+
+
+@dataclass
+class TensorMerge:
+    """One tensor and the tasks that want it, merges and copies alike.
+
+    Args:
+        tasks: one per variant.
+        reader: reads the tensor.
+        findings: receives problems with its values.
+        inspect_only: nothing of this run will be kept; values are read to find all problems.
     """
-    began = time.perf_counter()
-    members: dict[tuple[Part, ...], list[Variant]] = {}
-    for variant in variants:
-        if variant.parts:
-            members.setdefault(variant.parts, []).append(variant)
-    copies, merging = [v for v in variants if not v.parts], [v for v in variants if v.parts]
-    changed_anywhere = False
-    for part in parts_to_read(variants[0].item, list(members)):
-        how = how_to_read(variants, part, reader)
-        base_raw: Tensor | StreamedBase = reader.read_base(part) if how.base else StreamedBase(reader, part)
-        for variant in copies:
-            write_piece(variant, part, base_raw, None, reader)
-        if not members:
-            continue
-        deltas = LazyDeltas(reader, part, base_raw)
-        if findings.fatal:  # nothing of this merge will be kept: read on only to find the other bad values
-            for _ in deltas if how.base else deltas.walk():
-                pass
-            continue
-        if len(merging) == 1 and merging[0].item.factored:
-            deltas.changed = True  # adapters alone: no dense delta is formed, and the plan lists changed tensors only
-        if how.combined:
-            changed_anywhere |= merge_combined(merging[0], part, base_raw, reader)
-            continue
-        held: Sequence[Tensor] = deltas if how.lazy else deltas.hold(walked=how.walked)
-        for parts, group in members.items():
-            for own in parts if len(members) > 1 else (part,):
-                narrow = own is not part
-                own_deltas = [narrowed(d, own).view(own.shape) for d in held] if narrow else held
-                own_base = narrowed(base_raw, own) if narrow and isinstance(base_raw, Tensor) else base_raw
-                states: dict[Any, Any] = {}
-                for variant in group:
-                    value = apply_rule(variant, own, own_deltas, own_base, reader, states)
-                    if variant.watch is not None:
-                        assert isinstance(own_base, Tensor), "who watches is given everything whole"
-                        variant.watch.part(_seen(variant, own, own_deltas, own_base, value, reader, states))
-                    changed = any(bool(d.any()) for d in own_deltas) if narrow else deltas.changed
-                    write_piece(variant, own, own_base, value if changed else None, reader)
-        changed_anywhere |= deltas.changed
-    if findings.fatal:
-        return []
-    base_hash, expert_hashes = reader.hashes()
-    share = (time.perf_counter() - began) / len(variants)
-    return [
-        TensorRecord(
-            name=v.item.name,
-            hash=v.sink.digest,
-            base_hash=base_hash,
-            expert_hashes=expert_hashes if v.parts else (),
-            stats=v.stats,
-            unchanged=not (v.parts and changed_anywhere),
-            nonfinite=findings.count(v.item.name) if v.parts else 0,
-            seconds=share,
-            watched=v.watch.finish() if v.watch is not None else None,
+
+    tasks: Sequence[Task]
+    reader: TensorReader
+    findings: Findings
+    inspect_only: bool = False
+
+    def __post_init__(self) -> None:
+        self._merging = [t for t in self.tasks if t.merges]
+        self._by_parts: dict[tuple[Part, ...], list[Task]] = {}
+        for task in self._merging:
+            self._by_parts.setdefault(task.parts, []).append(task)
+        self._changed = False
+
+    def run(self) -> list[Record]:
+        """Records in the order of the tasks; none where the inputs cannot be merged."""
+        began = time.perf_counter()
+        for part in self._parts_to_read():
+            how = self._reading(part)
+            base_raw: Tensor | StreamedBase = (
+                self.reader.read_base(part) if how.base_held else StreamedBase(self.reader, part)
+            )
+            for task in self.tasks:
+                if not task.merges:
+                    write_piece(task, part, base_raw, None, self.reader)
+            if self._merging:
+                self._merge(part, base_raw, how)
+        if self._is_futile:
+            return []
+        share = (time.perf_counter() - began) / len(self.tasks)
+        return [record_of(t, self.reader, self.findings, share, changed=self._changed) for t in self.tasks]
+
+    def room_bytes(self) -> int:
+        """Bytes of the buffers as large as a part: the base as stored and as a method wants it, a result, deltas."""
+        width, base_width = self.reader.compute_dtype.itemsize, torch_dtype(self.tasks[0].item.base_dtype).itemsize
+        largest = 0
+        for part in self._parts_to_read():
+            if part.numel <= CHUNK or not self._merging:
+                continue
+            how = self._reading(part)
+            whole = how.whole_deltas(self.reader.n_experts)
+            if how.strategy != "combine":
+                whole += 1 + any(t.method.uses_base(t.call.options) for t in self._merging)
+            bases = [(base_width, part.numel)] if how.base_held else []
+            largest = max(largest, Room.bytes_for(*bases, *[(width, part.numel)] * whole))
+        return largest
+
+    @property
+    def _is_futile(self) -> bool:
+        return self.inspect_only or self.findings.fatal
+
+    def _parts_to_read(self) -> Sequence[Part]:
+        """The parts that all variants want, the whole tensor where they differ, chunks where it is only copied."""
+        item: Item = self.tasks[0].item
+        wanted = list(self._by_parts)
+        if not wanted:
+            return cut(item.shape, item.layout, "elementwise")
+        return wanted[0] if len(wanted) == 1 else [Part(0, item.numel, item.shape, item.layout)]
+
+    def _reading(self, part: Part) -> Reading:
+        """The cheapest reading that serves all variants; a method on its own may be given less than all at a time."""
+        if len(self._merging) != 1:
+            return Reading("held")
+        (task,) = self._merging
+        if task.item.form == "factored":  # no dense delta is formed
+            return Reading("each")
+        return reading_of(
+            task.method,
+            task.call.options,
+            part,
+            self.reader.n_experts,
+            self.reader.compute_dtype.itemsize,
+            chunkable=self.reader.chunkable,
+            observed=task.caps.caps or task.observer is not None,
+            copied=len(self.tasks) > 1,
         )
-        for v in variants
-    ]
+
+    def _merge(self, part: Part, base_raw: Tensor | StreamedBase, how: Reading) -> None:
+        if how.strategy == "combine" and not self._is_futile:
+            self._changed |= merge_combined(self._merging[0], part, base_raw, self.reader)
+            return
+        lazily = self._is_futile or how.strategy == "combine"
+        deltas = Deltas(self.reader, part, base_raw, "each" if lazily else how.strategy)
+        if self._is_futile:  # read on to find the other bad values
+            for _ in deltas.each() if how.base_held else deltas.walk():
+                pass
+            return
+        if len(self._merging) == 1 and self._merging[0].item.form == "factored":
+            deltas.changed = True  # no dense delta is formed, and the plan lists changed tensors only
+        for parts, group in self._by_parts.items():
+            for own in parts if len(self._by_parts) > 1 else (part,):
+                self._merge_group(group, own, part, deltas, base_raw)
+        self._changed |= deltas.changed
+
+    def _merge_group(
+        self, group: Sequence[Task], own: Part, read: Part, deltas: Deltas, base_raw: Tensor | StreamedBase
+    ) -> None:
+        """Merge and write the part `own` of what was read, for all tasks that want it."""
+        given: Sequence[Tensor] = deltas
+        narrow = own is not read
+        if narrow:
+            given = [narrowed(d, own).view(own.shape) for d in deltas.held()]
+            base_raw = narrowed(base_raw, own) if isinstance(base_raw, Tensor) else base_raw
+        around = surroundings_of(self.reader, base_raw)
+        for task in group:
+            factors = self.reader.factors(own) if task.item.form == "factored" else None
+            if factors is None:
+                value = apply_method(task, own, given, around)
+            else:
+                exact = Surroundings(around.statistics, torch.float64)
+                value = apply_to_factors(task, own, factors, exact)
+            if task.observer is not None:
+                assert isinstance(base_raw, Tensor), "an observer is given everything whole"
+                shown = () if factors is not None and deltas.is_lazy else given
+
+                def stage(k: int, task: Task = task) -> object:
+                    return around.stages.get(stage_key(task, k)) if task.method.stages is not None else None
+
+                task.observer.part(Merged(own, shown, factors, base_raw, value, stage, task.stats))
+            changed = any(bool(d.any()) for d in given) if narrow else deltas.changed
+            write_piece(task, own, base_raw, value if changed else None, self.reader)
 
 
-def _seen(
-    variant: Variant,
-    part: Part,
-    deltas: Sequence[Tensor],
-    base_raw: Tensor,
-    value: Tensor,
-    reader: TensorReader,
-    states: Mapping[Any, Any],
-) -> Seen:
-    factors = reader.factors(part) if variant.item.factored else None
-    shown = () if isinstance(deltas, LazyDeltas) else deltas
-    return Seen(part, shown, factors, base_raw, value, states, variant.stats)
+def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: float, *, changed: bool) -> Record:
+    """The record of a task whose bytes are all written."""
+    base_hash, expert_hashes = reader.hashes()
+    digest = task.sink.digest
+    return Record(
+        name=task.item.name,
+        hash=digest,
+        hashes=dict.fromkeys((task.item.name, *task.item.aliases), digest),
+        base_hash=base_hash,
+        expert_hashes=expert_hashes if task.merges else (),
+        stats=task.stats,
+        unchanged=not (task.merges and changed),
+        nonfinite=findings.count(task.item.name) if task.merges else 0,
+        seconds=seconds,
+        observed=task.observer.finish() if task.observer is not None else None,
+    )

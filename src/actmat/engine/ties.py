@@ -1,7 +1,7 @@
-"""Are tensors that config.json ties really one? Their bytes tell.
+"""Check by content that tensors which config.json ties are really one.
 
 A config that says "tied" while a checkpoint stores two different tensors is not rare (a head that was trained apart,
-a table that was resized alone). Merging one of them for both would silently drop the other.
+a table that was resized on its own). Merging one of them for both would silently drop the other.
 """
 
 from __future__ import annotations
@@ -10,48 +10,44 @@ from collections.abc import Sequence
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import ContentHash
-from actmat.engine.findings import Findings
+from actmat.engine.inputs import Inputs
 from actmat.experts.base import Expert
-from actmat.plan.model import TensorPlan
+from actmat.plan.model import Item
 
-__all__ = ["check_ties", "content_hash"]
+__all__ = ["broken_ties", "content_hash"]
 
-_PIECE = 1 << 20
+_PIECE_BYTES = 1 << 20
 
 
-def content_hash(checkpoint: Checkpoint | Expert, name: str) -> str:
+def content_hash(stored: Checkpoint | Expert, name: str) -> str:
     """Content hash of one stored tensor, read in pieces."""
-    nbytes = checkpoint.specs[name].nbytes
-    seen, buffer = ContentHash(), memoryview(bytearray(min(_PIECE, max(nbytes, 1))))
+    nbytes = stored.specs[name].nbytes
+    seen, buffer = ContentHash(), memoryview(bytearray(min(_PIECE_BYTES, max(nbytes, 1))))
     while seen.size < nbytes:
-        piece = buffer[: min(_PIECE, nbytes - seen.size)]
-        checkpoint.read_into(name, seen.size, piece)
+        piece = buffer[: min(_PIECE_BYTES, nbytes - seen.size)]
+        stored.read_into(name, seen.size, piece)
         seen.update(piece)
     return seen.hexdigest()
 
 
-def check_ties(
-    item: TensorPlan,
-    base: Checkpoint,
-    experts: Sequence[Expert],
-    labels: Sequence[str],
-    base_hash: str,
-    expert_hashes: Sequence[str],
-    findings: Findings,
-) -> None:
-    """Compare every tied name that a checkpoint stores beside the canonical one; differences become findings."""
-    pairs: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = []
-    pairs.append(("the base", base, item.name, base_hash, item.aliases))
-    pairs += [
-        (f"expert '{label}'", expert, source, digest, twins)
-        for label, expert, source, digest, twins in zip(
-            labels, experts, item.sources, expert_hashes, item.twins, strict=False
-        )
+def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Sequence[str]) -> list[str]:
+    """One sentence for each tied name of the item that a checkpoint stores with other content.
+
+    Args:
+        base_hash, expert_hashes: content hashes of the tensor that was read.
+    """
+    assert inputs.base is not None
+    groups: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = [
+        ("the base", inputs.base, item.name, base_hash, item.aliases)
     ]
-    for who, checkpoint, source, digest, names in pairs:
-        for name in names:
-            if content_hash(checkpoint, name) != digest:
-                findings.add_broken_tie(
-                    f"'{name}' and '{source}' of {who} are tied by config.json, but their values differ; to merge each "
-                    "by itself, write 'ties: false' in the recipe (--no-ties) and check 'tie_word_embeddings'"
-                )
+    rows = zip(inputs.labels, inputs.experts, item.sources, expert_hashes, item.twins, strict=False)
+    for label, expert, source, digest, twins in rows:
+        if source is not None:
+            groups.append((f"expert '{label}'", expert, source.name, digest, twins))
+    return [
+        f"'{name}' and '{first}' of {who} are tied by config.json, but their values differ; to merge each by itself, "
+        "write 'ties: false' in the recipe (--no-ties) and check 'tie_word_embeddings'"
+        for who, stored, first, digest, names in groups
+        for name in names
+        if content_hash(stored, name) != digest
+    ]

@@ -1,4 +1,4 @@
-"""What tensors mean: roles, orientation, packed linear maps, ties. `resolve_layout` decides."""
+"""Layouts of tensors: roles, orientation, packed linear maps, ties."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What single architecture families do that names and shapes cannot tell. Tables only.
+"""Tables of architecture families whose layouts do not follow from names and shapes.
 
-Everything here was read off the families' modelling code and holds for their checkpoints on disk. A family without
-an entry is not unknown: what its tensors mean follows from their names and shapes (`names.py`, `fused.py`,
-`experts.py`), and PLAIN lists those for which that has been checked.
+The entries were read from the families' modelling code and hold for their checkpoints on disk. A family without an
+entry is decided by names and shapes (`classify.py`, `fused.py`, `stacked.py`); PLAIN lists the families for which this
+has been checked.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ class Family:
     """Exceptions of one family.
 
     Args:
-        packed: layer name -> scheme of `packing.SCHEMES`, or a text starting with "whole:" that says why the tensor
-            stays one matrix.
+        packed: layer name -> scheme of `packing.SCHEMES`, or "whole: " and the reason why the tensor stays one matrix.
         transposed: layer names whose weight is stored `I x O` (transformers' `Conv1D`).
-        tables: layer names that are embeddings, though they do not sound like it.
-        experts: orientation of stacked experts where the shapes leave it open.
+        tables: layer names that are embeddings, though their names do not say so.
+        experts: orientation of stacked experts where their shapes do not decide it.
         gate_up: scheme of `gate_up_proj`.
     """
 
@@ -110,7 +109,7 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4_5_vl_moe": Family(transposed=frozenset({"gate", "weight_1"})),
     "ernie4_5_vl_moe_text": Family(transposed=frozenset({"gate", "weight_1"})),
 }
-"""`model_type` -> what it does differently."""
+"""`model_type` -> its exceptions."""
 
 _PLAIN = """
 albert arcee bart bert blip camembert clip clip_text_model clip_vision_model cohere cohere2 convnext deberta-v2
@@ -121,7 +120,7 @@ qwen2_vl qwen3 qwen3_moe qwen3_vl resnet roberta seed_oss siglip siglip2 smollm3
 switch_transformers t5 umt5 vit vit_mae wav2vec2 whisper xlm-roberta
 """
 PLAIN = frozenset(_PLAIN.split())
-"""Families that keep to what names and shapes say."""
+"""Families whose layouts follow from names and shapes."""
 
 _TIED_BY_DEFAULT = """
 albert bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot blenderbot-small blip blip_text_model
@@ -171,7 +170,11 @@ _CLASS_PREFIXES: tuple[tuple[str, str], ...] = (
 
 
 def recognise(config: Mapping[str, Any] | None) -> str | None:
-    """The `model_type` of a config (or of its first architecture), or None where it does not tell."""
+    """The `model_type` of a config, or that of its first architecture, or None.
+
+    >>> recognise({"architectures": ["LlamaForCausalLM"]})
+    'llama'
+    """
     if config is None:
         return None
     model_type = config.get("model_type")

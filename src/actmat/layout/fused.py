@@ -1,8 +1,8 @@
-"""Weights of linear layers with two axes: their orientation, and the linear maps packed into their rows.
+"""Layout of 2-D weights of linear layers: their orientation, and the linear maps packed in their rows.
 
-What is packed is decided by the family where it has an entry, else by name and shape together: three times as many
-rows as columns under a name like `qkv`, or twice the rows that the partner layer (`down_proj` for `gate_up_proj`)
-takes in. A name whose shape does not fit is left whole, and the reason says so.
+The family decides where it has an entry, else name and shape together: three times as many rows as columns under a
+name like `qkv`, or twice as many rows as the partner layer (`down_proj` for `gate_up_proj`) has inputs. Where the
+shape does not fit the name, the tensor stays one matrix, and the reason says so.
 
 Shapes: `O` out_features, `I` in_features, `F` width of a gated feed-forward layer.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from actmat.layout.knowledge import Knowledge
 from actmat.layout.packing import SCHEMES, Packing, attention_of
+from actmat.layout.towers import Tower
 from actmat.layout.types import Orientation, Role, TensorLayout
 
 __all__ = ["GATED", "PARTNERS", "QKV", "gate_and_up", "linear_layout"]
@@ -34,7 +34,7 @@ GATED: Mapping[str, str] = {
     "w12": "w3",
     "ff_proj": "ff_out",
 }
-"""Layer that may hold a gate and an up projection -> the layer that takes their product in."""
+"""Layer that may hold a gate and an up projection -> the layer that reads their product."""
 
 GATE_FIRST = frozenset(
     {"gate_up_proj", "gate_and_up_projs", "w13_weight", "input_linear", "Wi", "weights_in", "dense_h_to_4h"}
@@ -51,7 +51,7 @@ PARTNERS: Mapping[str, tuple[str, ...]] = {
     "c_proj": ("c_attn", "c_fc"),
     "c_fc": ("c_proj",),
 }
-"""Layer name -> names of the layer beside it whose shape settles what its own leaves open."""
+"""Layer name -> names of its partner: the neighbouring layer whose shape decides where its own is ambiguous."""
 
 QKV = frozenset(
     {"qkv", "qkv_proj", "Wqkv", "wqkv", "w_qkv", "W_pack", "to_qkv", "att_proj", "c_attn", "in_proj_weight"}
@@ -70,19 +70,19 @@ WHOLE: Mapping[str, str] = {
 """Packed layers that stay one matrix, and why."""
 
 
-def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | None, known: Knowledge) -> TensorLayout:
+def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | None, tower: Tower) -> TensorLayout:
     """Layout of a 2-D weight that is one or several linear maps.
 
     Args:
         owner: name of the layer (`qkv_proj`), or of the tensor itself where it is a bare parameter (`in_proj_weight`).
-        parameter: whether it is a bare parameter, not some layer's `weight`.
+        parameter: True for a bare parameter, False for a layer's `weight`.
         shape: stored shape.
-        partner: stored shape of the layer beside it (`PARTNERS`), where there is one.
-        known: what the config tells.
+        partner: stored shape of its partner layer (`PARTNERS`), if there is one.
+        tower: config and family of its part of the model.
     """
-    orientation, how = _orientation(owner, parameter, shape, partner, known)
+    orientation, how = _orientation(owner, parameter, shape, partner, tower)
     rows, cols = shape if orientation == "OI" else shape[::-1]
-    packing = _packing(owner, rows, cols, partner, known)
+    packing = _packing(owner, rows, cols, partner, tower)
     why = f"{how}name ends in {owner}"
     if packing is None:
         return TensorLayout(Role.LINEAR, f"linear layer, {why}", orientation)
@@ -97,44 +97,44 @@ def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | No
     return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {rows} rows, {why}", orientation, blocks)
 
 
-def _packing(owner: str, rows: int, cols: int, partner: Shape | None, known: Knowledge) -> Packing | str | None:
+def _packing(owner: str, rows: int, cols: int, partner: Shape | None, tower: Tower) -> Packing | str | None:
     """The packing, a reason to leave a packed layer whole, or None for a layer that packs nothing."""
-    scheme = (known.family.packed or {}).get(owner)
+    scheme = (tower.family.packed or {}).get(owner)
     if scheme is not None:
-        return scheme.removeprefix("whole: ") if scheme.startswith("whole: ") else SCHEMES[scheme](rows, known.config)
+        return scheme.removeprefix("whole: ") if scheme.startswith("whole: ") else SCHEMES[scheme](rows, tower.config)
     if owner in WHOLE:
         return WHOLE[owner]
     if owner in QKV:
-        return _attention_packing(owner, rows, cols, known)
+        return _attention_packing(owner, rows, cols, tower)
     if owner == "to_kv":
         return Packing((("k", 1), ("v", 1)), words="k, v (halves)")
     if RECURRENT.fullmatch(owner):
         return _recurrent_packing(rows, cols if "_hh_" in owner else partner)
     if owner in GATED and partner is not None and len(partner) == 2:
-        width = partner[1]  # the columns of down_proj: what it takes in
+        width = partner[1]  # the inputs of down_proj
         if rows == 2 * width:
-            return gate_and_up(owner, rows, known)
+            return gate_and_up(owner, rows, tower)
         if owner == "gate_up_proj":
             return f"its {rows} rows are not twice the {width} inputs of {GATED[owner]}"
     elif owner == "gate_up_proj":
-        return gate_and_up(owner, rows, known)
+        return gate_and_up(owner, rows, tower)
     return None
 
 
-def gate_and_up(owner: str, rows: int, known: Knowledge) -> Packing | str:
-    """The two halves of a gated layer's input projection; which is the gate is said only where it is known."""
+def gate_and_up(owner: str, rows: int, tower: Tower) -> Packing | str:
+    """The two halves of a gated layer's input projection, called gate and up where their order is known."""
     if owner in GATE_FIRST:
-        return SCHEMES[known.family.gate_up](rows, known.config)
+        return SCHEMES[tower.family.gate_up](rows, tower.config)
     return Packing((("first", 1), ("second", 1)), words="halves of a gated layer")
 
 
-def _attention_packing(owner: str, rows: int, cols: int, known: Knowledge) -> Packing | str:
-    if owner != "in_proj_weight" and attention_of(known.config) is not None:
-        packing = SCHEMES["grouped_query"](rows, known.config)
+def _attention_packing(owner: str, rows: int, cols: int, tower: Tower) -> Packing | str:
+    if owner != "in_proj_weight" and attention_of(tower.config) is not None:
+        packing = SCHEMES["grouped_query"](rows, tower.config)
         if isinstance(packing, Packing) and packing.blocks(rows) is not None:
             return packing
     if rows == 3 * cols:
-        return SCHEMES["thirds"](rows, known.config)
+        return SCHEMES["thirds"](rows, tower.config)
     if owner == "c_attn" and rows == 2 * cols:
         return Packing((("k", 1), ("v", 1)), words="k, v of cross-attention (halves)")
     return f"{rows} rows fit neither thirds of 3 x {cols} nor the config's heads"
@@ -152,22 +152,22 @@ def _recurrent_packing(rows: int, state: int | Shape | None) -> Packing | str | 
 
 
 def _orientation(
-    owner: str, parameter: bool, shape: Shape, partner: Shape | None, known: Knowledge
+    owner: str, parameter: bool, shape: Shape, partner: Shape | None, tower: Tower
 ) -> tuple[Orientation, str]:
     """Orientation, and a phrase on how it was decided (empty for the rule: `nn.Linear`, `O I`)."""
     if owner in GPT2_NAMES:
-        return _gpt2_orientation(owner, shape, partner, known)
-    if owner in known.family.transposed:
+        return _gpt2_orientation(owner, shape, partner, tower)
+    if owner in tower.family.transposed:
         return "IO", "stored I x O by this family, "
     if parameter and TRANSPOSED_PARAMETER.fullmatch(owner):
         return "IO", "stored I x O (a bare parameter, used as x @ W), "
     return "OI", ""
 
 
-def _gpt2_orientation(owner: str, shape: Shape, partner: Shape | None, known: Knowledge) -> tuple[Orientation, str]:
-    """`c_attn` and its like: `Conv1D` (`I O`) in GPT-2, `nn.Linear` in GPT-BigCode and open_clip.
+def _gpt2_orientation(owner: str, shape: Shape, partner: Shape | None, tower: Tower) -> tuple[Orientation, str]:
+    """Orientation of GPT-2's layer names: `Conv1D` (`I O`) in GPT-2, `nn.Linear` in GPT-BigCode and open_clip.
 
-    The shape of `c_attn` tells by itself, and speaks for the square `c_proj` beside it.
+    The shape of `c_attn` decides for itself and for the square `c_proj` that follows it.
     """
     attention = shape if owner == "c_attn" else partner if owner in ("c_proj", "q_attn") else None
     if (attention is not None and shape[0] == shape[1]) or owner == "c_attn":
@@ -176,8 +176,8 @@ def _gpt2_orientation(owner: str, shape: Shape, partner: Shape | None, known: Kn
                 return "IO", "stored I x O (Conv1D: c_attn is wider than high), "
             if attention is not None and attention[0] == factor * attention[1]:
                 return "OI", ""
-    if known.listed:
-        return ("IO", "stored I x O (Conv1D), ") if owner in known.family.transposed else ("OI", "")
+    if tower.listed:
+        return ("IO", "stored I x O (Conv1D), ") if owner in tower.family.transposed else ("OI", "")
     if owner in ("c_fc", "c_proj") and shape[0] != shape[1]:
         widens = shape[1] > shape[0]
         if widens == (owner == "c_fc"):

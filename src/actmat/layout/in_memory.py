@@ -1,7 +1,7 @@
-"""Where the tensors of a model in memory lie in its checkpoint.
+"""Locate the tensors of a model in memory in its checkpoint.
 
-Adapters and measurements name tensors as the model has them in memory; a checkpoint names them as they lie on disk.
-Three ways lead from one to the other, tried in this order:
+Adapters and statistics name tensors as the model has them in memory; a checkpoint has the names on disk. Names are
+matched in three ways, tried in this order:
 
 1. the same name;
 2. the same name with, or without, the model's prefix (`transformer.`, `model.`) in all of them;
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 
@@ -25,17 +26,26 @@ __all__ = ["Located", "Slice", "locate", "names_on_disk"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A tensor on disk and what it is of the tensor in memory: expert `index` of a stack, rows `start:stop`."""
+    """A tensor on disk, and its part of the tensor in memory: expert `index` of a stack, rows `start:stop`.
+
+    >>> Slice("experts.1.up.weight", index=1, start=0, stop=2).of(torch.zeros(3, 4, 5)).shape
+    torch.Size([2, 5])
+    """
 
     name: str
     index: int | None = None
     start: int = 0
     stop: int | None = None
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor that has the shape of the one in memory, as a view."""
+        part = tensor if self.index is None else tensor[self.index]
+        return part if self.stop is None else part[..., self.start : self.stop, :]
+
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A tensor in memory: its shape there, and its pieces on disk."""
+    """A tensor in memory: its shape, and the tensors on disk that make it up."""
 
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -44,15 +54,15 @@ class Located:
 def locate(
     base: Checkpoint, groups: Sequence[Sequence[str]], optional: Iterable[str] = ()
 ) -> tuple[dict[str, Located], str]:
-    """Places of names in a base.
+    """Locate names in a base.
 
     Args:
         base: the checkpoint.
-        groups: names that stand for one thing; one of each group is wanted.
+        groups: alternative names of one tensor each; one of each group is wanted.
         optional: names that may be missing.
 
     Returns:
-        The places of those that can be found, and why others may not have been, in words.
+        The names that were located, and the reason why others may not have been.
     """
     names = [*(n for group in groups for n in group), *optional]
     why = ""
@@ -74,7 +84,7 @@ def _whole(spec: TensorSpec) -> Located:
 
 
 def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str]) -> dict[str, Located]:
-    """The prefix, added or taken away, by which most names are found."""
+    """The names found with the prefix, added or removed, that matches most of them."""
     best: dict[str, Located] = {}
     added = {s.removesuffix(n) for n in names[:8] for s in specs if s.endswith("." + n)}
     taken = {n[: n.index(".") + 1] for n in names if "." in n}
@@ -114,7 +124,7 @@ def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tup
     Args:
         base: the checkpoint.
         model: a `transformers.PreTrainedModel`.
-        state: its state dict; keys alone count.
+        state: its state dict, of which only the keys are used.
     """
     from transformers import conversion_mapping, core_model_loading
 
@@ -146,7 +156,7 @@ def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tup
 
 
 def _only_stacks(converter: Any) -> bool:
-    """Whether separate experts are stacked, and their rows put below each other, and nothing else."""
+    """Return True for a conversion that stacks separate experts, or concatenates their rows, and does nothing else."""
     steps = [(type(o).__name__, getattr(o, "dim", None)) for o in converter.operations]
     return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 

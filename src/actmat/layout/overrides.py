@@ -1,4 +1,4 @@
-"""A user's word on what tensors mean, checked against the shapes that it is about."""
+"""Apply the user's overrides of layouts, checked against the shapes of the tensors."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def _overridden(layout: TensorLayout, axes: int, override: RoleOverride) -> Tens
     blocks: tuple[Block, ...] = override.blocks
     keeps_rows = override.orientation in (None, layout.orientation)
     if not blocks and keeps_rows and role is layout.role:
-        blocks = layout.blocks  # only the orientation or the role was named, and it is what it was
+        blocks = layout.blocks  # the override names the role or orientation that the tensor has anyway
     return replace(layout, role=role, reason="set by the recipe", orientation=orientation, blocks=blocks)
 
 
 def _misfit(layout: TensorLayout, spec: TensorSpec) -> str | None:
-    """What is wrong with a layout for this tensor, or None."""
+    """The reason why a layout does not fit a tensor, or None."""
     axes = len(spec.shape)
     least, most = _AXES[layout.role]
     if not spec.is_floating and layout.role is not Role.BUFFER:
@@ -91,7 +91,7 @@ def _misfit(layout: TensorLayout, spec: TensorSpec) -> str | None:
 
 
 def _blocks_misfit(blocks: Sequence[Block], rows: int) -> str | None:
-    """Blocks must share one grouping and cover its rows exactly once, in any order."""
+    """The reason why blocks do not share one grouping or do not cover its rows exactly once, or None."""
     groups = {block.groups for block in blocks}
     if len(groups) > 1:
         return f"blocks disagree on the number of groups ({sorted(groups)})"

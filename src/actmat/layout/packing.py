@@ -1,10 +1,10 @@
-"""How several linear maps are packed into the rows of one tensor.
+"""Packings of several linear maps in the rows of one tensor.
 
-Every packing met so far has one form: the rows fall into `groups` equal groups (heads, or 1), and each group holds the
-parts in order, part `p` taking `size_p` units of rows. Thirds, grouped queries, heads interleaved as in GPT-NeoX
-and the alternating gate and up of GPT-OSS differ in these numbers only.
+All known packings have one form: the rows are divided into `groups` equal groups (heads, or 1), and each group holds
+the parts in order, part `p` taking `size_p` units of rows. Thirds, grouped queries, heads interleaved as in GPT-NeoX
+and the alternating gate and up of GPT-OSS differ only in these numbers.
 
-A *scheme* turns the config's numbers into a `Packing`, or says in words what it lacks.
+A *scheme* makes a `Packing` from the number of rows and the config, or returns the reason why it cannot.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class Packing:
     Args:
         parts: names and relative sizes.
         groups: number of equal groups.
-        unit: rows per unit where the config tells, to be checked against the shape; None: whatever divides.
-        words: how to call it in a reason.
+        unit: rows per unit if the config gives them, to be checked against the shape; None: any number that divides.
+        words: its description in a reason.
+
+    >>> Packing((("q", 2), ("k", 1)), unit=8).blocks(24)
+    (Block(name='q', start=0, stop=16, groups=1), Block(name='k', start=16, stop=24, groups=1))
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -52,7 +55,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Head counts and head size of an attention, as the config gives them."""
+    """Head counts and head size of an attention layer."""
 
     heads: int
     kv_heads: int
@@ -60,7 +63,11 @@ class Attention:
 
 
 def first_int(config: Config, *keys: str) -> int | None:
-    """The first of these entries that is a positive integer."""
+    """The first of these entries that is a positive integer.
+
+    >>> first_int({"n_head": 0, "num_heads": 4}, "n_head", "num_heads")
+    4
+    """
     for key in keys:
         value = config.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -69,7 +76,7 @@ def first_int(config: Config, *keys: str) -> int | None:
 
 
 def attention_of(config: Config) -> Attention | None:
-    """Heads, key/value heads and head size under the names that configs use; None where they do not tell."""
+    """Heads, key/value heads and head size under the names that configs use; None if they are missing."""
     heads = first_int(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
     hidden = first_int(config, "hidden_size", "n_embd", "d_model", "n_embed", "embed_dim")
     if heads is None:
@@ -87,71 +94,58 @@ def attention_of(config: Config) -> Attention | None:
 
 
 Scheme = Callable[[int, Config], Packing | str]
-NO_HEADS = "the config does not tell the number of heads"
 
 
-def _halves(rows: int, config: Config) -> Packing | str:
-    return Packing((("gate", 1), ("up", 1)), words="gate, up (halves)")
+def _fixed(packing: Packing) -> Scheme:
+    """A scheme that depends on neither rows nor config."""
+    return lambda rows, config: packing
 
 
-def _halves_up_first(rows: int, config: Config) -> Packing | str:
-    return Packing((("up", 1), ("gate", 1)), words="up, gate (halves)")
+def _by_heads(make: Callable[[Attention], Packing | str]) -> Scheme:
+    """A scheme that depends on the head counts."""
+
+    def scheme(rows: int, config: Config) -> Packing | str:
+        attention = attention_of(config)
+        return "the config does not tell the number of heads" if attention is None else make(attention)
+
+    return scheme
 
 
 def _alternating(rows: int, config: Config) -> Packing | str:
     return Packing((("gate", 1), ("up", 1)), groups=max(rows // 2, 1), unit=1, words="gate, up (alternating rows)")
 
 
-def _thirds(rows: int, config: Config) -> Packing | str:
-    return Packing((("q", 1), ("k", 1), ("v", 1)), words="q, k, v (thirds)")
-
-
-def _grouped_query(rows: int, config: Config) -> Packing | str:
-    a = attention_of(config)
-    if a is None:
-        return NO_HEADS
+@_by_heads
+def _grouped_query(a: Attention) -> Packing | str:
     parts = (("q", a.heads), ("k", a.kv_heads), ("v", a.kv_heads))
     return Packing(parts, unit=a.head_dim, words=f"q, k, v ({a.heads} query and {a.kv_heads} key/value heads)")
 
 
-def _per_head(rows: int, config: Config) -> Packing | str:
-    a = attention_of(config)
-    if a is None:
-        return NO_HEADS
+@_by_heads
+def _per_head(a: Attention) -> Packing | str:
     parts = (("q", 1), ("k", 1), ("v", 1))
     return Packing(parts, groups=a.heads, unit=a.head_dim, words=f"q, k, v (interleaved in each of {a.heads} heads)")
 
 
-def _per_kv_group(rows: int, config: Config) -> Packing | str:
-    a = attention_of(config)
-    if a is None:
-        return NO_HEADS
+@_by_heads
+def _per_kv_group(a: Attention) -> Packing | str:
     if a.heads % a.kv_heads:
         return f"{a.heads} query heads do not divide into {a.kv_heads} key/value groups"
     words = f"q, k, v ({a.heads // a.kv_heads} query heads, key, value in each of {a.kv_heads} groups)"
     return Packing((("q", a.heads // a.kv_heads), ("k", 1), ("v", 1)), groups=a.kv_heads, unit=a.head_dim, words=words)
 
 
-def _multi_query(rows: int, config: Config) -> Packing | str:
-    a = attention_of(config)
-    if a is None:
-        return NO_HEADS
+@_by_heads
+def _multi_query(a: Attention) -> Packing | str:
     return Packing((("q", a.heads), ("k", 1), ("v", 1)), unit=a.head_dim, words=f"q, k, v ({a.heads} heads, one key)")
 
 
-def _falcon(rows: int, config: Config) -> Packing | str:
-    if config.get("new_decoder_architecture", False):
-        return _per_kv_group(rows, config)
-    return _multi_query(rows, config) if config.get("multi_query", True) else _per_head(rows, config)
-
-
 def _bigcode(rows: int, config: Config) -> Packing | str:
-    return _multi_query(rows, config) if config.get("multi_query", True) else _per_head(rows, config)
+    return (_multi_query if config.get("multi_query", True) else _per_head)(rows, config)
 
 
-def _codegen(rows: int, config: Config) -> Packing | str:
-    # trained with four-way model parallelism; the four shards stayed side by side
-    return Packing((("q", 1), ("v", 1), ("k", 1)), groups=4, words="q, v, k (in each of 4 shards)")
+def _falcon(rows: int, config: Config) -> Packing | str:
+    return (_per_kv_group if config.get("new_decoder_architecture", False) else _bigcode)(rows, config)
 
 
 def _linear_attention(rows: int, config: Config) -> Packing | str:
@@ -173,27 +167,26 @@ def _linear_attention_qkvz(rows: int, config: Config) -> Packing | str:
 
 def _linear_attention_sizes(config: Config) -> tuple[int, int, int] | str:
     """Key heads, and the key and value rows that belong to each of them."""
-    key_heads = first_int(config, "linear_num_key_heads")
-    value_heads = first_int(config, "linear_num_value_heads")
-    key_dim = first_int(config, "linear_key_head_dim")
-    value_dim = first_int(config, "linear_value_head_dim")
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    key_heads, value_heads, key_dim, value_dim = (first_int(config, f"linear_{name}") for name in names)
     if key_heads is None or value_heads is None or key_dim is None or value_dim is None:
         return "the config does not tell the heads of the linear attention"
     return key_heads, key_dim, value_heads // key_heads * value_dim
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    "halves": _halves,
-    "halves_up_first": _halves_up_first,
+    "halves": _fixed(Packing((("gate", 1), ("up", 1)), words="gate, up (halves)")),
+    "halves_up_first": _fixed(Packing((("up", 1), ("gate", 1)), words="up, gate (halves)")),
     "alternating": _alternating,
-    "thirds": _thirds,
+    "thirds": _fixed(Packing((("q", 1), ("k", 1), ("v", 1)), words="q, k, v (thirds)")),
     "grouped_query": _grouped_query,
     "per_head": _per_head,
     "per_kv_group": _per_kv_group,
     "multi_query": _multi_query,
     "falcon": _falcon,
     "bigcode": _bigcode,
-    "codegen": _codegen,
+    # trained with four-way model parallelism; the four shards are still stored one after the other
+    "codegen": _fixed(Packing((("q", 1), ("v", 1), ("k", 1)), groups=4, words="q, v, k (in each of 4 shards)")),
     "linear_attention": _linear_attention,
     "linear_attention_qkvz": _linear_attention_qkvz,
 }

@@ -1,9 +1,8 @@
-"""Which tensors the paper's own code gave to the matrix rule (the recipe's `scope: paper`).
+"""Selection of tensors by the authors' code of the ACTMat paper (the recipe's `scope: paper`).
 
-The rule looks at the shape and the name as stored and knows nothing of roles. It therefore acts on transposed weights
-as they lie in the file (GPT-2's `Conv1D`, open_clip's `visual.proj`), takes packed projections whole, and lets
-position embeddings and T5's relative attention biases through. It is here to reproduce the paper's numbers; the
-default scope goes by role.
+It goes by the stored shape and the name, not by roles. It therefore includes transposed weights as stored (GPT-2's
+`Conv1D`, open_clip's `visual.proj`), packed projections as one matrix, position embeddings and T5's relative attention
+biases. It exists to reproduce the paper's numbers; the default scope goes by role.
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ from actmat.checkpoints.base import TensorSpec
 __all__ = ["LARGEST_SIDE", "paper_scope"]
 
 LARGEST_SIDE = 20_000
-"""Matrices with a side this long or longer are vocabularies to the paper's code, and averaged."""
+"""Matrices with a side this long or longer are taken for vocabularies and averaged."""
 
 
 def paper_scope(name: str, spec: TensorSpec) -> tuple[bool, str]:
-    """Whether the matrix rule applies to this tensor *as stored*, and why; if not, the deltas are averaged.
+    """True if the matrix method is applied to this tensor as stored, else its deltas are averaged; and the reason.
 
-    The matrix rule acts on floating-point tensors with exactly two axes, whose name does not contain
-    `text_projection` and whose larger side is below 20000.
+    It is applied to floating-point tensors with exactly two axes, whose name does not contain `text_projection` and
+    whose larger side is below 20000.
+
+    >>> paper_scope("fc.weight", TensorSpec("fc.weight", (4, 3), "float32", ""))
+    (True, 'paper scope: 2-D, sides below 20000, in the stored orientation')
     """
     if not spec.is_floating:
         return False, f"paper scope: {spec.dtype} entries are not merged"

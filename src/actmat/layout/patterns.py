@@ -1,4 +1,4 @@
-r"""One pattern language for tensor names, used wherever a recipe speaks of tensors.
+r"""Patterns of tensor names, as recipes use them.
 
 A pattern describes the *whole* name:
 
@@ -23,7 +23,10 @@ __all__ = ["compile_pattern"]
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Callable[[str], bool]:
-    """The predicate "does this name match", compiled once per pattern.
+    """A predicate of names, compiled once per pattern.
+
+    >>> [compile_pattern("*.{up,gate}_proj.weight")(n) for n in ("mlp.up_proj.weight", "mlp.down_proj.weight")]
+    [True, False]
 
     Raises:
         RecipeError: the pattern is empty, its braces or brackets do not balance, or its regular expression is invalid.
@@ -40,40 +43,27 @@ def compile_pattern(text: str) -> Callable[[str], bool]:
     return lambda name: regex.fullmatch(name) is not None
 
 
+# one step of a glob: an escaped character, a set, or any other single character
+_TOKEN = re.compile(r"\\(?P<escaped>.)|\[(?P<set>!.[^\]]*|[^!][^\]]*)\]|(?P<char>.)", re.DOTALL)
+_SPECIAL = {"*": ".*", "?": ".", "{": "(?:", "}": ")"}
+
+
 def _glob_to_regex(text: str) -> str:
     out: list[str] = []
     depth = 0
-    position = 0
-    while position < len(text):
-        char = text[position]
-        position += 1
-        if char == "*":
-            out.append(".*")
-        elif char == "?":
-            out.append(".")
+    for token in _TOKEN.finditer(text):
+        char = token["char"]
+        if char is None:
+            out.append(re.escape(token["escaped"]) if token["escaped"] else _character_set(token["set"]))
         elif char == "[":
-            end = text.find("]", position + (2 if text.startswith("!", position) else 1))
-            if end < 0:
-                raise _unbalanced(text, "[", "]")
-            out.append(_character_set(text[position:end]))
-            position = end + 1
+            raise _unbalanced(text, "[", "]")
         elif char == "\\":
-            if position == len(text):
-                raise RecipeError(f"Name pattern {text!r} ends in a backslash, which must be followed by a character.")
-            out.append(re.escape(text[position]))
-            position += 1
-        elif char == "{":
-            depth += 1
-            out.append("(?:")
-        elif char == "}":
-            if depth == 0:
-                raise _unbalanced(text, "}", "{")
-            depth -= 1
-            out.append(")")
-        elif char == "," and depth:
-            out.append("|")
+            raise RecipeError(f"Name pattern {text!r} ends in a backslash, which must be followed by a character.")
+        elif char == "}" and not depth:
+            raise _unbalanced(text, "}", "{")
         else:
-            out.append(re.escape(char))
+            depth += (char == "{") - (char == "}")
+            out.append("|" if char == "," and depth else _SPECIAL.get(char) or re.escape(char))
     if depth:
         raise _unbalanced(text, "{", "}")
     return "".join(out)

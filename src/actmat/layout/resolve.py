@@ -1,4 +1,4 @@
-"""From the headers and the config of a checkpoint to the meaning of each of its tensors."""
+"""Resolve the layout of every tensor of a checkpoint from its headers and config."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.layout.classify import classify, owner_of
 from actmat.layout.families import FAMILIES, PLAIN, recognise
 from actmat.layout.fused import PARTNERS, RECURRENT
-from actmat.layout.knowledge import Towers, text_config_of
-from actmat.layout.names import classify, owner_of
 from actmat.layout.overrides import apply_overrides
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, ties_embeddings
+from actmat.layout.towers import Towers, text_config_of
 from actmat.layout.types import LayoutMap, Role, RoleOverride, TensorLayout
 
 __all__ = ["resolve_layout"]
@@ -26,10 +26,14 @@ Shape = tuple[int, ...]
 def resolve_layout(
     specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None, overrides: Sequence[RoleOverride] = ()
 ) -> LayoutMap:
-    """What every tensor of a checkpoint means: role, orientation, packed blocks, ties; each with its reason.
+    """Role, orientation and packed blocks of every tensor, each with its reason, and the ties of a checkpoint.
 
-    The user's overrides come first, then what the config's architecture family is known to do, then names and shapes.
-    No tensor is read. Layers that differ in their numbers only are decided once, so that the cost is linear.
+    The user's overrides come first, then the exceptions of the architecture family, then names and shapes. No tensor
+    is read. Layers that differ only in their numbers are decided once, so that the cost is linear.
+
+    >>> spec = TensorSpec("h.0.mlp.fc1.weight", (8, 4), "float32", "")
+    >>> resolve_layout({spec.name: spec}, None).tensors[spec.name].reason
+    'linear layer, name ends in fc1'
 
     Args:
         specs: name -> spec, as in `Checkpoint.specs`.
@@ -55,7 +59,7 @@ def resolve_layout(
 
 
 def _partner_shape(name: str, specs: Mapping[str, TensorSpec]) -> Shape | None:
-    """Shape of the layer beside this one that settles how its own is to be read (`fused.PARTNERS`)."""
+    """Stored shape of the partner layer (`fused.PARTNERS`), if there is one."""
     owner, _, _ = owner_of(name)
     candidates = PARTNERS.get(owner, ())
     if RECURRENT.fullmatch(owner):
@@ -71,7 +75,7 @@ def _partner_shape(name: str, specs: Mapping[str, TensorSpec]) -> Shape | None:
 def _mark_tied_heads(
     layouts: dict[str, TensorLayout], ties: Mapping[str, str], config: Mapping[str, Any] | None
 ) -> None:
-    """A tied output head is the token embedding: it takes the role of the table that it shares."""
+    """Give tied output heads the role of the token embedding, which they are."""
     for name, canonical in ties.items():
         layouts[name] = replace(layouts[canonical], reason=f"tied to {canonical}, merged once")
     if not ties_embeddings(config) or any(map(is_token_table, layouts)):
@@ -83,7 +87,7 @@ def _mark_tied_heads(
 
 
 def _family(config: Mapping[str, Any] | None) -> str | None:
-    """The architecture family that was recognised, of the whole model or of its language model."""
+    """The recognised architecture family of the whole model or of its language model."""
     for candidate in (config, text_config_of(config or {})):
         family = recognise(candidate)
         if family in FAMILIES or family in PLAIN:

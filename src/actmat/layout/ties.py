@@ -1,8 +1,8 @@
-"""Which stored tensors are one parameter: output heads tied to token embeddings, and their like.
+"""Ties: stored tensors that are one parameter, such as an output head and the token embedding.
 
-Most checkpoints store a tied parameter once, and then there is nothing to say. Files that store both names (torch
-files, some converters) get an entry `tied -> canonical`, so that the parameter is merged once. The config decides;
-where it is silent, the family's default does; without a config nothing is taken to be tied.
+Most checkpoints store a tied parameter once. Those that store both names (torch files, some converters) get an entry
+`tied -> canonical`, so that the parameter is merged once. The config decides, else the family's default; without a
+config no tensors are tied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.families import TIED_BY_DEFAULT, recognise
-from actmat.layout.knowledge import text_config_of
+from actmat.layout.towers import text_config_of
 
 __all__ = ["OUTPUT_HEADS", "find_ties", "is_output_head", "is_token_table", "tied_partner", "ties_embeddings"]
 
@@ -63,14 +63,18 @@ _SHARED_BY = (
     "decoder.embed_tokens.weight",
 )
 
-# Their encoder and decoder share one embedding whatever `tie_word_embeddings` says: that entry is about the head.
+# Their encoder and decoder share one embedding in any case; `tie_word_embeddings` is about the head.
 _T5_LIKE = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop"})
 # All released checkpoints have a head of their own, though transformers 5 writes `tie_word_embeddings: true` for them.
 _HEAD_OF_ITS_OWN = frozenset({"mt5", "umt5"})
 
 
 def ties_embeddings(config: Config | None) -> bool:
-    """Whether the config (or, where it is silent, the family) ties the output head to the token embedding."""
+    """True if the config, or by default the family, ties the output head to the token embedding.
+
+    >>> ties_embeddings({"model_type": "gpt2"}), ties_embeddings({"model_type": "llama"})
+    (True, False)
+    """
     if config is None:
         return False
     family = recognise(config)
@@ -98,33 +102,36 @@ def find_ties(specs: Mapping[str, TensorSpec], config: Config | None) -> dict[st
 
 
 def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str | None:
-    """The stored tensor that holds the values of `name`, when `name` itself is not stored because it is tied.
+    """The stored tensor that holds the values of `name`, where `name` is tied and not stored itself.
 
-    For aligning checkpoints of which one stores `lm_head.weight` and another, saved by another tool, does not.
+    Needed to align a checkpoint that stores `lm_head.weight` with one, saved by another tool, that does not.
+
+    >>> tied_partner("lm_head.weight", ["transformer.wte.weight"], {"model_type": "gpt2"})
+    'transformer.wte.weight'
     """
     names = list(stored)
     index = _NamesByEnd([*names, name])
     source = _source(name, index, config)
     if source is not None:
         return source
-    for other in names:  # the other way round: only the head is stored
+    for other in names:  # only the head is stored
         if _source(other, index, config) == name:
             return other
     return None
 
 
 def is_output_head(name: str) -> bool:
-    """Whether a name is that of an output head over the vocabulary."""
+    """True for the name of an output head over the vocabulary."""
     return _end(name, OUTPUT_HEADS) is not None
 
 
 def is_token_table(name: str) -> bool:
-    """Whether a name is that of a token embedding."""
+    """True for the name of a token embedding."""
     return _end(name, TOKEN_TABLES) is not None
 
 
 class _NamesByEnd:
-    """Names that end in one of the ends above; everything else in a checkpoint cannot be tied."""
+    """Names that end in one of the ends above; no other tensor can be tied."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.tables: dict[str, list[str]] = {end: [] for end in TOKEN_TABLES}

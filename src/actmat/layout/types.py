@@ -1,4 +1,4 @@
-"""What a stored tensor means: its role, its orientation, the logical matrices packed inside it.
+"""Layout of a stored tensor: its role, its orientation, the logical matrices packed in it.
 
 Shapes: `O` out_features, `I` in_features, `E` stacked experts of a mixture, `K` packed blocks.
 A *logical matrix* is `*batch O I`: a linear map `y = W z` of `I` inputs to `O` outputs.
@@ -18,7 +18,7 @@ __all__ = ["Block", "LayoutMap", "Orientation", "Role", "RoleOverride", "TensorL
 
 
 class Role(StrEnum):
-    """What a tensor means."""
+    """Meaning of a tensor."""
 
     LINEAR = "linear"  # one linear map
     FUSED_LINEAR = "fused_linear"  # several linear maps packed in one tensor (q, k, v; gate, up)
@@ -30,7 +30,7 @@ class Role(StrEnum):
 
     @property
     def is_matrix(self) -> bool:
-        """Linear-like: what the matrix rules act on by default."""
+        """Linear roles, which matrix methods act on by default."""
         return self in (Role.LINEAR, Role.FUSED_LINEAR, Role.STACKED_EXPERTS)
 
 
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Meaning of one tensor. `reason` says in words how it was decided; it goes into the plan."""
+    """Layout of one tensor; `reason` states in words how it was decided and is shown in plans."""
 
     role: Role
     reason: str
@@ -65,6 +65,10 @@ class TensorLayout:
         """The logical matrices of a stored tensor, each `*batch O I` (views where possible).
 
         Linear `O I` -> one; fused -> one per block; stacked `E O I` -> batched; convolution `O I k...` -> `O, I k...`.
+
+        >>> layout = TensorLayout(Role.FUSED_LINEAR, "q and k", blocks=(Block("q", 0, 4), Block("k", 4, 6)))
+        >>> [tuple(m.shape) for m in layout.to_matrices(torch.zeros(6, 3))]
+        [(4, 3), (2, 3)]
         """
         if self.role is Role.CONVOLUTION:
             return [tensor.flatten(1)]
@@ -112,7 +116,7 @@ def _grouped(matrix: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RoleOverride:
-    """A user's word on what tensors mean: the first override whose pattern matches wins over everything else."""
+    """A role, orientation or blocks set by the user for all tensors whose name matches."""
 
     match: str
     role: Role | None = None

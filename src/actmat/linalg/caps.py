@@ -1,7 +1,7 @@
 """Caps on a merged delta, relative to the experts' own.
 
-Shapes: `*batch O I` or any shape for the norm cap; `O` out_features, `I` in_features, `R` rank of a factor pair, `P`,
-`Q` sides of a core.
+Shapes: `*batch O I` or any shape for the norm cap; `O` out_features, `I` in_features, `R` rank of a factor pair, `K`
+singular values, `P`, `Q` sides of a core, `T` experts, `N` entries of a flattened tensor, `C` entries of a chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = ["NormCap", "cap_delta", "cap_lowrank", "norm_of_average"]
 NormCap = Literal["mean", "sum", "average"] | float
 """The mean or the sum of the experts' norms, that many times their mean, or the norm of the experts' average."""
 
-_PIECE = 1 << 16
+_CHUNK = 1 << 16
+"""Entries that are widened to float64 at a time."""
 
 
 def cap_delta(
@@ -32,7 +33,7 @@ def cap_delta(
     norm_cap: NormCap | None = None,
     singular_value_cap: float | None = None,
 ) -> tuple[Tensor, dict[str, float | str]]:
-    """Clip singular values, then the Frobenius norm; returns the capped delta and what was found.
+    """Clip singular values, then the Frobenius norm; returns the capped delta and its record.
 
     `singular_value_cap = c`: singular values of `D*` above `c * max_t sigma_max(D_t)` are lowered to it (matrices
     only). `norm_cap`: `D*` is scaled down so that `||D*||_F` is at most the mean ("mean"), the sum ("sum") or that
@@ -41,6 +42,10 @@ def cap_delta(
 
     Raises:
         NumericalError: a decomposition did not converge.
+
+    >>> value, stats = cap_delta(torch.tensor([6.0, 8.0]), [torch.tensor([3.0, 4.0])], norm_cap="mean")
+    >>> value.tolist(), stats
+    ([3.0, 4.0], {'norm_before_cap': 10.0, 'norm_cap': 5.0})
     """
     stats: dict[str, float | str] = {}
     if singular_value_cap is not None and merged.ndim >= 2:
@@ -104,14 +109,18 @@ def cap_lowrank(
 
 
 def norm_of_average(deltas: Sequence[Tensor]) -> float:
-    """`||sum_t D_t / T||_F`, summed in float64, a small piece at a time."""
+    """`||sum_t D_t / T||_F`, summed in float64 without a float64 copy of a whole delta.
+
+    >>> norm_of_average([torch.tensor([3.0, 0.0]), torch.tensor([3.0, 8.0])])
+    5.0
+    """
     flats_TN = [delta.reshape(-1) for delta in deltas]
     squares = 0.0
-    for start in range(0, flats_TN[0].numel(), _PIECE):
-        sum_P = flats_TN[0][start : start + _PIECE].to(torch.float64, copy=True)
+    for start in range(0, flats_TN[0].numel(), _CHUNK):
+        sum_C = flats_TN[0][start : start + _CHUNK].to(torch.float64, copy=True)
         for flat_N in flats_TN[1:]:
-            sum_P += flat_N[start : start + _PIECE]
-        squares += float(sum_P @ sum_P)
+            sum_C += flat_N[start : start + _CHUNK]
+        squares += float(sum_C @ sum_C)
     return math.sqrt(squares) / len(deltas)
 
 
@@ -122,5 +131,5 @@ def _limit(norms: Iterable[float], cap: Literal["mean", "sum"] | float) -> float
 
 
 def _norm_factor(norm: float, limit: float) -> tuple[float, dict[str, float | str]]:
-    """What brings `norm` down to the limit, at most 1, and the record of it."""
+    """The factor, at most 1, that brings `norm` down to the limit, and its record."""
     return (limit / norm if norm > limit else 1.0), {"norm_before_cap": norm, "norm_cap": limit}

@@ -1,8 +1,9 @@
-"""Inner products and weighted sums of whole tensors, in pieces that stay in the cache.
+"""Inner products and weighted sums of whole tensors, in chunks that stay in the cache.
 
-Rules that look at a tensor as one long vector (slerp, Karcher mean, Model Stock) need nothing but the `T x T` matrix
-of inner products and one weighted sum: two passes over memory, whatever they compute in between.
-Shapes: `T` tensors of equal shape, `P` entries of a place, `S` of a span.
+Methods that treat a tensor as one long vector (slerp, Karcher mean, Model Stock) need only the `T x T` matrix of
+inner products and one weighted sum: two passes over memory, whatever they compute in between.
+
+Shapes: `T` tensors of equal shape, `P` entries of a chunk, `S` entries of one product.
 """
 
 from __future__ import annotations
@@ -14,54 +15,65 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from actmat.linalg.places import empty_result, shape_and_dtype, walk
+from actmat.linalg.chunks import SHORT_CHUNK, empty_result, shape_and_dtype, walk
 from actmat.linalg.products import Products, products_workspace
 
-__all__ = ["PIECE", "add_up", "frobenius_norm64", "inner_products", "inner_workspace", "one_pass_sum", "weighted_sum"]
-
-PIECE = 1 << 14
-"""Entries per piece: a handful of float64 rows of this length fit a core's private cache."""
+__all__ = ["add_up", "frobenius_norm64", "inner_products", "inner_workspace", "one_pass_sum", "weighted_sum"]
 
 
 def inner_products(tensors: Sequence[Tensor]) -> Tensor:
     """`G[s, t] = <X_s, X_t>` over all entries (`T x T`, float64, on the CPU); one walk.
 
     Angles between fine-tuned models are small: `1 - cos` near 1e-7 is lost in a float32 sum (`linalg.products`).
+
+    >>> inner_products([torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])]).tolist()
+    [[5.0, 6.0], [6.0, 9.0]]
     """
     products = Products(*shape_and_dtype(tensors)) if tensors else None
     gram_TT = torch.zeros((len(tensors), len(tensors)), dtype=torch.float64)
     if products is not None:
-        for _, pieces_TP in walk(tensors):
-            for span_TS in products.spans(pieces_TP):
-                gram_TT += products.of(span_TS)
+        for _, chunks_TP in walk(tensors):
+            for parts_TS in products.parts(chunks_TP):
+                gram_TT += products.of(parts_TS)
     return gram_TT
 
 
 def frobenius_norm64(tensor: Tensor) -> float:
-    """`||X||_F` over all entries, summed in float64 without a float64 copy of the whole tensor."""
-    rows = tensor if tensor.ndim > 1 else tensor.reshape(1, -1) if tensor.numel() <= PIECE else tensor.unsqueeze(-1)
-    step = max(1, PIECE * rows.shape[0] // max(rows.numel(), 1))
-    pieces = (rows[start : start + step] for start in range(0, rows.shape[0], step))
-    return math.sqrt(sum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in pieces))
+    """`||X||_F` over all entries, summed in float64 without a float64 copy of the whole tensor.
+
+    >>> frobenius_norm64(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+    5.0
+    """
+    if tensor.ndim > 1:
+        rows = tensor
+    else:
+        rows = tensor.reshape(1, -1) if tensor.numel() <= SHORT_CHUNK else tensor.unsqueeze(-1)
+    step = max(1, SHORT_CHUNK * rows.shape[0] // max(rows.numel(), 1))
+    chunks = (rows[start : start + step] for start in range(0, rows.shape[0], step))
+    return math.sqrt(sum(float(torch.linalg.vector_norm(c, dtype=torch.float64)) ** 2 for c in chunks))
 
 
 def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], out: Tensor | None = None) -> Tensor:
-    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); one walk, or none where all coefficients are zero."""
+    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); one walk, or none where all coefficients are zero.
+
+    >>> weighted_sum([torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])], [2.0, -1.0]).tolist()
+    [2.0, 1.0]
+    """
     out = empty_result(tensors) if out is None else out
-    into = out.view(-1)
+    out_N = out.view(-1)
     if not any(coefficients):
         return out.zero_()
-    for start, pieces_TP in walk(tensors):
-        add_up(pieces_TP, coefficients, into[start : start + pieces_TP[0].numel()])
+    for start, chunks_TP in walk(tensors):
+        add_up(chunks_TP, coefficients, out_N[start : start + chunks_TP[0].numel()])
     return out
 
 
-def add_up(pieces_TP: Sequence[Tensor], coefficients: Sequence[float], out_P: Tensor) -> Tensor:
-    """`sum_t c_t X_t` of one place, in `out_P`; whoever adds up by this gets the same bits."""
-    terms = [(c, x_P) for c, x_P in zip(coefficients, pieces_TP, strict=True) if c != 0]
+def add_up(chunks_TP: Sequence[Tensor], coefficients: Sequence[float], out_P: Tensor) -> Tensor:
+    """`sum_t c_t X_t` of one chunk, in `out_P`; all callers get the same bits."""
+    terms = [(c, x_P) for c, x_P in zip(coefficients, chunks_TP, strict=True) if c != 0]
     if not terms:
         return out_P.zero_()
-    torch.add(_zero(out_P.dtype, out_P.device), terms[0][1], alpha=terms[0][0], out=out_P)  # from +0 on: no sum is -0
+    torch.add(_zero(out_P.dtype, out_P.device), terms[0][1], alpha=terms[0][0], out=out_P)  # +0 first: no sum is -0
     for c, x_P in terms[1:]:
         out_P.add_(x_P, alpha=c)
     return out_P
@@ -73,7 +85,11 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def one_pass_sum(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """`sum_t w_t D_t` in a new tensor, each delta read once and one alive at a time: for sequences that read lazily."""
+    """`sum_t w_t D_t` in a new tensor; each delta is read once and one is alive at a time.
+
+    >>> one_pass_sum([torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])], [2.0, -1.0]).tolist()
+    [2.0, 1.0]
+    """
     out: Tensor | None = None
     for delta, weight in zip(deltas, weights, strict=True):
         if out is None:

@@ -15,10 +15,10 @@ from actmat.linalg.lapack import Retries
 from actmat.linalg.svd import (
     RANK_RTOL,
     accuracy_of,
+    column_slices,
     gram_is_enough,
     gram_spectrum,
     numerical_range,
-    pieces,
     row_gram,
     thin_svd,
 )
@@ -67,8 +67,8 @@ def joint_basis(
     Raises:
         NumericalError: a matrix is not finite, or its decomposition did not converge.
     """
-    rows, columns = deltas[0].shape[-2:]
-    if gram_is_enough(accuracy or accuracy_of(deltas[0]), rtol) and rows <= len(deltas) * columns:
+    rows, width = deltas[0].shape[-2:]
+    if gram_is_enough(accuracy or accuracy_of(deltas[0]), rtol) and rows <= len(deltas) * width:
         gram_OO = row_gram(deltas[0])
         for delta_OI in deltas[1:]:
             gram_OO += row_gram(delta_OI)
@@ -77,14 +77,14 @@ def joint_basis(
     else:
         svd = thin_svd(torch.cat(list(deltas), dim=-1), accuracy=accuracy, rtol=rtol, floor=atol)
         u_OR, s_R, rank, retries = svd.u_OK, svd.s_K, svd.rank, svd.retries
-    width = int(rank.max())
-    s_R = s_R[..., :width]
+    kept = int(rank.max())
+    s_R = s_R[..., :kept]
     on_R = s_R > 0
-    return JointBasis(u_OR[..., :width] * on_R.unsqueeze(-2), s_R, on_R, retries)
+    return JointBasis(u_OR[..., :kept] * on_R.unsqueeze(-2), s_R, on_R, retries)
 
 
 def _project(basis_OR: Tensor, delta_OI: Tensor) -> Tensor:
     out_RI = delta_OI.new_empty((*delta_OI.shape[:-2], basis_OR.shape[-1], delta_OI.shape[-1]))
-    for piece in pieces(delta_OI.shape[-1]):
-        out_RI[..., piece] = basis_OR.mT @ delta_OI[..., piece].to(torch.float64)
+    for columns in column_slices(delta_OI.shape[-1]):
+        out_RI[..., columns] = basis_OR.mT @ delta_OI[..., columns].to(torch.float64)
     return out_RI

@@ -18,11 +18,11 @@ from actmat.linalg.lapack import Retries
 from actmat.linalg.svd import (
     RANK_RTOL,
     accuracy_of,
+    column_slices,
     gram_is_enough,
     gram_spectrum,
     numerical_range,
     orthogonal_svd,
-    pieces,
     short_gram,
 )
 
@@ -61,12 +61,15 @@ def polar_factor(
 
     Raises:
         NumericalError: the matrix is not finite, or its decomposition did not converge.
+
+    >>> polar_factor(torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)).factor_MN.tolist()
+    [[1.0, 0.0], [0.0, 0.0]]
     """
-    rows, columns = matrix_MN.shape[-2:]
+    long, short = max(matrix_MN.shape[-2:]), min(matrix_MN.shape[-2:])
     if not complete:
         if gram_is_enough(accuracy or accuracy_of(matrix_MN), rtol):
             return _gram_polar(matrix_MN, *gram_spectrum(short_gram(matrix_MN)), rtol)
-        if max(rows, columns) >= 2 * min(rows, columns) > 0:
+        if long >= 2 * short > 0:
             s_S, vectors_SS, retries = gram_spectrum(short_gram(matrix_MN))
             if bool((s_S[..., -1] * EXACT_GRAM_CONDITION > s_S[..., 0]).all()):
                 return _gram_polar(matrix_MN, s_S, vectors_SS, retries, rtol)
@@ -83,9 +86,9 @@ def _gram_polar(matrix_MN: Tensor, s_S: Tensor, vectors_SS: Tensor, retries: Ret
     root_SS = (vectors_SS * inverse_S.unsqueeze(-2)) @ vectors_SS.mT
     factor_MN = torch.empty_like(matrix_MN, dtype=torch.float64)
     if matrix_MN.shape[-2] <= matrix_MN.shape[-1]:
-        for piece in pieces(matrix_MN.shape[-1]):
-            factor_MN[..., piece] = root_SS @ matrix_MN[..., piece].to(torch.float64)
+        for columns in column_slices(matrix_MN.shape[-1]):
+            factor_MN[..., columns] = root_SS @ matrix_MN[..., columns].to(torch.float64)
     else:
-        for piece in pieces(matrix_MN.shape[-2]):
-            factor_MN[..., piece, :] = matrix_MN[..., piece, :].to(torch.float64) @ root_SS
+        for rows in column_slices(matrix_MN.shape[-2]):
+            factor_MN[..., rows, :] = matrix_MN[..., rows, :].to(torch.float64) @ root_SS
     return Polar(factor_MN, s_S, rank, retries)

@@ -1,10 +1,11 @@
-"""Inner products of a few long vectors, span by span: in float64, or of short blocks in float32 added up in float64.
+"""Inner products of a few long vectors: in float64, or of short runs in float32 added up in float64.
 
-Blocks take 0.15 to 0.27 of float64's time. Rounding makes the cosine of a span wrong by less than 1e-8, and as
-the errors of different blocks have nothing to do with each other, that of a tensor by less still: at most 1.1e-9 of 4
-million random entries, where one product in float32 is wrong by 3e-5 (`python -m benchmarks.products`).
+Short runs take 0.15 to 0.27 of float64's time. Rounding makes the cosine of one product wrong by less than 1e-8, and
+that of a tensor by less, because the errors of different runs are independent: at most 1.1e-9 for 4 million random
+entries, where one product in float32 is wrong by 3e-5 (`python -m benchmarks.products`).
 
-Shapes: `T` tensors, `S` entries of a span, `N` blocks of `B` entries, `R` entries of a row in float64.
+Shapes: `T` tensors, `P` entries of a chunk, `S` entries of one product, `N` runs of `B` entries, `R` entries of a row
+in float64.
 """
 
 from __future__ import annotations
@@ -15,84 +16,83 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from actmat.linalg.places import Stacked
+from actmat.linalg.chunks import Stacked
 
-__all__ = ["BLOCK", "MANY", "ROW", "SPAN", "Products", "products_workspace"]
+__all__ = ["MANY", "PRODUCT", "ROW", "RUN", "Products", "products_workspace"]
 
-BLOCK = 1 << 8
+RUN = 1 << 8
 """Entries whose products are added in float32. The error grows with it."""
 
 MANY = 1 << 16
-"""Entries of a tensor from which blocks are used; fewer take no time, and are too few for errors to cancel."""
+"""Smallest number of entries of a tensor for short runs; fewer take no time, and errors would not cancel."""
 
 LARGEST, SMALLEST = 1e30, 1e-30
-"""Mean squares between which float32 neither overflows nor loses what counts to underflow."""
+"""Mean squares between which float32 neither overflows nor underflows noticeably."""
 
-SPAN = 1 << 18
-"""Entries multiplied by one call. Places of this length are taken as they lie where they are `Stacked`."""
+PRODUCT = 1 << 18
+"""Entries multiplied by one call. Chunks of this length that are `Stacked` are used without a copy."""
 
 ROW = 1 << 15
-"""Entries of a row in float64, 256 KiB: those of four tensors stay in a core's own cache. Longer ones take about twice
-as long, and room for whole places would be so large that malloc returns it after every tensor."""
+"""Entries of a row in float64, 256 KiB: rows of four tensors stay in a core's private cache. Longer ones take about
+twice as long, and buffers for whole chunks would be so large that malloc returns them after every tensor."""
 
 
 class Products:
-    """Inner products of spans of tensors of one shape and dtype.
+    """Inner products of tensors of one shape and dtype, part by part.
 
-    Room for rows and its views are made once, because every call of torch may wait for another thread. Rows of
-    float32 always lie equally far apart, at addresses that are equally aligned: the last bits of a BLAS may depend on
-    it.
+    Buffers and their views are made once, because every call of torch may wait for another thread. Rows of float32
+    always have the same distance and alignment in memory, on which the last bits of a BLAS may depend.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._short = dtype == torch.float32 and math.prod(shape) >= MANY
-        self._room = Stacked(torch.empty(0, 0))
-        self._rows_TS = self._room.rows_TS
-        self._blocks_NTB = self._blocks_NBT = self._rest_TR = self._rows_TS
+        self._copies = Stacked(torch.empty(0, 0))
+        self._rows_TS = self._copies.rows_TS
+        self._runs_NTB = self._runs_NBT = self._rest_TR = self._rows_TS
         self._each_TR: list[Tensor] = []
         self._all_TR = self._all_RT = self._rows_TS
 
-    def spans(self, pieces_TP: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """The same entries of all pieces, a span at a time; on accelerators all at once."""
-        yield from _cuts(pieces_TP, SPAN if pieces_TP[0].device.type == "cpu" else pieces_TP[0].numel())
+    def parts(self, chunks_TP: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        """The same entries of all chunks, as many as one product takes; on accelerators all at once."""
+        yield from _cuts(chunks_TP, PRODUCT if chunks_TP[0].device.type == "cpu" else chunks_TP[0].numel())
 
-    def of(self, span_TS: Sequence[Tensor]) -> Tensor:
-        """`<x_s, x_t>` over one span (`T x T`, float64, on the CPU)."""
-        if self._short and span_TS[0].device.type == "cpu":
-            found_TT = self._of_blocks(span_TS)
+    def of(self, parts_TS: Sequence[Tensor]) -> Tensor:
+        """`<x_s, x_t>` over the given entries (`T x T`, float64, on the CPU)."""
+        if self._short and parts_TS[0].device.type == "cpu":
+            found_TT = self._of_runs(parts_TS)
             if found_TT is not None:
                 return found_TT
-        return self._of_rows(span_TS).cpu()
+        return self._of_rows(parts_TS).cpu()
 
-    def _of_blocks(self, span_TS: Sequence[Tensor]) -> Tensor | None:
-        """None where float32 does not hold the squares, or a tensor has none but zeros."""
-        rows_TS = span_TS.rows_TS if isinstance(span_TS, Stacked) else self._laid(span_TS)
+    def _of_runs(self, parts_TS: Sequence[Tensor]) -> Tensor | None:
+        """`of` by short runs in float32; None where float32 does not hold the squares, or a tensor is all zeros."""
+        rows_TS = parts_TS.rows_TS if isinstance(parts_TS, Stacked) else self._copied(parts_TS)
         if rows_TS is not self._rows_TS:
             count, size = rows_TS.shape
-            whole = size // BLOCK * BLOCK
+            whole = size // RUN * RUN
             self._rows_TS = rows_TS
-            self._blocks_NTB = rows_TS[:, :whole].view(count, -1, BLOCK).transpose(0, 1)
-            self._blocks_NBT = self._blocks_NTB.mT
+            self._runs_NTB = rows_TS[:, :whole].view(count, -1, RUN).transpose(0, 1)
+            self._runs_NBT = self._runs_NTB.mT
             self._rest_TR = rows_TS[:, whole:]
-        found_TT = torch.bmm(self._blocks_NTB, self._blocks_NBT).sum(0, dtype=torch.float64)
+        found_TT = torch.bmm(self._runs_NTB, self._runs_NBT).sum(0, dtype=torch.float64)
         if self._rest_TR.numel():
             rest_TR = self._rest_TR.double()
             found_TT.addmm_(rest_TR, rest_TR.mT)
         squares, size = found_TT.diagonal().tolist(), rows_TS.shape[1]
         return found_TT if size * SMALLEST < min(squares) and max(squares) < size * LARGEST else None
 
-    def _laid(self, span_TS: Sequence[Tensor]) -> Tensor:
-        count, size = len(span_TS), span_TS[0].numel()
-        if self._room.rows_TS.shape != (count, size):
-            self._room = Stacked(torch.empty(count, SPAN)[:, :size])
-        for row_S, cut_S in zip(self._room, span_TS, strict=True):
-            row_S.copy_(cut_S)
-        return self._room.rows_TS
+    def _copied(self, parts_TS: Sequence[Tensor]) -> Tensor:
+        count, size = len(parts_TS), parts_TS[0].numel()
+        if self._copies.rows_TS.shape != (count, size):
+            self._copies = Stacked(torch.empty(count, PRODUCT)[:, :size])
+        for row_S, part_S in zip(self._copies, parts_TS, strict=True):
+            row_S.copy_(part_S)
+        return self._copies.rows_TS
 
-    def _of_rows(self, span_TS: Sequence[Tensor]) -> Tensor:
-        like_S = span_TS[0]
-        gram_TT = torch.zeros((len(span_TS), len(span_TS)), dtype=torch.float64, device=like_S.device)
-        for cuts_TR in _cuts(span_TS, ROW if like_S.device.type == "cpu" else like_S.numel()):
+    def _of_rows(self, parts_TS: Sequence[Tensor]) -> Tensor:
+        like_S = parts_TS[0]
+        gram_TT = torch.zeros((len(parts_TS), len(parts_TS)), dtype=torch.float64, device=like_S.device)
+        for cuts_TR in _cuts(parts_TS, ROW if like_S.device.type == "cpu" else like_S.numel()):
             if not self._each_TR or self._each_TR[0].numel() != cuts_TR[0].numel():
                 shape = len(cuts_TR), cuts_TR[0].numel()
                 self._all_TR = torch.empty(shape, dtype=torch.float64, device=like_S.device)
@@ -103,15 +103,15 @@ class Products:
         return gram_TT
 
 
-def _cuts(pieces_TP: Sequence[Tensor], size: int) -> Iterator[Sequence[Tensor]]:
-    """The same entries of all pieces, at most `size` at a time."""
-    if pieces_TP[0].numel() <= size:
-        yield pieces_TP
+def _cuts(chunks_TP: Sequence[Tensor], size: int) -> Iterator[Sequence[Tensor]]:
+    """The same entries of all chunks, at most `size` at a time."""
+    if chunks_TP[0].numel() <= size:
+        yield chunks_TP
         return
-    yield from zip(*(torch.split(piece_P, size) for piece_P in pieces_TP), strict=True)
+    yield from zip(*(torch.split(chunk_P, size) for chunk_P in chunks_TP), strict=True)
 
 
 def products_workspace(entries: int, n_tensors: int) -> int:
-    """Elements of float32 that `Products` of tensors with so many entries hold."""
-    rows = 2 * min(2 * ROW, max(1, entries))  # in float64; those of the last, shorter cut are new ones
-    return n_tensors * (rows + (SPAN if entries >= MANY else 0))
+    """Elements of float32 that `Products` of tensors with this many entries hold."""
+    rows = 2 * min(2 * ROW, max(1, entries))  # in float64; the last, shorter rows are new ones
+    return n_tensors * (rows + (PRODUCT if entries >= MANY else 0))

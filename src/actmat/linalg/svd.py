@@ -1,6 +1,7 @@
 """Thin singular value decompositions on the numerical range, by the cheaper route that is accurate enough.
 
-Shapes: `O` rows, `I` columns, `K` singular triplets kept, `S <= L` the short and the long side of a matrix.
+Shapes: `O` rows, `I` columns, `K` singular triplets kept, `S <= L` the short and the long side of a matrix, `C` some
+columns.
 Leading batch axes are allowed everywhere; the rank may differ from one batch element to the next.
 
 **Numerical range.** Singular vectors that belong to a zero singular value are not determined by the matrix: a LAPACK
@@ -32,20 +33,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.lapack import Retries, economy_svd, eigh, only_singular_values
+from actmat.linalg.lapack import Retries, economy_svd, eigh
 
 __all__ = [
     "RANK_RTOL",
     "ThinSVD",
     "accuracy_of",
+    "column_slices",
     "gram_is_enough",
     "gram_spectrum",
     "numerical_range",
     "orthogonal_svd",
-    "pieces",
     "row_gram",
     "short_gram",
-    "singular_values",
     "svd_workspace",
     "thin_svd",
 ]
@@ -56,7 +56,7 @@ RANK_RTOL = 2.0**-20
 GRAM_RTOL = 2.0**-22
 """Smallest cut-off that the Gram route resolves: the root of the error of its zero eigenvalues, with room."""
 
-CHUNK = 2048
+COLUMNS = 2048
 """Columns of the long side that are widened to float64 at a time. Fixed, so that results do not depend on memory."""
 
 
@@ -64,8 +64,8 @@ CHUNK = 2048
 class ThinSVD:
     """`A ~ u_OK diag(s_K) v_IK^T`, singular values descending, float64, zeros beyond the numerical rank.
 
-    `rank` (int64, batch shape) is the numerical rank of the whole matrix, not capped at `K`. `retries` names
-    what saved a decomposition that did not converge at once, see `linalg.lapack`.
+    `rank` (int64, batch shape) is the numerical rank of the whole matrix, not capped at `K`. `retries` names the
+    retries of a decomposition that did not converge at once, see `linalg.lapack`.
     """
 
     u_OK: Tensor
@@ -103,6 +103,10 @@ def thin_svd(
 
     Raises:
         NumericalError: the matrix is not finite, or its decomposition did not converge.
+
+    >>> svd = thin_svd(torch.tensor([[3.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
+    >>> svd.s_K.tolist(), int(svd.rank)
+    ([3.0, 0.0], 1)
     """
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
         return _gram_svd(matrix_OI, k, rtol, floor)
@@ -158,22 +162,9 @@ def orthogonal_svd(matrix_OI: Tensor) -> tuple[Tensor, Tensor, Tensor, Retries]:
     return (u_OK if q_LS is None else q_LS @ u_OK), s_K, vh_KI.mT, retries
 
 
-def singular_values(matrix_OI: Tensor, *, accuracy: torch.dtype | None = None) -> Tensor:
-    """All `min(O, I)` singular values, descending, float64; zeros at and below `RANK_RTOL * s_1`.
-
-    Raises:
-        NumericalError: the matrix is not finite, or its decomposition did not converge.
-    """
-    if gram_is_enough(accuracy or accuracy_of(matrix_OI), RANK_RTOL):
-        s_S, _, _ = gram_spectrum(short_gram(matrix_OI))
-    else:
-        s_S, _ = only_singular_values(matrix_OI.to(torch.float64))
-    return numerical_range(s_S)[0]
-
-
-def pieces(length: int) -> Iterator[slice]:
-    """Consecutive slices of at most `CHUNK` that cover `range(length)`."""
-    return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))
+def column_slices(length: int) -> Iterator[slice]:
+    """Consecutive slices of at most `COLUMNS` that cover `range(length)`."""
+    return (slice(start, min(start + COLUMNS, length)) for start in range(0, length, COLUMNS))
 
 
 def short_gram(matrix_OI: Tensor) -> Tensor:
@@ -182,13 +173,13 @@ def short_gram(matrix_OI: Tensor) -> Tensor:
 
 
 def row_gram(matrix_OI: Tensor) -> Tensor:
-    """`A A^T` (`O x O`) in float64; the columns of a narrower dtype are widened piece by piece."""
+    """`A A^T` (`O x O`) in float64; a narrower dtype is widened some columns at a time."""
     if matrix_OI.dtype == torch.float64:
         return matrix_OI @ matrix_OI.mT
     gram_OO = matrix_OI.new_zeros((*matrix_OI.shape[:-1], matrix_OI.shape[-2]), dtype=torch.float64)
-    for piece in pieces(matrix_OI.shape[-1]):
-        wide = matrix_OI[..., piece].to(torch.float64)
-        gram_OO += wide @ wide.mT
+    for columns in column_slices(matrix_OI.shape[-1]):
+        wide_OC = matrix_OI[..., columns].to(torch.float64)
+        gram_OO += wide_OC @ wide_OC.mT
     return gram_OO
 
 
@@ -208,7 +199,7 @@ def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | flo
     inverse_K = torch.where(on, s_K, 1.0).reciprocal()
     a_SL = _short_by_long(matrix_OI)
     basis_SK = short_SK * inverse_K.unsqueeze(-2)
-    long_LK = torch.cat([a_SL[..., p].mT.to(torch.float64) @ basis_SK for p in pieces(a_SL.shape[-1])], dim=-2)
+    long_LK = torch.cat([a_SL[..., p].mT.to(torch.float64) @ basis_SK for p in column_slices(a_SL.shape[-1])], dim=-2)
     if a_SL is matrix_OI:
         return ThinSVD(short_SK, s_K, long_LK, rank, retries)
     return ThinSVD(long_LK, s_K, short_SK, rank, retries)

@@ -8,64 +8,39 @@ the delta, so `D_t^T D_t` takes the place of `C_t`, and no data is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
-from torch import Tensor
+from actmat.linalg.interference.estimators import Estimator, Normaliser
+from actmat.linalg.interference.filters import Filter, FilterKind
+from actmat.linalg.interference.rule import Rule, Solver
+from actmat.methods._shared.interference import FillOption, member
+from actmat.methods.contract import Bounds
 
-from actmat.linalg.estimators import Estimator, Normaliser
-from actmat.linalg.filters import Filter, FilterKind
-from actmat.linalg.interference import Null, Rule, Solver
-from actmat.linalg.lowrank import LowRank
-from actmat.methods._shared.interference import merge_rule, merge_rule_lowrank, stages_of, workspace_of
-from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
-
-__all__ = ["ACTMAT", "merge", "merge_lowrank"]
+__all__ = ["ACTMAT", "rule"]
 
 
-def _rule(
-    rtol: float | None = None,
-    solver: Solver = "auto",
-    filter: FilterKind = "hard",
-    ridge: float = 0.1,
-    time: float = 10.0,
-    null: Null = "zero",
-    normalise: Normaliser = "none",
-    trim: float | None = None,
-    centre: bool = False,
-    power: float = 1.0,
-) -> Rule:
-    return Rule(
-        estimator=Estimator(trim=trim, centre=centre, power=power, normalise=normalise),
-        spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
-        null=null,
-        solver=solver,
-    )
-
-
-def merge(
-    deltas: Sequence[Tensor],
+def rule(
     *,
-    weights: Sequence[float] | None = None,
     rtol: Annotated[float | None, Bounds(0, 1)] = None,
     solver: Solver = "auto",
     filter: FilterKind = "hard",
     ridge: Annotated[float, Bounds(0, open_low=True)] = 0.1,
     time: Annotated[float, Bounds(0, open_low=True)] = 10.0,
-    null: Null = "zero",
+    null: FillOption = "zero",
     normalise: Normaliser = "none",
     trim: Annotated[float | None, Bounds(0, 1, open_low=True)] = None,
     centre: bool = False,
     power: Annotated[float, Bounds(0, 2, open_low=True)] = 1.0,
-) -> Merged:
+) -> Rule:
     """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = D_t^T D_t`; the defaults are the paper's rule.
 
     The minimiser of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off. Multiplying all `K_t` by
     one number changes nothing. Experts whose row spaces are linearly independent are all met, `D* D_t^T = D_t D_t^T`,
     whatever the weights; where the row spaces are orthogonal, that is the plain sum.
 
+    Weights are non-negative, one per expert; they multiply `K_t`.
+
     Args:
-        weights: non-negative, one per expert; they multiply `K_t`.
         rtol: directions whose eigenvalue of `S = sum_t w_t K_t` is at most `rtol` times the largest are dropped.
             Default `I * eps(float32)`, in float64 too: the cut-off is part of the method. Values below the rounding of
             the compute dtype (`I * eps`) are raised to it.
@@ -75,7 +50,6 @@ def merge(
             the participation number of the spectrum; `l` an eigenvalue of `S`, `m = tr(S) / I` their mean.
         ridge: relative ridge of the "tikhonov" filter, in units of `m`.
         time: stopping time of the "exponential" filter, in units of `1 / m`.
-        null: what fills the filtered-out directions: nothing, the sum, or the mean of the deltas.
         normalise: "norm" weights `K_t` by `1 / ||D_t||_F^2` (0 for a zero delta).
         trim: estimate `K_t` from this fraction of the entries of `D_t`, the largest magnitudes.
         centre: subtract the mean row from `D_t` in the estimate.
@@ -85,38 +59,17 @@ def merge(
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
     """
-    rule = _rule(rtol, solver, filter, ridge, time, null, normalise, trim, centre, power)
-    return merge_rule(deltas, rule, weights)
+    return Rule(
+        estimator=Estimator(trim=trim, centre=centre, power=power, normalise=normalise),
+        spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
+        null=null,
+        solver=solver,
+    )
 
 
-def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    weights: Sequence[float] | None = None,
-    rtol: float | None = None,
-    solver: Solver = "auto",
-    filter: FilterKind = "hard",
-    ridge: float = 0.1,
-    time: float = 10.0,
-    null: Null = "zero",
-    normalise: Normaliser = "none",
-    trim: float | None = None,
-    centre: bool = False,
-    power: float = 1.0,
-) -> MergedLowRank:
-    """`merge` on factored deltas, exact, of rank at most `sum_t R_t`; options as there.
-
-    Raises:
-        ValueError: `trim` is set; it looks at single entries of the dense delta.
-    """
-    rule = _rule(rtol, solver, filter, ridge, time, null, normalise, trim, centre, power)
-    return merge_rule_lowrank(deltas, rule, weights)
-
-
-ACTMAT = MergeMethod(
+ACTMAT = member(
+    rule,
     name="actmat",
-    merge=merge,
-    acts_on="matrix",
     summary="Least interference between experts, with each delta's own Gram matrix in place of its input statistics.",
     equation="D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+",
     reference="Abdel Hameed et al., Model Merging via Data-Free Covariance Estimation, 2026, arXiv:2604.01329",
@@ -134,9 +87,6 @@ ACTMAT = MergeMethod(
             "zeros",
         }
     ),
-    merge_lowrank=merge_lowrank,
-    one_pass=True,
-    workspace=workspace_of(_rule),
     flops="(2T + 3) N^3",
-    stages=stages_of(_rule),
+    meets_every_expert=True,
 )

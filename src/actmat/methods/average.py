@@ -7,7 +7,8 @@ increasing inference time", ICML 2022.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -45,6 +46,11 @@ def merge_lowrank(deltas: Sequence[LowRank], *, weights: Sequence[float] | None 
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
 
 
+def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None) -> str | None:
+    _shares(n_experts, weights)
+    return None
+
+
 def _shares(n_experts: int, weights: Sequence[float] | None) -> tuple[list[float], float]:
     """The weights and their sum."""
     share = [1.0] * n_experts if weights is None else list(weights)
@@ -61,6 +67,7 @@ AVERAGE = MergeMethod(
     name="average",
     merge=merge,
     merge_lowrank=merge_lowrank,
+    lowrank_when=_lowrank_problem,
     acts_on="elementwise",
     summary="Mean of the experts' deltas.",
     equation="D* = sum_t w_t D_t / sum_t w_t",

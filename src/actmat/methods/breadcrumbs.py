@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from torch import Tensor
 
-from actmat.linalg.election import elect, masked_sum, piece_workspace
-from actmat.linalg.masks import Band, top_trims
+from actmat.linalg.masks.election import elect, election_workspace, masked_sum
+from actmat.linalg.masks.mask import Band
+from actmat.linalg.masks.trims import top_trims
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
@@ -76,6 +77,6 @@ BREADCRUMBS = MergeMethod(
     equation="D* = lambda sum_t w_t band(D_t)",
     reference="Davari and Belilovsky, Model breadcrumbs, ECCV 2024",
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
-    workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
+    workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
     flops="T N^2",
 )

@@ -1,18 +1,19 @@
-"""The contract between a merge rule and everything around it.
+"""The contract of a merge method: one pure function and one declaration, `MergeMethod`.
 
-A rule is one pure function plus one declaration (`MergeMethod`). The engine, the command line, the docs table and
-the conformance tests read the declaration; nobody keeps a second list of what a method needs.
+The planner, the engine, the command line, the tables of the documentation and the conformance tests read the
+declaration; there is no second list of what a method needs or can do, and nothing is learnt by calling it.
 
 A merge function has the form
 
     def merge(deltas: Sequence[Tensor], *, <needs>, <options>) -> Merged
 
-* `deltas[t]` is `D_t = W_t - W_0` in the compute dtype. The sequence may read lazily: an item that is asked for
-  twice may be read twice, so a rule declared `one_pass` walks over it exactly once, with one delta alive at a time.
+* `deltas[t]` is `D_t = W_t - W_0` in the compute dtype. The sequence may read lazily: an item that is requested
+  twice may be read twice, so a method declared `one_pass` iterates over it once, with one delta alive at a time.
 * Needs are the keyword-only parameters named in `NEEDS`; every other keyword-only parameter is an option. Names,
-  defaults, types and bounds of options are read from the signature (`Annotated[float, Bounds(0, 1)]`).
+  defaults, types and bounds of options are read from the signature (`Annotated[float, Bounds(0, 1)]`), and their
+  documentation from the annotation (`Annotated[float, "what it does"]`) or from `Args:` in the docstring.
 * It reads no files, logs nothing, picks no device, draws no global randomness, mutates no input and never
-  falls back to another rule.
+  falls back to another method.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ weights     Sequence[float], one per expert, from the recipe (default: all 1)
 base        Tensor, W_0 in the compute dtype, same shape as a delta; see `MergeMethod.uses_base`
 statistics  Mapping[str, Sequence[Tensor]]: kind ("gram", "fisher") -> one tensor per expert
 generator   torch.Generator on the CPU, seeded from the recipe's seed and the tensor's name
-survey      what `Survey.finish` returned, or None when the survey does not apply to these options
+survey      the value of `Survey.finish`, or None when the survey does not apply to these options
 """
 
 ActsOn = Literal["matrix", "tensor", "elementwise"]
 """matrix: `*batch O I`, a logical linear map; tensor: a whole tensor of any shape; elementwise: every entry of the
-result depends on the same entry of the inputs alone, so that the engine may feed flat pieces of any size."""
+result depends only on the same entry of the inputs, so that the engine may pass flat chunks of any size."""
 
 Law = Literal[
     "permutation",  # f(D_p(1), ..., D_p(T)) = f(D_1, ..., D_T)
@@ -74,7 +75,11 @@ Law = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Closed interval of an option's value, `low <= value <= high`; `open_low` excludes the lower end."""
+    """Closed interval of an option's value, `low <= value <= high`; `open_low` excludes the lower end.
+
+    >>> str(Bounds(0, 1, open_low=True)), Bounds(0, 1).holds(1)
+    ('(0, 1]', True)
+    """
 
     low: float | None = None
     high: float | None = None
@@ -87,7 +92,7 @@ class Bounds:
         return f"{left}{low}, {high}]"
 
     def holds(self, value: float) -> bool:
-        """Whether `value` lies inside."""
+        """True if `value` lies inside."""
         if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
             return False
         return self.high is None or value <= self.high
@@ -95,7 +100,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A merged delta and what is worth recording about it (rank kept, cut-off, residual, ...)."""
+    """A merged delta and its record (rank kept, cut-off, residual, ...)."""
 
     value: Tensor
     stats: Mapping[str, float | int | str | bool] = field(default_factory=dict)
@@ -103,7 +108,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class MergedLowRank:
-    """A merged delta in factored form, and the same stats that the dense rule would give."""
+    """A merged delta in factored form, and the record that the dense merge would give."""
 
     value: LowRank
     stats: Mapping[str, float | int | str | bool] = field(default_factory=dict)
@@ -111,7 +116,7 @@ class MergedLowRank:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A merged delta as a sum: coefficients of the tensors of its basis, and what the rule tells of the call."""
+    """A merged delta as a sum: coefficients of the tensors of its basis, and its record."""
 
     coefficients: Sequence[float]
     stats: Mapping[str, Any] = field(default_factory=dict)
@@ -119,10 +124,10 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A rule in two halves, `merge = finish(prepare(deltas, **opts), **opts)`, so that variants share the first.
+    """A method in two stages, `merge = finish(prepare(deltas, **opts), **opts)`, so that variants share the first.
 
-    `key(options)` names what `prepare` depends on: variants with equal keys are served by one `prepare`.
-    `finish` must not change the state. Both take all options of the rule.
+    `prepare` depends on the options only through `key(options)`: variants with equal keys share one `prepare`.
+    `finish` must not change the state. Both take all needs and options of the method.
     """
 
     key: Callable[[Mapping[str, Any]], Hashable]
@@ -132,12 +137,12 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A pass over all tensors of a merge before the first is merged (thresholds over the whole model).
+    """Passes over all tensors of a merge before the first is merged (thresholds over the whole model).
 
-    `applies(options)` tells whether these options want it. `start(n_experts, options)` makes the state;
+    `applies(options)` is True for options that need it. `start(n_experts, options)` makes the state;
     `observe(state, deltas, options)` adds one tensor and must be commutative (integer counts), so that order and
-    threads do not matter; `advance(state)` ends a round and returns True when another round is wanted;
-    `finish(state)` gives what every merge call then receives as `survey=`.
+    threads do not matter; `advance(state)` ends a round and returns True when another round is needed;
+    `finish(state)` returns the value that every merge call then receives as `survey=`.
     """
 
     applies: Callable[[Mapping[str, Any]], bool]
@@ -149,7 +154,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One hyper-parameter of a rule, as read from its signature."""
+    """One hyper-parameter of a method, as read from its signature."""
 
     name: str
     type: Any
@@ -159,11 +164,11 @@ class Option:
 
     @property
     def type_name(self) -> str:
-        """Type as a reader writes it: `float | None`, `"a" | "b"`."""
+        """Type in the notation of the documentation: `float | None`, `"a" | "b"`."""
         return _type_name(self.type)
 
     def problem(self, value: Any) -> str | None:
-        """Why `value` does not fit, or None when it does."""
+        """Error message for a `value` that does not fit; None for one that does."""
         if not _fits(value, self.type):
             return f"option '{self.name}' expects {self.type_name}, got {value!r}"
         if self.bounds and isinstance(value, int | float) and not self.bounds.holds(value):
@@ -173,35 +178,43 @@ class Option:
 
 @dataclass(frozen=True)
 class MergeMethod:
-    """Declaration of one merge rule.
+    """Declaration of one merge method.
 
     Args:
-        name: what recipes and the command line call it.
-        merge: the rule on dense deltas.
-        acts_on: what one call must see, see `ActsOn`.
+        name: its name in recipes and on the command line.
+        merge: the merge of dense deltas.
+        acts_on: the inputs that one call must see, see `ActsOn`.
         summary: the idea in one sentence.
-        equation: the rule, in plain text.
+        equation: the merged delta, in plain text.
         reference: citation.
-        laws: what holds for any input (with default options, float64); the conformance tests check each.
-        merge_lowrank: the same rule on `linalg.LowRank` deltas, exact, no `O x I` matrix formed; or None.
-        one_pass: walks over the deltas once, one at a time, and keeps nothing of one when it asks for the next: an
-            engine lays each delta over the one before it.
-        needs_statistics: kinds of statistics it cannot do without.
+        laws: properties that hold for any input (default options, float64); the conformance tests check each.
+        merge_lowrank: the same merge of `linalg.LowRank` deltas, exact, without forming an `O x I` matrix; or None.
+        lowrank_when: `(options, n_experts, weights) -> reason`: why `merge_lowrank` does not apply, in one sentence
+            without a full stop, or None where it does apply; `merge_lowrank` raises ValueError exactly where a reason
+            is given. May raise RecipeError for weights that no form takes. None: it applies under all options.
+        keeps_row_space: every row of the low-rank result lies in the span of the rows of all deltas, so that maps
+            which are packed into one tensor and merged separately still share their rows.
+        meets_every_expert: where the row spaces of the deltas are independent, the result equals each `D_t` on the
+            rows of `D_t` and is thus near the plain sum; plans for adapters then say so.
+        one_pass: iterates over the deltas once, one at a time, and keeps no reference to a delta when it requests the
+            next: an engine reads each delta into the memory of the one before it.
+        needs_statistics: kinds of statistics without which it cannot merge.
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
-            peak, on top of the deltas it was given and including its result. `shape` ends in `O, I` for matrices.
+            peak, on top of the given deltas and including its result. `shape` ends in `O, I` for matrices.
         flops: leading term for `T` square `N x N` deltas, as in the paper's cost table.
         preset_of: name of the method of which this is a preset, for the docs.
         stages: two-stage form shared among variants, or None.
-        survey: pass over the whole model, or None.
-        max_experts: most experts that the rule is defined for, or None.
-        base_when: `options -> bool`, under which options the rule looks at the base; None: under all, if it takes it.
-        streams_when: `options -> bool`, under which options the rule takes the deltas through `linalg.places.walk`
-            alone, as often as it needs to, so that the engine reads them place by place and holds none; None: under
-            none.
-        walks_again: of a rule that streams, whether it walks more than once: small deltas are then better held.
-        combine: `(gram, *, <weights>, <options>) -> Combination`, where the rule is a sum over `D_1 .. D_T` (with
-            `W_0` before them, if it takes the base) with coefficients that depend on their inner products `gram`
-            alone; or None. Where it streams, the engine then adds up and writes place by place and holds nothing whole.
+        sums_own_grams_when: `options -> bool`: options under which the state of `stages` is a
+            `linalg.interference.solver.State` of `S = sum_t w_t D_t^T D_t`; None: under none.
+        survey: passes over the whole model, or None.
+        max_experts: largest number of experts for which the method is defined, or None.
+        base_when: `options -> bool`: options under which the base is read; None: under all, if `merge` takes it.
+        streams_when: `options -> bool`: options under which the deltas are read by `linalg.chunks.walk` only, as often
+            as needed, so that the engine reads them chunk by chunk and holds none; None: under none.
+        walks_again: of a method that streams: it walks more than once, so that small deltas are better held.
+        combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
+            `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
+            None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
     """
 
     name: str
@@ -212,12 +225,16 @@ class MergeMethod:
     reference: str
     laws: frozenset[Law] = frozenset()
     merge_lowrank: Callable[..., MergedLowRank] | None = None
+    lowrank_when: Callable[[Mapping[str, Any], int, Sequence[float] | None], str | None] | None = None
+    keeps_row_space: bool = True
+    meets_every_expert: bool = False
     one_pass: bool = False
     needs_statistics: tuple[str, ...] = ()
     workspace: Callable[[Sequence[int], int, Mapping[str, Any]], int] | None = None
     flops: str = ""
     preset_of: str | None = None
     stages: Stages | None = None
+    sums_own_grams_when: Callable[[Mapping[str, Any]], bool] | None = None
     survey: Survey | None = None
     max_experts: int | None = None
     base_when: Callable[[Mapping[str, Any]], bool] | None = None
@@ -227,60 +244,82 @@ class MergeMethod:
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Keyword-only parameters of `merge`."""
-        found = inspect.signature(self.merge).parameters
+        """Keyword-only parameters of `merge`, their annotations evaluated."""
+        found = inspect.signature(self.merge, eval_str=True).parameters
         if any(p.kind is p.VAR_KEYWORD for p in found.values()):
             raise TypeError(f"{self.name}: a merge function takes no **kwargs; a misspelt option must be an error")
         return {n: p for n, p in found.items() if p.kind is p.KEYWORD_ONLY}
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """Which of `NEEDS` the rule takes."""
+        """Those of `NEEDS` that the method takes."""
         return frozenset(n for n in self.parameters if n in NEEDS)
 
     @property
     def needs_base(self) -> bool:
-        """Whether the rule takes the base weights themselves, if only under some options."""
+        """True if the method reads the base weights, under some options at least."""
         return "base" in self.needs
 
     def uses_base(self, options: Mapping[str, Any]) -> bool:
-        """Whether a call with these options looks at the base, and so must be given it; other calls may go without."""
+        """True if a call with these options reads the base and so must be given it."""
         return self.needs_base and (self.base_when is None or self.base_when(options))
 
     def streams(self, options: Mapping[str, Any]) -> bool:
-        """Whether a call with these options walks over the deltas place by place, and holds none."""
+        """True if a call with these options reads the deltas chunk by chunk and holds none."""
         return self.streams_when is not None and self.streams_when(options)
+
+    def why_dense(
+        self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None
+    ) -> str | None:
+        """Why low-rank deltas cannot be merged in factored form with these options; None where they can.
+
+        Raises:
+            RecipeError: weights that the method cannot use.
+        """
+        if self.merge_lowrank is None:
+            kind = "acts on single entries" if self.acts_on != "matrix" else "has no low-rank form"
+            return f"{self.name} {kind}"
+        return None if self.lowrank_when is None else self.lowrank_when(options, n_experts, weights)
+
+    def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
+        """True if the state of `stages` holds the sum of the deltas' own Gram matrices, weighted by the weights."""
+        return self.sums_own_grams_when is not None and self.sums_own_grams_when(options)
 
     @property
     def is_random(self) -> bool:
-        """Whether the rule draws random numbers (from the generator it is given)."""
+        """True if the method draws random numbers (from the given generator)."""
         return "generator" in self.needs
 
     @property
     def is_weighted(self) -> bool:
-        """Whether experts may carry weights."""
+        """True if experts may have weights."""
         return "weights" in self.needs
 
     @cached_property
     def options(self) -> Mapping[str, Option]:
         """Options by name, in the order of the signature."""
-        hints = typing.get_type_hints(self.merge, include_extras=True)
         docs = _argument_docs(self.merge.__doc__ or "")
         out: dict[str, Option] = {}
         for name, parameter in self.parameters.items():
             if name in NEEDS:
                 continue
-            bounds, kind = None, hints.get(name, Any)
-            if typing.get_origin(kind) is typing.Annotated:
-                bounds = next((a for a in kind.__metadata__ if isinstance(a, Bounds)), None)
-                kind = typing.get_args(kind)[0]
             if parameter.default is parameter.empty:
                 raise TypeError(f"{self.name}: option '{name}' has no default")
-            out[name] = Option(name, kind, parameter.default, bounds, docs.get(name, ""))
+            kind: Any = Any if parameter.annotation is parameter.empty else parameter.annotation
+            notes: list[Any] = []
+            if typing.get_origin(kind) is typing.Annotated:
+                kind, *notes = typing.get_args(kind)
+            bounds = next((n for n in notes if isinstance(n, Bounds)), None)
+            doc = next((n for n in notes if isinstance(n, str)), docs.get(name, ""))
+            out[name] = Option(name, kind, parameter.default, bounds, doc)
         return out
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults overlaid with `given`; every problem of `given` in one `RecipeError`."""
+        """Defaults overlaid with `given`.
+
+        Raises:
+            RecipeError: unknown options or values that do not fit; carries all problems.
+        """
         problems = []
         for name, value in given.items():
             option = self.options.get(name)
@@ -296,23 +335,19 @@ class MergeMethod:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    if kind is Any:
-        return True
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, k) for k in typing.get_args(kind))
     if origin is Literal:
         return any(value == v and type(value) is type(v) for v in typing.get_args(kind))
-    if kind is None or kind is type(None):
-        return value is None
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
     if origin in (list, tuple, Sequence) or kind in (list, tuple):
         inner = [a for a in typing.get_args(kind) if a is not Ellipsis]
         return isinstance(value, list | tuple) and all(_fits(v, inner[0]) for v in value if inner)
-    return isinstance(value, kind)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if kind is float:
+        return isinstance(value, int | float)
+    return kind is Any or isinstance(value, type(None) if kind is None else kind)
 
 
 def _type_name(kind: Any) -> str:

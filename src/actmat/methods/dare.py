@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.linalg.election import elect, masked_sum, piece_workspace
-from actmat.linalg.masks import Drop, l1_factors
+from actmat.linalg.masks.election import elect, election_workspace, masked_sum
+from actmat.linalg.masks.random import Drop
+from actmat.linalg.masks.trims import l1_factors
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
@@ -89,7 +90,7 @@ DARE = MergeMethod(
     equation="D* = rule(m_t D_t / d), m_t ~ Bernoulli(d)",
     reference="Yu et al., Language models are super mario, ICML 2024",
     laws=frozenset({"homogeneous", "odd", "zeros"}),
-    workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
+    workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
     flops="T N^2",
     streams_when=lambda options: options["rescale"] != "l1",  # which looks at the deltas before it adds them up
 )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.linalg.election import elect, masked_sum, piece_workspace
-from actmat.linalg.masks import Keep, magnitude_sampled
+from actmat.linalg.masks.election import elect, election_workspace, masked_sum
+from actmat.linalg.masks.mask import Keep
+from actmat.linalg.masks.random import magnitude_sampled
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
@@ -79,7 +80,7 @@ DELLA = MergeMethod(
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     one_pass=True,
     workspace=lambda shape, n_experts, options: (
-        (n_experts + 1) * math.prod(shape) + piece_workspace(math.prod(shape), n_experts)
+        (n_experts + 1) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
     ),
     flops="T N^2 log N",
 )

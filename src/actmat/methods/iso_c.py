@@ -33,6 +33,11 @@ from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
 
 __all__ = ["ISO_C", "merge", "merge_lowrank"]
 
+_FULL_RANK = (
+    'iso_c: null="fill" gives a matrix of full rank, which has no low-rank form; merge the dense deltas, or leave null '
+    'at "zero"'
+)
+
 
 def merge(
     deltas: Sequence[Tensor],
@@ -70,10 +75,7 @@ def merge_lowrank(
         ValueError: `null="fill"`, whose result has full rank.
     """
     if null == "fill":
-        raise ValueError(
-            'iso_c: null="fill" gives a matrix of full rank, which has no low-rank form; '
-            'merge the dense deltas, or leave null at "zero"'
-        )
+        raise ValueError(_FULL_RANK)
     dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
     bases = common_bases([d.to(torch.float64) for d in deltas])
     total_PQ = one_pass_sum(bases.cores_PQ, [1.0] * len(deltas) if weights is None else weights)
@@ -100,6 +102,7 @@ ISO_C = MergeMethod(
     name="iso_c",
     merge=merge,
     merge_lowrank=merge_lowrank,
+    lowrank_when=lambda options, n_experts, weights: _FULL_RANK if options["null"] == "fill" else None,
     acts_on="matrix",
     summary="Sum of the deltas, all its singular values replaced by their mean.",
     equation="D* = mean(s) U V^T, sum_t w_t D_t = U diag(s) V^T",

@@ -16,8 +16,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.linalg.places import empty_result, preceded_by
 from actmat.methods.contract import Bounds, Combination, Merged, MergeMethod
 
 __all__ = ["KARCHER", "merge", "sphere_mean"]
@@ -40,7 +40,7 @@ def merge(
         tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
         include_base: whether the base is one of the points.
     """
-    basis = preceded_by(base, deltas)
+    basis = prepend(base, deltas)
     gram_BB = inner_products(basis)
     found = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=include_base)
     return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)

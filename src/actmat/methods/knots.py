@@ -29,14 +29,14 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.election import elect, masked_sum, piece_workspace
 from actmat.linalg.joint import JointBasis, joint_basis
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
-from actmat.linalg.masks import Trim
+from actmat.linalg.masks.election import elect, election_workspace, masked_sum
+from actmat.linalg.masks.mask import Trim
+from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
 from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
-from actmat.linalg.threshold import StreamedCut, kth_magnitudes, selection_workspace
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Survey
 from actmat.methods.dare import drops
 from actmat.methods.ties import kept_entries
@@ -248,7 +248,7 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     matrix = max(inner + 2 * rows * (kept + columns), svd_workspace(rows, n_experts * columns))
     scratch = 0
     if _elementwise(options["rule"]):
-        scratch = piece_workspace(kept * columns, n_experts)
+        scratch = election_workspace(kept * columns, n_experts)
         if options["rule"] == "ties" and options["trim"] == "tensor":
             scratch = max(scratch, selection_workspace(kept * columns))
     return math.prod(batch) * matrix + scratch
@@ -258,6 +258,7 @@ KNOTS = MergeMethod(
     name="knots",
     merge=merge,
     merge_lowrank=merge_lowrank,
+    keeps_row_space=False,  # `ties` and `dare` select single coordinates over the inputs
     acts_on="matrix",
     summary="Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.",
     equation="[D_1 .. D_T] = U diag(s) [V_1^T .. V_T^T]; D* = U rule(diag(s) V_1^T, .., diag(s) V_T^T)",

@@ -6,7 +6,8 @@ mergekit's `linear`; C. Goddard et al., "Arcee's MergeKit: a toolkit for merging
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,11 @@ from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
 
 __all__ = ["LINEAR", "merge", "merge_lowrank"]
+
+_SCALES_THE_BASE = (
+    "linear: normalize=False is not available for low-rank deltas: it scales the base weights too, which is not a "
+    "low-rank change"
+)
 
 
 def merge(
@@ -29,7 +35,7 @@ def merge(
 
     Args:
         weights: one per expert; 1 unless given.
-        base: `W_0`; only looked at when `normalize` is off.
+        base: `W_0`; read only when `normalize` is off.
         normalize: divide by the sum of the weights. Without it the weights of the experts, not their deltas, are
             summed: `D* = sum_t w_t D_t + (sum_t w_t - 1) W_0`, which also scales the base. `task_arithmetic` with
             `scaling=1` is the sum of deltas.
@@ -65,11 +71,13 @@ def merge_lowrank(
     del base
     share, total = _shares(len(deltas), weights, normalize)
     if not normalize:
-        raise ValueError(
-            "linear: normalize=False is not available for low-rank deltas: it scales the base weights too, which is "
-            "not a low-rank change. Take task_arithmetic with scaling=1 to sum deltas."
-        )
+        raise ValueError(f"{_SCALES_THE_BASE}. Take task_arithmetic with scaling=1 to sum deltas.")
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
+
+
+def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None) -> str | None:
+    _shares(n_experts, weights, options["normalize"])
+    return None if options["normalize"] else _SCALES_THE_BASE
 
 
 def _shares(n: int, weights: Sequence[float] | None, normalize: bool) -> tuple[list[float], float]:
@@ -87,6 +95,7 @@ LINEAR = MergeMethod(
     name="linear",
     merge=merge,
     merge_lowrank=merge_lowrank,
+    lowrank_when=_lowrank_problem,
     acts_on="elementwise",
     summary="Weighted mean of the experts; without normalisation, weighted sum of their weights.",
     equation="W* = sum_t w_t W_t / sum_t w_t",

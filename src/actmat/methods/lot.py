@@ -6,30 +6,22 @@ Knowledge Integration", NeurIPS 2025. For linear layers its solution is RegMean 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from torch import Tensor
-
-from actmat.linalg.lowrank import LowRank
+from actmat.linalg.interference.rule import Rule
 from actmat.methods import regmean
-from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
+from actmat.methods._shared.interference import member
+from actmat.methods.contract import Bounds
 
-__all__ = ["LOT", "merge", "merge_lowrank"]
+__all__ = ["LOT", "rule"]
 
 
-def merge(
-    deltas: Sequence[Tensor],
-    *,
-    statistics: Mapping[str, Sequence[Tensor]] | None = None,
-    weights: Sequence[float] | None = None,
-    rtol: Annotated[float | None, Bounds(0, 1)] = None,
-) -> Merged:
+def rule(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
     """`D* = (sum_t w_t D_t X_t^T X_t) (sum_t w_t X_t^T X_t)^+ = argmin_D sum_t w_t ||X_t (D - D_t)^T||_F^2`.
 
+    The statistics "gram" are `X_t^T X_t`, one `I x I` matrix per expert. Weights are non-negative; they multiply it.
+
     Args:
-        statistics: `"gram"`: `X_t^T X_t`, one `I x I` matrix per expert.
-        weights: non-negative, one per expert; they multiply its Gram.
         rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
 
     Raises:
@@ -37,33 +29,17 @@ def merge(
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
     """
-    return regmean.merge(deltas, statistics=statistics, weights=weights, rtol=rtol)
+    return regmean.rule(rtol=rtol)
 
 
-def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    statistics: Mapping[str, Sequence[Tensor]] | None = None,
-    weights: Sequence[float] | None = None,
-    rtol: float | None = None,
-) -> MergedLowRank:
-    """`merge` on factored deltas, exact, of rank at most `sum_t R_t`; options as there. Still `O(I^3)`."""
-    return regmean.merge_lowrank(deltas, statistics=statistics, weights=weights, rtol=rtol)
-
-
-LOT = MergeMethod(
+LOT = member(
+    rule,
+    has_grams=True,
     name="lot",
-    merge=merge,
-    acts_on="matrix",
     summary="Least drift of each layer's features on the experts' data.",
     equation="D* = (sum_t D_t X_t^T X_t) (sum_t X_t^T X_t)^+",
     reference="Sun et al., Layer-wise Task Vector Fusion for Adaptive Knowledge Integration, NeurIPS 2025",
     laws=regmean.REGMEAN.laws,
-    merge_lowrank=merge_lowrank,
-    one_pass=True,
-    needs_statistics=("gram",),
-    workspace=regmean.REGMEAN.workspace,
     flops="(T + 3) N^3",
     preset_of="regmean",
-    stages=regmean.REGMEAN.stages,
 )

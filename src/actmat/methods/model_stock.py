@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.linalg.inner import PIECE, inner_products, inner_workspace, weighted_sum
-from actmat.linalg.places import empty_result, shape_and_dtype
+from actmat.linalg.chunks import SHORT_CHUNK, empty_result, shape_and_dtype
+from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods.contract import Combination, Merged, MergeMethod
 
 __all__ = ["MODEL_STOCK", "merge"]
@@ -54,7 +54,7 @@ def _merge_filters(deltas: Sequence[Tensor]) -> Merged:
     width = deltas[0].shape[-1]
     out = empty_result(deltas)
     filters = [d.reshape(-1, width) for d in deltas]
-    into, step = out.view(-1, width), max(1, PIECE // max(1, width))
+    into, step = out.view(-1, width), max(1, SHORT_CHUNK // max(1, width))
     cosine_sum = ratio_sum = 0.0
     for start in range(0, into.shape[0], step):
         piece_NTI = torch.stack([f[start : start + step] for f in filters], dim=1).double()
@@ -85,7 +85,7 @@ def _ratio(cosine: Tensor, count: int) -> Tensor:
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     entries = math.prod(shape)
-    widest = max(PIECE, shape[-1] if shape else 1)
+    widest = max(SHORT_CHUNK, shape[-1] if shape else 1)
     filters = entries + 4 * n_experts * min(widest, max(1, entries))
     return filters if options["filter_wise"] else inner_workspace(entries, n_experts)
 

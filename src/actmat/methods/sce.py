@@ -13,9 +13,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from actmat.linalg.election import elect, piece_workspace
-from actmat.linalg.masks import Keep, Mask, Trim, Where, top_trims
-from actmat.linalg.threshold import pieces
+from actmat.linalg.chunks import chunks_of
+from actmat.linalg.masks.election import elect, election_workspace
+from actmat.linalg.masks.mask import Keep, Mask, Trim, Where
+from actmat.linalg.masks.trims import top_trims
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["SCE", "merge"]
@@ -47,15 +48,15 @@ def _selection(deltas: Sequence[Tensor], fraction: float) -> tuple[Tensor, Trim]
     flats_TN = [delta.reshape(-1) for delta in deltas]
     variance_N = torch.empty_like(flats_TN[0])
     different = 0
-    for start, sum_P in pieces(variance_N):
+    for start, sum_P in chunks_of(variance_N):
         # Welford's update, exactly 0 where all experts agree; torch.var over a short leading axis is far slower.
         sum_P.zero_()
         mean_P = torch.zeros_like(sum_P)
         for t, flat_N in enumerate(flats_TN):
-            piece_P = flat_N[start : start + sum_P.numel()]
-            step_P = piece_P - mean_P
+            chunk_P = flat_N[start : start + sum_P.numel()]
+            step_P = chunk_P - mean_P
             mean_P.add_(step_P, alpha=1 / (t + 1))
-            sum_P.addcmul_(step_P, piece_P - mean_P)
+            sum_P.addcmul_(step_P, chunk_P - mean_P)
         different += int(torch.count_nonzero(sum_P.div_(len(deltas))))
     ((trim, _),) = top_trims(variance_N, [int(fraction * different)], exact=True)
     return variance_N, trim
@@ -64,9 +65,9 @@ def _selection(deltas: Sequence[Tensor], fraction: float) -> tuple[Tensor, Trim]
 def _energy(delta: Tensor, mask: Mask) -> float:
     """`||mask(D)||_F^2`, added up in float64."""
     total = 0.0
-    for start, piece_P in pieces(delta.reshape(-1)):
-        kept_P = torch.empty_like(piece_P)
-        mask.apply(piece_P, start, kept_P)
+    for start, chunk_P in chunks_of(delta.reshape(-1)):
+        kept_P = torch.empty_like(chunk_P)
+        mask.apply(chunk_P, start, kept_P)
         total += float(kept_P.square_().sum(dtype=torch.float64))
     return total
 
@@ -80,7 +81,7 @@ SCE = MergeMethod(
     reference="Wan et al., FuseChat, 2024",
     laws=frozenset({"permutation", "single", "identical", "homogeneous", "zero_expert", "zeros"}),
     workspace=lambda shape, n_experts, options: (
-        (1 + (options["select_topk"] < 1)) * math.prod(shape) + piece_workspace(math.prod(shape), n_experts)
+        (1 + (options["select_topk"] < 1)) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
     ),
     flops="T N^2",
 )

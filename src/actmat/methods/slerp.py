@@ -12,8 +12,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.linalg.places import empty_result, preceded_by
 from actmat.methods.contract import Bounds, Combination, Merged, MergeMethod
 
 __all__ = ["SLERP", "merge"]
@@ -38,7 +38,7 @@ def merge(
     Raises:
         ValueError: more than two experts.
     """
-    basis = preceded_by(base, deltas)
+    basis = prepend(base, deltas)
     found = combine(inner_products(basis), t=t, linear_above=linear_above)
     return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
 

@@ -27,10 +27,11 @@ from typing import Annotated, Any, Literal
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.linalg.election import ZeroSign, elect, piece_workspace, sign_balance
-from actmat.linalg.masks import Trim, top_trims_each
-from actmat.linalg.places import shape_and_dtype
-from actmat.linalg.threshold import Cut, StreamedCut
+from actmat.linalg.chunks import shape_and_dtype
+from actmat.linalg.masks.election import ZeroSign, elect, election_workspace, sign_balance
+from actmat.linalg.masks.mask import Trim
+from actmat.linalg.masks.threshold import Cut, StreamedCut
+from actmat.linalg.masks.trims import top_trims_each
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Merged, MergeMethod, Survey
 
@@ -176,7 +177,7 @@ TIES = MergeMethod(
     equation="y_t = w_t top_d(D_t); s = sign(sum_t y_t); D* = mean of the y_t with sign s",
     reference="Yadav et al., TIES-Merging, NeurIPS 2023",
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
-    workspace=lambda shape, n_experts, options: math.prod(shape) + piece_workspace(math.prod(shape), n_experts),
+    workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
     flops="T N^2",
     streams_when=lambda options: options["trim"] == "tensor",  # the survey of a whole model holds whole deltas
     walks_again=True,

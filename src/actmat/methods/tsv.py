@@ -23,6 +23,11 @@ from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
 
 __all__ = ["TSV", "merge", "merge_lowrank"]
 
+_NEEDS_NULL_SPACE = (
+    "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not have; merge "
+    "the dense deltas, or leave rank_aware at True"
+)
+
 
 def merge(
     deltas: Sequence[Tensor],
@@ -73,10 +78,7 @@ def merge_lowrank(
         ValueError: `rank_aware=False`, whose null-space vectors do not exist in the factored form.
     """
     if not rank_aware:
-        raise ValueError(
-            "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not "
-            "have; merge the dense deltas, or leave rank_aware at True"
-        )
+        raise ValueError(_NEEDS_NULL_SPACE)
     dtype, shape = deltas[0].b_OR.dtype, deltas[0].shape
     bases = common_bases([d.to(torch.float64) for d in deltas])
     slots = _slots(shape, len(deltas), k, min_k)
@@ -126,6 +128,7 @@ TSV = MergeMethod(
     name="tsv",
     merge=merge,
     merge_lowrank=merge_lowrank,
+    lowrank_when=lambda options, n_experts, weights: None if options["rank_aware"] else _NEEDS_NULL_SPACE,
     acts_on="matrix",
     summary="Top singular vectors of every expert, orthogonalised across experts (TSV-M).",
     equation="D* = polar([U_t]) diag([s_t]) polar([V_t])^T, K = floor(min(O, I) / T) triplets of each D_t",

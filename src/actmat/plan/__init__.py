@@ -1,8 +1,8 @@
-"""What will happen: recipe + headers -> a frozen plan."""
+"""Plans: recipe + headers -> a frozen description of every output."""
 
 from __future__ import annotations
 
 from actmat.plan.build import build_plan
-from actmat.plan.model import MergePlan, MethodCall, TensorPlan
+from actmat.plan.model import Item, MergePlan, MethodCall
 
-__all__ = ["MergePlan", "MethodCall", "TensorPlan", "build_plan"]
+__all__ = ["Item", "MergePlan", "MethodCall", "build_plan"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from actmat.checkpoints.base import TensorSpec
@@ -26,6 +27,12 @@ class Decision:
     reason: str
     layout: TensorLayout
     call: MethodCall | None = None
+
+    def scaled(self, factor: float) -> Decision:
+        """The same with the merged delta scaled for its depth."""
+        assert self.call is not None
+        call = dataclasses.replace(self.call, scale=self.call.scale * factor)
+        return dataclasses.replace(self, call=call, reason=f"{self.reason}, scaled by {factor:.3g} for its depth")
 
 
 class Chooser:
@@ -98,6 +105,16 @@ class Chooser:
         """What is done where the rule does not apply."""
         weights = self._weights if self._weights and sum(self._weights) != 0 else None
         return MethodCall("average", {}, 1.0, weights)
+
+    def average_over(self, decision: Decision, having: Sequence[bool]) -> Decision:
+        """The average over the experts that have a delta, and the words for it."""
+        weights = self._weights or (1.0,) * len(having)
+        chosen = tuple(w if has else 0.0 for w, has in zip(weights, having, strict=True))
+        if sum(chosen) == 0:
+            return decision
+        missing = [label for label, has in zip(self.recipe.labels, having, strict=True) if not has]
+        reason = f"{decision.reason} over the experts that have it; not in {', '.join(missing)}"
+        return dataclasses.replace(decision, reason=reason, call=MethodCall("average", {}, 1.0, chosen))
 
     def _call(
         self,

@@ -1,95 +1,102 @@
-"""Memory that one worker needs for one tensor, from shapes alone.
+"""What one item costs, from shapes: memory of one worker, and floating-point operations.
 
     peak = raw base + raw chunk of each expert                       (storage dtype; of the base as well
                                                                       where it is read with streamed deltas)
-         + deltas alive: one for a one-pass rule, a place of each    (compute dtype)
-           for one that streams, else T
-         + the rule's workspace, its result included unless it is    (compute dtype, declared by the rule)
-           a sum that is written place by place (`combine`)
-         + for a cap on singular values: the result and its thin SVD, when that is more than the rule's workspace
-         + statistics alive: one expert's for a one-pass rule, else T (and one as stored: half of a Gram)
+         + deltas in memory as a whole, or a chunk of each           (compute dtype; `plan.reading`)
+         + the method's workspace, its result included unless it is  (compute dtype, declared by the method)
+           a sum that is written chunk by chunk (`combine`)
+         + for a cap on singular values: the result and its thin SVD, when that is more than the method's workspace
+         + statistics in memory: one expert's for a one-pass method, else T (and one as stored: half of a Gram)
          + a packed copy of the result where blocks or a transposed layout need one
 
-A rule is called on one part at a time (`plan.parts`), so the largest part counts.
+A method is called on one part at a time (`plan.parts`), so the largest part counts.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
-from actmat.linalg.places import PLACE
+from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods.contract import MergeMethod
 from actmat.plan.parts import CHUNK, Part
 from actmat.plan.reading import reading_of
 from actmat.recipe import Postprocess
 
-__all__ = ["BASELINE_BYTES", "part_peak_bytes", "statistics_bytes", "tensor_peak_bytes"]
+__all__ = [
+    "BASELINE_BYTES",
+    "CallShape",
+    "factored_bytes",
+    "method_flops",
+    "part_peak_bytes",
+    "statistics_bytes",
+    "tensor_peak_bytes",
+]
 
 BASELINE_BYTES = 300_000_000
 """Anonymous memory of the process itself with torch loaded; see `benchmarks/memory.py`."""
 
-
 MATRIX_BYTES = 120_000_000
-"""What one worker's linear algebra library keeps for itself (packing buffers, scratch), beside what a rule declares."""
+"""What one worker's linear algebra library keeps for itself (packing buffers, scratch), on top of the declared
+workspace of a method."""
 
 
-def part_peak_bytes(
-    part: Part,
-    method: MergeMethod,
-    n_experts: int,
-    options: Mapping[str, Any],
-    base_itemsize: int,
-    compute_dtype: str,
-    *,
-    caps: Postprocess | None = None,
-    walks: bool = True,
-) -> int:
-    """Peak of one call, in bytes; `caps` look at the deltas again after the rule, and may decompose the result.
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """What decides the memory of a method's calls, apart from the tensor.
 
-    `walks`: whether a rule that streams is given its deltas place by place here (`adapter_experts.can_walk`).
+    Args:
+        method, options: what is called.
+        n_experts: number of deltas.
+        base_itemsize: bytes per entry of the base as stored.
+        compute_dtype: dtype of the deltas.
+        caps: limits on the result, which look at the deltas again and may decompose the result.
+        chunkable: see `plan.reading.reading_of`.
     """
-    width = int(torch_dtype(compute_dtype).itemsize)
-    capped = caps is not None and caps.caps
-    matrices = part.layout.matrix_shapes(part.shape) if method.acts_on == "matrix" else [part.shape]
+
+    method: MergeMethod
+    options: Mapping[str, Any]
+    n_experts: int
+    base_itemsize: int
+    compute_dtype: str
+    caps: Postprocess = Postprocess()
+    chunkable: bool = True
+
+
+def part_peak_bytes(part: Part, call: CallShape) -> int:
+    """Peak of one call, in bytes."""
+    method, n_experts = call.method, call.n_experts
+    width = int(torch_dtype(call.compute_dtype).itemsize)
+    by_matrix = method.acts_on == "matrix"
+    matrices = part.layout.matrix_shapes(part.shape) if by_matrix else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
-    how = reading_of(method, options, part, n_experts, width, can_walk=walks, measured=capped)
-    alive = how.deltas(n_experts) * part.numel or n_experts * min(part.numel, PLACE)
-    workspace = max(_workspace(method, shape, n_experts, options) for shape in matrices)
-    if how.combined:
-        workspace -= part.numel
-    elif method.uses_base(options):
-        alive += part.numel
-    base = (part.numel if how.base else CHUNK) * base_itemsize
-    raw = base + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
-    if caps is not None and caps.singular_value_cap is not None and _has_singular_values(part):
-        workspace = max(workspace, part.numel + max(_svd_workspace(m) for m in part.layout.matrix_shapes(part.shape)))
-    packed = 0 if single or method.acts_on != "matrix" else part.numel + sum(math.prod(m) for m in matrices)
-    library = MATRIX_BYTES if method.acts_on == "matrix" else 0
-    measured_bytes = statistics_bytes(method, matrices, n_experts, width)
-    return raw + library + measured_bytes + width * (alive + workspace + packed)
-
-
-def tensor_peak_bytes(
-    parts: Sequence[Part],
-    method: MergeMethod,
-    n_experts: int,
-    options: Mapping[str, Any],
-    base_itemsize: int,
-    compute_dtype: str,
-    *,
-    caps: Postprocess | None = None,
-    walks: bool = True,
-) -> int:
-    """Peak over the parts of a tensor, in bytes."""
-    shapes = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in parts}.values()
-    return max(
-        part_peak_bytes(p, method, n_experts, options, base_itemsize, compute_dtype, caps=caps, walks=walks)
-        for p in shapes
+    how = reading_of(
+        method, call.options, part, n_experts, width, chunkable=call.chunkable, observed=call.caps.caps
     )
+    entries = how.whole_deltas(n_experts) * part.numel or n_experts * min(part.numel, CHUNK_ENTRIES)
+    workspace = max(_workspace(method, shape, n_experts, call.options) for shape in matrices)
+    if how.strategy == "combine":
+        workspace -= part.numel
+    elif method.uses_base(call.options):
+        entries += part.numel
+    base = (part.numel if how.base_held else CHUNK) * call.base_itemsize
+    raw = base + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
+    if call.caps.singular_value_cap is not None and _has_singular_values(part):
+        workspace = max(workspace, part.numel + max(_svd_workspace(m) for m in part.layout.matrix_shapes(part.shape)))
+    packed = 0 if single or not by_matrix else part.numel + sum(math.prod(m) for m in matrices)
+    library = MATRIX_BYTES if by_matrix else 0
+    return raw + library + statistics_bytes(method, matrices, n_experts, width) + width * (entries + workspace + packed)
+
+
+def tensor_peak_bytes(parts: Sequence[Part], call: CallShape) -> int:
+    """Peak over the parts of a tensor, in bytes."""
+    different = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in parts}.values()
+    return max(part_peak_bytes(p, call) for p in different)
 
 
 def _has_singular_values(part: Part) -> bool:
@@ -104,7 +111,7 @@ def _svd_workspace(shape: Sequence[int]) -> int:
 
 
 def statistics_bytes(method: MergeMethod, matrices: Sequence[Sequence[int]], n_experts: int, width: int) -> int:
-    """Bytes of Gram matrices or Fisher tensors alive during a call, and of one as it is stored (float64 at most)."""
+    """Bytes of the statistics in memory during a call, and of one as it is stored (float64 at most)."""
     alive = 1 if method.one_pass else n_experts
     if "gram" in method.needs_statistics:
         return max(shape[-1] ** 2 * (alive * width + 8) for shape in matrices)
@@ -113,5 +120,37 @@ def statistics_bytes(method: MergeMethod, matrices: Sequence[Sequence[int]], n_e
     return 0
 
 
+def factored_bytes(shape: tuple[int, ...], total_rank: int) -> int:
+    """Memory of a factored merge: all factors, two bases, their products and the result, in float64."""
+    *batch, rows, columns = shape
+    return 8 * math.prod(batch) * (6 * (rows + columns) * total_rank + 12 * total_rank * total_rank)
+
+
 def _workspace(method: MergeMethod, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     return math.prod(shape) if method.workspace is None else method.workspace(shape, n_experts, options)
+
+
+_TERM = re.compile(r"(?:\((?P<sum>[^)]*)\)|(?P<factor>[\dT^ ]*?))\s*N\^(?P<power>[23])")
+
+
+def method_flops(method: MergeMethod, matrices: Sequence[Sequence[int]], n_experts: int) -> int:
+    """Leading term of a method's operations on these logical matrices, by its declared cost.
+
+    `N^2` counts the entries of a matrix, `N^3` its entries times its input features.
+    """
+    found = _TERM.match(method.flops)
+    if found is None:
+        return 0
+    factor = sum(_term(t, n_experts) for t in (found["sum"] or found["factor"] or "1").split("+"))
+    cubic = found["power"] == "3"
+    return sum(factor * math.prod(shape) * (shape[-1] if cubic else 1) for shape in matrices)
+
+
+def _term(text: str, n_experts: int) -> int:
+    """Value of a term such as `2T`, `T^2`, `45`."""
+    number, _, power = text.strip().partition("T")
+    value = int(number) if number.strip() else 1
+    if "T" in text:
+        for _ in range(int(power.removeprefix("^")) if power.startswith("^") else 1):
+            value *= n_experts
+    return value

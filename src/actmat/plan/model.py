@@ -1,30 +1,51 @@
-"""The plan: what will happen to every tensor and why, before anything is read. Frozen, JSON-able, fingerprinted."""
+"""The plan: what will happen to every output and why, decided from headers. Frozen, reloadable, fingerprinted."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from actmat.checkpoints.base import FileIdentity, TensorSpec
-from actmat.checkpoints.shards import Shard
-from actmat.layout.types import TensorLayout
+from actmat.checkpoints.writing.shards import Shard, plan_shards
+from actmat.errors import RecipeError
+from actmat.experts.base import Source
+from actmat.experts.lora.modules import ModuleKind
+from actmat.layout.types import Block, TensorLayout
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.recipe import Recipe
 
-__all__ = ["Action", "InputSummary", "MergePlan", "MethodCall", "TensorPlan"]
+__all__ = [
+    "Action",
+    "Cost",
+    "FactorPlan",
+    "Form",
+    "InputSummary",
+    "Item",
+    "MergePlan",
+    "MethodCall",
+    "count_actions",
+]
 
 Action = Literal["merge", "average", "copy", "tie"]
-"""merge: by the rule the recipe asks for; average: mean of the deltas, because the rule does not apply there;
+"""merge: by the method the recipe asks for; average: mean of the deltas, because the method does not apply there;
 copy: the base's bytes; tie: the bytes of the tensor it is tied to."""
 
+Form = Literal["dense", "factored"]
+"""What the method is given: whole deltas, or the factors of low-rank ones."""
+
+FORMAT = 2
+"""Version of a plan's JSON; see docs/formats/plan.md."""
 
 @dataclass(frozen=True, slots=True)
 class MethodCall:
-    """One rule with all its options: `W* = W_0 + scale * D*`."""
+    """One method with all its options: `W* = W_0 + scale * D*`."""
 
     method: str
     options: Mapping[str, Any]
@@ -38,80 +59,119 @@ class MethodCall:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """What will happen to one output tensor.
+class Cost:
+    """Estimated cost of one item, for one worker.
 
     Args:
-        name: name in the base and in the output.
-        shape, base_dtype, out_dtype: of the tensor.
-        layout: its meaning.
-        action: see `Action`.
-        reason: why, in words.
-        call: the rule, for `merge` and `average`.
-        sources: the tensor's name in each expert, for `merge` and `average`.
-        expert_dtypes: its dtype in each expert.
-        aliases: tied tensors written with the same bytes.
-        twins: other names under which each expert stores the same tensor; their bytes must agree.
+        read_bytes, write_bytes: traffic to and from storage.
+        flops: leading term of the method's floating-point operations.
+        host_bytes: peak memory, see `plan.cost`.
+    """
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    flops: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FactorPlan:
+    """How a merged delta is written as a pair of factors.
+
+    Args:
+        kind, kernel: see `experts.lora.modules.AdapterModule`.
+        shape: of the tensor that the delta belongs to, as a model stores it; `tensor` is its name.
+        transposed: whether it is stored as `I O`.
+        ranks: rank in each expert; 0 where an expert has no delta for the module.
+        exact_rank: rank that holds every merged delta exactly; `rank`: what is written.
+        blocks: rows of packed maps that are merged one by one.
+        grams: per logical matrix (block), the key of each expert's Gram; empty for methods that need none.
+    """
+
+    kind: ModuleKind
+    tensor: str
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    exact_rank: int
+    rank: int
+    transposed: bool = False
+    kernel: tuple[int, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    grams: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One logical output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
+
+    Args:
+        name: of the tensor in the base and in the output, or of the module.
+        shape: of the tensor as stored; `*batch O I` of a module's delta.
+        layout: meaning of the tensor.
+        action: see `Action`; `reason` says why, in words.
+        outputs: what is written: the tensor and those tied to it; A, B and bias of a module.
+        call: the method, for `merge` and `average`.
+        form: what the method is given.
+        base_dtype: dtype of the base's tensor; empty where the output needs no base.
+        sources: per expert, where its delta comes from (None: the expert lacks it); none for `copy` and `tie`.
+        twins: per expert, other names under which it stores the same tensor; their bytes must agree.
         tied_to: for `tie`, the tensor whose bytes it gets.
-        factored: all experts are adapters, and the rule works on their factors.
-        pool: tensors with the same non-empty pool are merged as one matrix, their rows one below the other.
-        read_bytes, write_bytes: traffic.
-        peak_bytes: memory of one worker on this tensor, see `plan.cost`.
+        pool: items with the same non-empty pool are merged as one matrix, their rows one below the other.
+        factors: how A and B are written, for a module.
+        cost: traffic, operations and memory.
     """
 
     name: str
     shape: tuple[int, ...]
-    base_dtype: str
-    out_dtype: str
     layout: TensorLayout
     action: Action
     reason: str
+    outputs: tuple[TensorSpec, ...]
     call: MethodCall | None = None
-    sources: tuple[str, ...] = ()
-    expert_dtypes: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
+    form: Form = "dense"
+    base_dtype: str = ""
+    sources: tuple[Source | None, ...] = ()
     twins: tuple[tuple[str, ...], ...] = ()
     tied_to: str | None = None
-    factored: bool = False
     pool: str = ""
-    read_bytes: int = 0
-    write_bytes: int = 0
-    peak_bytes: int = 0
+    factors: FactorPlan | None = None
+    cost: Cost = Cost()
 
     @property
     def numel(self) -> int:
-        """Number of entries."""
+        """Number of entries of the delta."""
         return math.prod(self.shape)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, one row of `actmat plan --json`."""
-        out: dict[str, Any] = {
-            "name": self.name,
-            "shape": list(self.shape),
-            "role": str(self.layout.role),
-            "action": self.action,
-            "reason": self.reason,
-            "dtype": self.base_dtype,
-            "out_dtype": self.out_dtype,
-            "read_bytes": self.read_bytes,
-            "write_bytes": self.write_bytes,
-            "peak_bytes": self.peak_bytes,
-        }
-        if self.layout.blocks:
-            out["blocks"] = {b.name: [b.start, b.stop] for b in self.layout.blocks}
-        if self.layout.orientation != "OI":
-            out["orientation"] = self.layout.orientation
-        if self.call is not None:
-            out |= self.call.to_json()
-            out["sources"] = list(self.sources)
-            out["expert_dtypes"] = list(self.expert_dtypes)
-        if self.factored:
-            out["factored"] = True
-        if self.tied_to is not None:
-            out["tied_to"] = self.tied_to
-        if self.pool:
-            out["pool"] = self.pool
-        return out
+    @property
+    def pair(self) -> FactorPlan:
+        """How A and B are written; only for items that are modules."""
+        assert self.factors is not None
+        return self.factors
+
+    @property
+    def out_dtype(self) -> str:
+        """dtype of what is written."""
+        return self.outputs[0].dtype
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Tied tensors that are written with the same bytes."""
+        return () if self.factors is not None else tuple(s.name for s in self.outputs[1:])
+
+    @property
+    def expert_dtypes(self) -> tuple[str, ...]:
+        """dtype of the tensor in each expert."""
+        return tuple("" if s is None else s.dtype for s in self.sources)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a diagnosis measures it: everything but tensors that adapters trained in full."""
+        return self.factors is not None or bool(self.base_dtype)
+
+    @property
+    def is_chunkable(self) -> bool:
+        """Whether every delta is read from storage, so that chunks of it cost no more than their bytes."""
+        return all(s is not None and s.kind == "stored" for s in self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +183,11 @@ class InputSummary:
     files: tuple[FileIdentity, ...]
     n_tensors: int
     nbytes: int
+    kind: Literal["model", "adapter"] = "model"
     ignored: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; times and etags stay out of the record, they belong to this machine."""
+        """Plain data for manifests; times and etags stay out of the record, they belong to this machine."""
         return {
             "name": self.label,
             "location": self.location,
@@ -139,34 +200,81 @@ class InputSummary:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What one merge will do. `tensors` are in the order of reading; `specs` and `shards` describe the output."""
+    """What one merge will do, whatever its inputs and its output.
+
+    Args:
+        recipe: what is wanted.
+        output: what is written.
+        base: the checkpoint that deltas are added to; None where the output is made of deltas only.
+        experts: in the recipe's order.
+        items: in the order of reading.
+        specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
+        family: architecture that was recognised.
+        adapter_config: `adapter_config.json` of an adapter.
+        kept: tensors of which an adapter holds no delta, and the recipe's pattern that says so.
+        notes: decisions and warnings, in words.
+        device: kind and number of the device that matrix methods use.
+        versions: of the software that determines the output's bytes.
+        statistics: per expert, a description of its statistics; `statistics_identity`: state of their files.
+    """
 
     recipe: Recipe
-    base: InputSummary
+    output: Literal["model", "adapter"]
+    base: InputSummary | None
     experts: tuple[InputSummary, ...]
-    tensors: tuple[TensorPlan, ...]
+    items: tuple[Item, ...]
     specs: tuple[TensorSpec, ...]
-    shards: tuple[Shard, ...]
+    max_shard_bytes: int
+    stem: str = "model"
     family: str | None = None
+    adapter_config: Mapping[str, Any] | None = None
+    kept: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     device: str = "cpu"
     versions: Mapping[str, str] = field(default_factory=dict)
     statistics: tuple[Mapping[str, Any], ...] = ()
     statistics_identity: tuple[Any, ...] = ()
 
+    @functools.cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The files to write."""
+        return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Item]:
+        """Items by name."""
+        return {item.name: item for item in self.items}
+
+    @property
+    def modules(self) -> tuple[Item, ...]:
+        """Items that are written as factors."""
+        return tuple(i for i in self.items if i.factors is not None)
+
+    @property
+    def inputs(self) -> tuple[InputSummary, ...]:
+        """Base, if there is one, and experts."""
+        return (*((self.base,) if self.base is not None else ()), *self.experts)
+
     @property
     def read_bytes(self) -> int:
         """Bytes to read from all inputs."""
-        return sum(t.read_bytes for t in self.tensors)
+        if self.output == "adapter":  # adapters are read whole, to be hashed
+            return sum(e.nbytes for e in self.experts)
+        return sum(i.cost.read_bytes for i in self.items)
 
     @property
     def write_bytes(self) -> int:
         """Bytes to write, headers included."""
         return sum(s.size for s in self.shards)
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all items, leading terms."""
+        return sum(i.cost.flops for i in self.items)
+
     def peak_bytes(self, workers: int) -> int:
         """Estimated peak of anonymous memory with so many workers: interpreter and libraries + the largest items."""
-        largest = sorted((t.peak_bytes for t in self.tensors), reverse=True)[:workers]
+        largest = sorted((i.cost.host_bytes for i in self.items), reverse=True)[:workers]
         return BASELINE_BYTES + sum(largest)
 
     def fingerprint(self) -> str:
@@ -174,39 +282,53 @@ class MergePlan:
         state = {
             "recipe": self.recipe.model_dump(mode="json", exclude={"out", "mute"}),
             "inputs": [
-                [[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files]
-                for i in (self.base, *self.experts)
+                [[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs
             ],
-            "tensors": [t.to_json() for t in self.tensors],
+            "output": [self.output, self.adapter_config],
+            "items": _ITEMS.dump_python(self.items, mode="json"),
             "device": self.device.partition(":")[0],
             "versions": dict(self.versions),
+            "statistics": self.statistics_identity,
         }
-        if self.statistics_identity:
-            state["statistics"] = self.statistics_identity
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for `actmat plan --json`."""
-        return {
-            "actmat_plan": 1,
-            "recipe": self.recipe.model_dump(mode="json", exclude_defaults=True),
-            "family": self.family,
-            "base": self.base.to_json(),
-            "experts": [e.to_json() for e in self.experts],
-            **({"statistics": list(self.statistics)} if self.statistics else {}),
+        """Plain data, from which `from_json` makes the same plan; totals are added for readers."""
+        totals = {
             "read_bytes": self.read_bytes,
             "write_bytes": self.write_bytes,
+            "flops": self.flops,
             "peak_bytes_one_worker": self.peak_bytes(1),
             "peak_bytes_two_workers": self.peak_bytes(2),
             "shards": {s.file: s.size for s in self.shards},
-            "notes": list(self.notes),
-            "tensors": [t.to_json() for t in self.tensors],
         }
+        fields: dict[str, Any] = _PLAN.dump_python(self, mode="json", exclude_defaults=True)
+        return {"actmat_plan": FORMAT, **fields, "totals": totals}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MergePlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            RecipeError: not a plan of this version, with the places that do not fit.
+        """
+        if data.get("actmat_plan") != FORMAT:
+            raise RecipeError(f"expected a plan of layout {FORMAT}, found {data.get('actmat_plan')!r}")
+        fields = {k: v for k, v in data.items() if k not in ("actmat_plan", "totals")}
+        try:
+            return _PLAN.validate_python(fields)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise RecipeError("The plan is damaged.", problems) from None
 
 
-def count_actions(tensors: Sequence[TensorPlan]) -> dict[str, int]:
-    """How many tensors per action, in the order of `Action`."""
+_PLAN = TypeAdapter(MergePlan)
+_ITEMS = TypeAdapter(tuple[Item, ...])
+
+
+def count_actions(items: Iterable[Item]) -> dict[str, int]:
+    """Number of items per action, in the order of `Action`."""
     out = dict.fromkeys(("merge", "average", "copy", "tie"), 0)
-    for tensor in tensors:
-        out[tensor.action] += 1
+    for item in items:
+        out[item.action] += 1
     return out

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan.model import TensorPlan
+from actmat.plan.model import Item
 
 __all__ = ["PooledLayout", "assign_pools", "pooled"]
 
@@ -20,15 +20,15 @@ PooledLayout = TensorLayout(Role.LINEAR, "pooled with the layers that read the s
 
 
 def assign_pools(
-    tensors: Sequence[TensorPlan], patterns: Sequence[str], peak: Callable[[TensorPlan], int]
-) -> tuple[tuple[TensorPlan, ...], list[str]]:
-    """Tensors with their pools filled in, and problems.
+    items: Sequence[Item], patterns: Sequence[str], peak: Callable[[Item], int]
+) -> tuple[tuple[Item, ...], list[str]]:
+    """Items with their pools filled in, and problems.
 
     Tensors that match one pattern and whose names agree up to their last two parts (`layers.0.self_attn` of
     `layers.0.self_attn.q_proj.weight`) form a pool. A packed tensor that matches is a pool of its own: it stays whole.
 
     Args:
-        tensors: the plan so far.
+        items: the plan so far.
         patterns: see `recipe.Recipe.pool`.
         peak: memory of one worker on a (pooled) tensor.
     """
@@ -36,37 +36,38 @@ def assign_pools(
     problems: list[str] = []
     for text in patterns:
         matches = compile_pattern(text)
-        hits = [i for i, t in enumerate(tensors) if matches(t.name)]
+        hits = [i for i, t in enumerate(items) if matches(t.name)]
         if not hits:
             problems.append(f"pool: the pattern '{text}' matches no tensor of the base")
         for i in hits:
-            groups.setdefault(f"{tensors[i].name.rsplit('.', 2)[0]} ({text})", []).append(i)
-    out = list(tensors)
+            groups.setdefault(f"{items[i].name.rsplit('.', 2)[0]} ({text})", []).append(i)
+    out = list(items)
     for pool, indices in groups.items():
-        indices.sort(key=lambda i: tensors[i].name)  # the order of rows must not depend on how the base is stored
-        members = [tensors[i] for i in indices]
+        indices.sort(key=lambda i: items[i].name)  # the order of rows must not depend on how the base is stored
+        members = [items[i] for i in indices]
         problem = _problem(members)
         if problem is not None:
             problems.append(f"pool: {', '.join(m.name for m in members)} cannot be merged as one matrix: {problem}")
             continue
         need = peak(pooled(members))
         for i, member in zip(indices, members, strict=True):
+            cost = dataclasses.replace(member.cost, host_bytes=need)
             reason = f"{member.reason}, pooled over {len(members)} tensors" if len(members) > 1 else member.reason
-            out[i] = dataclasses.replace(member, pool=pool, reason=reason, peak_bytes=need, layout=_whole(member))
+            out[i] = dataclasses.replace(member, pool=pool, reason=reason, layout=_whole(member), cost=cost)
     return tuple(out), problems
 
 
-def pooled(members: Sequence[TensorPlan]) -> TensorPlan:
+def pooled(members: Sequence[Item]) -> Item:
     """The one matrix of a pool: the members' rows one below the other, under the first member's name."""
     rows = sum(m.shape[0] for m in members)
     return dataclasses.replace(members[0], shape=(rows, *members[0].shape[1:]), layout=PooledLayout)
 
 
-def _whole(member: TensorPlan) -> TensorLayout:
+def _whole(member: Item) -> TensorLayout:
     return TensorLayout(Role.LINEAR, member.layout.reason)
 
 
-def _problem(members: Sequence[TensorPlan]) -> str | None:
+def _problem(members: Sequence[Item]) -> str | None:
     first = members[0]
     if any(m.call != first.call or m.action != "merge" for m in members):
         return "they are not all merged by one rule with the same options"

@@ -1,37 +1,43 @@
-"""What is held of a part of a tensor while a rule merges it: decided once, for the plan's estimate and the engine."""
+"""How the deltas of a part of a tensor are read: decided once, for the plan's estimate and for the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from actmat.methods.contract import MergeMethod
 from actmat.plan.parts import CHUNK, Part, streams
 
-__all__ = ["Reading", "reading_of"]
+__all__ = ["Reading", "Strategy", "reading_of"]
+
+Strategy = Literal["held", "each", "chunks", "chunks_held", "combine"]
+"""How a method is given its deltas.
+
+held         all of them, in memory
+each         one at a time, each in the memory of the one before it
+chunks       chunk by chunk, as often as the method asks; no delta is in memory as a whole
+chunks_held  chunk by chunk; what the first pass reads stays in memory for the next
+combine      as coefficients: one pass over chunks finds them, a second adds up and writes
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What is in memory as a whole.
+    """Strategy of one part.
 
     Args:
-        walked: all that is done with the deltas is that one rule walks over them.
-        combined: and the rule is a sum, so that a second walk adds up and writes (`engine.combined`): neither deltas,
-            nor a result, nor the base in the compute dtype are held.
-        lazy: deltas are read when they are asked for, one laid over the other, or in each walk; else all are held.
-        base: the base is held as stored; else it is read place by place, with the deltas and again for the writing.
+        strategy: see `Strategy`.
+        base_held: whether the base is in memory as stored; else it is read chunk by chunk, with the deltas and again
+            for the output.
     """
 
-    walked: bool
-    combined: bool
-    lazy: bool
-    base: bool
+    strategy: Strategy
+    base_held: bool = True
 
-    def deltas(self, n_experts: int) -> int:
-        """How many deltas are in memory at a time as a whole."""
-        return n_experts if not self.lazy else 0 if self.walked else 1
+    def whole_deltas(self, n_experts: int) -> int:
+        """How many deltas are in memory as a whole at a time."""
+        return {"held": n_experts, "chunks_held": n_experts, "each": 1}.get(self.strategy, 0)
 
 
 def reading_of(
@@ -41,29 +47,25 @@ def reading_of(
     n_experts: int,
     itemsize: int,
     *,
-    can_walk: bool,
-    measured: bool,
+    chunkable: bool,
+    observed: bool,
     copied: bool = False,
 ) -> Reading:
-    """How one rule alone is given a part.
+    """Strategy for a part that one method merges.
 
     Args:
         itemsize: bytes per entry of the compute dtype.
-        can_walk: whether deltas can be read place by place (`adapter_experts.can_walk`).
-        measured: whether somebody beside the rule looks at the deltas: caps, or a diagnosis.
+        chunkable: whether deltas can be read chunk by chunk: all are stored, and the method computes on the CPU.
+            Products of factors have the same bits for whole parts only, and a chunk is too small for an accelerator.
+        observed: whether something else looks at the deltas too: caps, or a diagnosis.
         copied: whether the base is also written as it is, by another variant of the run.
     """
-    if measured or not can_walk or not method.streams(options):
+    if observed or not chunkable or not method.streams(options):
         several = method.acts_on == "matrix" and len(part.layout.matrix_shapes(part.shape)) > 1
-        once = method.one_pass and not several and not measured
-        return Reading(walked=False, combined=False, lazy=once, base=True)
+        return Reading("each" if method.one_pass and not several and not observed else "held")
     large = part.numel > CHUNK
     combined = method.combine is not None and large
     streamed = combined or streams(method, options, part.numel, n_experts, itemsize)
-    looked_at = method.uses_base(options) and not combined
-    return Reading(
-        walked=True,
-        combined=combined,
-        lazy=streamed,
-        base=not (large and streamed) or looked_at or copied,
-    )
+    uses_base = method.uses_base(options) and not combined
+    base_held = not (large and streamed) or uses_base or copied
+    return Reading("combine" if combined else "chunks" if streamed else "chunks_held", base_held)

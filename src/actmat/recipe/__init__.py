@@ -1,9 +1,10 @@
-"""What is wanted: the recipe, from YAML, flags or Python."""
+"""The recipe of a merge, from YAML, flags or Python."""
 
 from __future__ import annotations
 
-from actmat.recipe.load import load_recipe, parse_option
+from actmat.recipe.load import load_recipe, recipe_yaml
 from actmat.recipe.schema import ExpertRef, Postprocess, Recipe, RoleRule, Rule, add_statistics, make_recipe
+from actmat.recipe.variants import parse_option, variants
 
 __all__ = [
     "ExpertRef",
@@ -15,4 +16,6 @@ __all__ = [
     "load_recipe",
     "make_recipe",
     "parse_option",
+    "recipe_yaml",
+    "variants",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,25 @@ import yaml
 from actmat.errors import RecipeError
 from actmat.recipe.schema import Recipe, make_recipe
 
-__all__ = ["load_recipe", "parse_option", "recipe_yaml"]
+__all__ = ["load_recipe", "recipe_yaml"]
 
 MAX_VALUES = 100_000
 
 
-def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Recipe:
-    """Read a recipe file; relative paths in it are relative to the file's folder.
+def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    r"""Read a recipe file; relative paths in it are relative to the file's folder.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "recipe.yaml")
+    ...     _ = file.write_text("base: org/base\nexperts: [org/math, org/code]\nmethod: ties\n")
+    ...     recipe = load_recipe(file, {"scale": 0.5})
+    >>> recipe.method, recipe.labels, recipe.scale
+    ('ties', ('math', 'code'), 0.5)
 
     Args:
         path: YAML (or JSON) file.
-        overrides: fields that replace those of the file (flags given beside it).
+        overrides: fields that replace those of the file.
 
     Raises:
         RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
@@ -37,60 +45,33 @@ def load_recipe(path: str | Path, overrides: dict[str, Any] | None = None) -> Re
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{file} is not valid YAML: {error}") from None
-    if not isinstance(data, dict):
+    if node is None or not isinstance(data, dict):
         raise RecipeError(f"{file}: a recipe is a mapping (base: ..., experts: [...]); found {type(data).__name__}.")
-    where: dict[str, str] = {}
-    duplicates: list[str] = []
-    if node is not None:
-        _lines(node, "", str(file), where, duplicates, set())
-    if duplicates:
-        raise RecipeError(f"{file} says the same thing twice.", duplicates)
-    _resolve_paths(data, file.parent)
-    for name, value in (overrides or {}).items():
-        data[name] = value
-        where = {k: v for k, v in where.items() if k.partition(".")[0] != name}
-    return make_recipe(data, where=where)
-
-
-def parse_option(text: str) -> tuple[str, list[Any]]:
-    """`"rtol=1e-6,1e-4"` -> `("rtol", [1e-6, 1e-4])`; values read as YAML, `1e-6` as a number.
-
-    A list value for one option is written `[0.2, 0.4]`.
-
-    Raises:
-        RecipeError: no `=`, or a value that is not YAML.
-    """
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise RecipeError(f"An option is written name=value; got '{text}'.")
-    value = value.strip()
-    pieces = [value] if value.startswith(("[", "{")) else value.split(",")
-    try:
-        return name.strip(), [_scalar(p.strip()) for p in pieces]
-    except yaml.YAMLError:
-        raise RecipeError(f"The value of the option '{name.strip()}' cannot be read: '{value}'.") from None
+    where = _lines(node, file)
+    given = dict(overrides or {})
+    fields = _with_local_paths(data, file.parent) | given
+    return make_recipe(fields, where={k: v for k, v in where.items() if k.partition(".")[0] not in given})
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """The recipe as YAML, defaults and the output's place left out: what a user can read, keep and run again."""
+    """The recipe as YAML without defaults and `out`: readable, and can be run again.
+
+    >>> print(recipe_yaml(make_recipe({"base": "base", "experts": ["math"], "method": "actmat"})), end="")
+    base: base
+    experts:
+    - path: math
+    """
     data = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"out"})
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _scalar(text: str) -> Any:
-    try:
-        return float(text) if any(c in text for c in ".eE") and text.lower() not in ("true", "false") else int(text)
-    except ValueError:
-        return yaml.safe_load(text) if text else text
-
-
 def _check_size(node: yaml.Node | None, file: Path) -> None:
-    """Refuse anchors that unfold to a giant ('billion laughs') or into themselves, before anything walks over them."""
+    """Refuse anchors that unfold to a giant ('billion laughs') or into themselves, before anything visits them."""
     sizes: dict[int, int] = {}
 
     def unfolded(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = MAX_VALUES  # met again before it is known: it contains itself
+            sizes[id(node)] = MAX_VALUES  # met again before its size is known: it contains itself
             if isinstance(node, yaml.MappingNode):
                 size = sum(unfolded(k) + unfolded(v) for k, v in node.value)
             elif isinstance(node, yaml.SequenceNode):
@@ -104,57 +85,57 @@ def _check_size(node: yaml.Node | None, file: Path) -> None:
         raise RecipeError(f"{file}: a recipe holds at most {MAX_VALUES:,} values, its anchors written out.")
 
 
-def _lines(
-    node: yaml.Node, path: str, file: str, where: dict[str, str], duplicates: list[str], visited: set[int]
-) -> None:
-    """Fill `where` with dotted path -> file:line, and note keys that occur twice (YAML would keep the last)."""
-    if id(node) in visited:  # an anchor used again: once is enough, and a nest of anchors must not explode
-        return
-    visited.add(id(node))
-    where[path] = f"{file}:{node.start_mark.line + 1}"
-    children: Sequence[tuple[str, yaml.Node]] = ()
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                duplicates.append(f"{file}:{key.start_mark.line + 1}: '{key.value}' is given twice")
-            seen.add(key.value)
-        children = [(str(key.value), value) for key, value in node.value]
-        for key, _ in node.value:
-            child = f"{path}.{key.value}" if path else str(key.value)
-            where[child] = f"{file}:{key.start_mark.line + 1}"
-    elif isinstance(node, yaml.SequenceNode):
-        children = [(str(i), value) for i, value in enumerate(node.value)]
-    for key, value in children:
-        child = f"{path}.{key}" if path else key
-        line = where.get(child)
-        _lines(value, child, file, where, duplicates, visited)
-        if line is not None:
-            where[child] = line
+def _lines(root: yaml.Node, file: Path) -> dict[str, str]:
+    """`file:line` of every dotted field path.
+
+    Raises:
+        RecipeError: a mapping has a key twice (YAML would keep the last).
+    """
+    where: dict[str, str] = {}
+    duplicates: list[str] = []
+    visited: set[int] = set()  # an anchor is followed once: a nest of anchors must not explode
+
+    def visit(node: yaml.Node, path: str, line: int) -> None:
+        where[path] = f"{file}:{line + 1}"
+        if id(node) in visited:
+            return
+        visited.add(id(node))
+        prefix = f"{path}." if path else ""
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                if key.value in seen:
+                    duplicates.append(f"{file}:{key.start_mark.line + 1}: '{key.value}' is given twice")
+                seen.add(key.value)
+                visit(value, f"{prefix}{key.value}", key.start_mark.line)
+        elif isinstance(node, yaml.SequenceNode):
+            for i, value in enumerate(node.value):
+                visit(value, f"{prefix}{i}", value.start_mark.line)
+
+    visit(root, "", root.start_mark.line)
+    if duplicates:
+        raise RecipeError(f"{file} says the same thing twice.", duplicates)
+    return where
 
 
-def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
-    """Local paths of a recipe file are relative to that file; what does not exist there is left as a hub id."""
+def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields with local paths relative to `folder`; what does not exist there stays as it is, a hub id."""
 
-    def local(text: Any) -> Any:
-        if isinstance(text, str) and not Path(text).is_absolute():
-            candidate = folder / text
-            if candidate.exists() or text.startswith(("./", "../")):
-                return str(candidate)
-        return text
+    def local(value: Any) -> Any:
+        if isinstance(value, dict):  # an expert
+            return {k: local(v) if k in ("path", "statistics") else v for k, v in value.items()}
+        if not isinstance(value, str) or Path(value).is_absolute():
+            return value
+        found = value.startswith(("./", "../")) or (folder / value).exists()
+        return str(folder / value) if found else value
 
-    data["base"] = local(data.get("base"))
-    if data["base"] is None:
-        del data["base"]
-    experts = data.get("experts")
-    if isinstance(experts, list):
-        data["experts"] = [
-            {**e, **{k: local(e.get(k)) for k in ("path", "statistics") if k in e or k == "path"}}
-            if isinstance(e, dict)
-            else local(e)
-            if isinstance(e, str)
-            else e
-            for e in experts
-        ]
-    if isinstance(data.get("out"), str) and not Path(data["out"]).is_absolute():
-        data["out"] = str(folder / data["out"])
+    fields = dict(data)
+    if fields.get("base", "") is None:
+        del fields["base"]
+    elif "base" in fields:
+        fields["base"] = local(fields["base"])
+    if isinstance(fields.get("experts"), list):
+        fields["experts"] = [local(e) for e in fields["experts"]]
+    if isinstance(fields.get("out"), str) and not Path(fields["out"]).is_absolute():
+        fields["out"] = str(folder / fields["out"])
+    return fields

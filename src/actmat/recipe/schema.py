@@ -1,6 +1,6 @@
 """The recipe: everything that decides what the merged model is, strict and frozen.
 
-How a merge is run (threads, device, memory, overwriting) is no part of the recipe: it must not change the answer.
+Settings of a run (threads, memory, overwriting) are in `actmat.settings`: they must not change the result.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.flag import Flag
 
 __all__ = ["ExpertRef", "Postprocess", "Recipe", "RoleRule", "Rule", "add_statistics", "make_recipe"]
 
@@ -22,7 +23,7 @@ _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 def _numbers(value: Any) -> Any:
-    """YAML 1.1 reads `1e-6` as text (it wants `1.0e-6`); options never mean that, so read it as the number."""
+    """`value` with texts such as `1e-6` as numbers: YAML 1.1 reads them as text (it wants `1.0e-6`)."""
     if isinstance(value, dict):
         return {k: _numbers(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -34,7 +35,7 @@ Options = Annotated[dict[str, Any], BeforeValidator(_numbers)]
 
 
 def _listed(value: Any) -> Any:
-    """One text stands for a list of one."""
+    """A single text as a list of one."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -46,12 +47,16 @@ class _Strict(BaseModel):
 
 
 class ExpertRef(_Strict):
-    """One expert: where it is, what it is called, how much it counts."""
+    """One expert: its location, name and weight."""
 
     path: str = Field(description="directory, file or hub id org/name[@revision]")
     name: str = Field(default="", description="short name for plans and records; default: last part of the path")
-    weight: float = Field(default=1.0, description="weight, for methods that take weights")
-    statistics: str = Field(
+    weight: Annotated[
+        float, Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True)
+    ] = Field(default=1.0, description="weight, for methods that take weights")
+    statistics: Annotated[
+        str, Flag(help="NAME=PATH: what 'actmat statistics collect' wrote for expert NAME.", repeated=True)
+    ] = Field(
         default="", description="what `actmat statistics collect` wrote for this expert, for methods that need it"
     )
 
@@ -67,11 +72,11 @@ class ExpertRef(_Strict):
 
 
 class Rule(_Strict):
-    """What to do with the tensors that match; the first rule that matches a tensor decides."""
+    """Choices for the tensors that match; the first rule that matches a tensor decides."""
 
     match: Patterns = Field(description="patterns on tensor names: globs (* crosses dots, {a,b}), or re:REGEX")
-    method: str | None = Field(default=None, description="merge rule for these tensors; default: the recipe's")
-    options: Options = Field(default_factory=dict, description="options of that rule")
+    method: str | None = Field(default=None, description="merge method of these tensors; default: the recipe's")
+    options: Options = Field(default_factory=dict, description="options of that method")
     scale: float | None = Field(default=None, description="factor of the merged delta; default: the recipe's")
     keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
 
@@ -83,12 +88,12 @@ class Rule(_Strict):
 
 
 class RoleRule(_Strict):
-    """What matching tensors mean, over anything that names, shapes or config.json suggest."""
+    """Meaning of the tensors that match, in place of what names, shapes and config.json suggest."""
 
     match: str = Field(description="pattern on tensor names, as in `rules`")
     role: (
         Literal["linear", "fused_linear", "stacked_experts", "convolution", "embedding", "vector", "buffer"] | None
-    ) = Field(default=None, description="what the tensor is; default: as recognised")
+    ) = Field(default=None, description="role of the tensor; default: as recognised")
     orientation: Literal["OI", "IO"] | None = Field(
         default=None, description="OI as nn.Linear, IO transposed, as Conv1D"
     )
@@ -98,7 +103,7 @@ class RoleRule(_Strict):
 
 
 class Postprocess(_Strict):
-    """What happens to every merged delta after its rule, in this order."""
+    """Changes to every merged delta after its method, in this order."""
 
     lines: tuple[float, float] | None = Field(
         default=None,
@@ -120,55 +125,98 @@ class Postprocess(_Strict):
 
 
 class Recipe(_Strict):
-    """One merge, completely."""
+    """One merge, completely. A field annotated with a `Flag` is a flag of `merge`, `plan` and `diagnose`."""
 
-    base: str = Field(
-        default="", description="the checkpoint that every expert was fine-tuned from; adapters alone need none"
+    base: Annotated[str, Flag(("--base", "-b"), "The checkpoint all experts come from: directory, file or hub id.")] = (
+        Field(default="", description="the checkpoint that every expert was fine-tuned from; adapters alone need none")
     )
-    experts: tuple[ExpertRef, ...] = Field(min_length=1, description="fine-tuned checkpoints: paths, or mappings")
-    method: str = Field(default="actmat", description="merge rule, see `actmat methods`")
-    options: Options = Field(default_factory=dict, description="options of the merge rule")
-    scale: float = Field(default=1.0, description="W* = W_0 + scale * D*, for tensors merged by the method")
-    scope: Scope = Field(
+    experts: Annotated[
+        tuple[ExpertRef, ...],
+        Flag(("--expert", "-e"), "A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
+    ] = Field(min_length=1, description="fine-tuned checkpoints: paths, or mappings")
+    method: Annotated[
+        str,
+        Flag(
+            ("--method", "-m"),
+            "Merge method, see 'actmat methods'; merge and plan take several, with one output each.",
+            repeated=True,
+        ),
+    ] = Field(default="actmat", description="merge method, see `actmat methods`")
+    options: Annotated[
+        Options,
+        Flag(
+            ("--option", "-o"),
+            "name=value of the method; with name=a,b merge and plan try each value, with one output each.",
+        ),
+    ] = Field(default_factory=dict, description="options of the merge method")
+    scale: Annotated[float, Flag()] = Field(
+        default=1.0, description="factor of the merged delta, for tensors merged by the method: W* = W_0 + scale * D*"
+    )
+    scope: Annotated[Scope, Flag()] = Field(
         default="linear",
         description="what the method acts on: linear-like tensors (linear), the paper's 2-D rule (paper), "
         "everything it can act on (all); the rest is the mean of the deltas",
     )
     rules: tuple[Rule, ...] = Field(default=(), description="per-pattern choices, first match wins")
     roles: tuple[RoleRule, ...] = Field(default=(), description="per-pattern meanings, first match wins")
-    keep: Patterns = Field(default=(), description="patterns of tensors copied from the base")
+    keep: Annotated[Patterns, Flag()] = Field(
+        default=(), description="patterns of tensors copied from the base, such as '*lm_head*'"
+    )
     pool: Patterns = Field(
         default=(),
         description="patterns of linear layers that read the same input, such as '*.{q,k,v}_proj.weight': matches with "
         "one parent module are merged as one matrix, so that they share one covariance estimate",
     )
-    ties: bool = Field(default=True, description="merge tensors that config.json ties once; false: each by itself")
+    ties: Annotated[bool, Flag(("--ties/--no-ties",))] = Field(
+        default=True, description="merge tensors that config.json ties once; otherwise each by itself"
+    )
     gram_mean: Literal["token", "sample", "sum"] = Field(
         default="token",
         description="what an expert's Gram is divided by: its tokens, its samples (long inputs count more), or nothing",
     )
-    postprocess: Postprocess = Field(default=Postprocess(), description="what happens to every merged delta")
-    dtype: OutputDtype | None = Field(default=None, description="dtype of the output; default: the base's, per tensor")
-    compute_dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype of deltas and rules")
-    seed: int = Field(default=0, description="seed of random rules, combined with each tensor's name")
-    allow_nonfinite: bool = Field(default=False, description="treat NaN and Inf in an expert as 'unchanged'")
-    files_from: str = Field(default="base", description="'base' or an expert's name: tokenizer, generation config")
-    max_shard_size: str = Field(default="5GB", description="largest weight file; powers of ten, such as 500MB")
-    to: Literal["adapter", "model"] | None = Field(
-        default=None, description="what to write; default: an adapter if every expert is one and no base is given"
+    postprocess: Postprocess = Field(default=Postprocess(), description="changes to every merged delta")
+    dtype: Annotated[OutputDtype | None, Flag()] = Field(
+        default=None,
+        description="dtype of the output: float64, float32, bfloat16 or float16; default: the base's, per tensor",
     )
-    rank: Annotated[int, Field(gt=0)] | None = Field(
+    compute_dtype: Annotated[Literal["float32", "float64"], Flag()] = Field(
+        default="float32", description="dtype of deltas and methods: float32 or float64"
+    )
+    seed: Annotated[int, Flag()] = Field(
+        default=0, description="seed of random methods, combined with each tensor's name"
+    )
+    allow_nonfinite: Annotated[bool, Flag()] = Field(
+        default=False, description="treat NaN and Inf in an expert as 'unchanged' instead of stopping"
+    )
+    files_from: Annotated[str, Flag()] = Field(
+        default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
+    )
+    max_shard_size: Annotated[str, Flag()] = Field(
+        default="5GB", description="largest weight file; powers of ten, such as 500MB"
+    )
+    to: Annotated[Literal["adapter", "model"] | None, Flag()] = Field(
+        default=None,
+        description="kind of output: adapter or model; default: an adapter if every expert is one and no base is given",
+    )
+    rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
         default=None, description="rank of the merged adapter, truncated optimally; default: what is exact"
     )
-    ranks: Literal["uniform", "pattern"] = Field(
+    ranks: Annotated[Literal["uniform", "pattern"], Flag()] = Field(
         default="uniform",
-        description="ranks of the merged adapter: one for all modules (zeros fill up), or each its own (rank_pattern)",
+        description="ranks of the merged adapter: with 'uniform', zeros fill up to one rank; with 'pattern', each "
+        "module has its own",
     )
-    any_base: bool = Field(default=False, description="merge adapters although they name different bases")
-    mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(_listed)] = Field(
-        default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
+    any_base: Annotated[bool, Flag()] = Field(
+        default=False, description="merge adapters although they name different bases"
     )
-    out: str | None = Field(default=None, description="directory to write; relative to the recipe's folder")
+    mute: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...],
+        BeforeValidator(_listed),
+        Flag(help="Code of a check that shall not count, such as AM103."),
+    ] = Field(default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`")
+    out: Annotated[str | None, Flag(help="Directory of the merged model.", type=Path)] = Field(
+        default=None, description="directory to write; relative to the recipe's folder"
+    )
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:
@@ -194,7 +242,10 @@ class Recipe(_Strict):
 def add_statistics(
     experts: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Experts as plain data, each with its statistics: by name, or one for each in their order.
+    """Add statistics to experts, by their names, or one for each in their order; returns plain data.
+
+    >>> add_statistics([{"path": "math"}, {"path": "code"}], {"code": "stats/code"})
+    [{'path': 'math'}, {'path': 'code', 'statistics': 'stats/code'}]
 
     Raises:
         RecipeError: a name that no expert has, or another number than there are experts.
@@ -216,9 +267,13 @@ def add_statistics(
 def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = None) -> Recipe:
     """Validate `fields` into a `Recipe`.
 
+    >>> recipe = make_recipe({"base": "base", "experts": ["math", "org/code"], "options": {"rtol": "1e-6"}})
+    >>> recipe.labels, recipe.options, recipe.scope
+    (('math', 'code'), {'rtol': 1e-06}, 'linear')
+
     Args:
         fields: the recipe as plain data.
-        where: dotted field path -> "file:line", to point at the place in a file.
+        where: dotted field path -> "file:line", for messages about a file.
 
     Raises:
         RecipeError: every problem, with its place and the near name of a misspelt field.

@@ -1,4 +1,4 @@
-"""What happened: manifest, model card, verification."""
+"""Records of a merge: manifest, model card, verification, comparison, pages."""
 
 from __future__ import annotations
 

@@ -17,49 +17,82 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def model_card(plan: MergePlan) -> str:
-    """Markdown with a YAML head: `base_model`, `tags: [merge]`, the recipe, what was done to the tensors."""
+    """Markdown with a YAML head: `base_model`, `tags: [merge]`, the recipe, what was done."""
+    recipe = plan.recipe
+    head, title, table, done = _of_adapter(plan) if plan.output == "adapter" else _of_model(plan)
+    method = get_method(recipe.method)
+    thing = "module" if plan.output == "adapter" else "tensor"
+    with_what = (
+        "with norms and the error of the\ntruncation; `actmat verify` checks the hashes."
+        if plan.output == "adapter"
+        else "with hashes of all inputs and of the\noutput; `actmat verify` checks them."
+    )
+    lines = [
+        "---",
+        yaml.safe_dump(head, sort_keys=False).strip(),
+        "---",
+        "",
+        f"# {title}",
+        "",
+        method.summary,
+        "",
+        f"    {method.equation}",
+        "",
+        f"Reference: {method.reference}.",
+        "",
+        *table,
+        "",
+        done,
+        "",
+        *(["## Recipe", ""] if plan.output == "model" else []),
+        "```yaml",
+        recipe_yaml(recipe).strip(),
+        "```",
+        "",
+        f"`actmat_manifest.json` tells for every {thing} what was done and why, {with_what} "
+        f"Made with actmat {plan.versions['actmat']}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _of_model(plan: MergePlan) -> tuple[dict[str, Any], str, list[str], str]:
+    """Metadata, title, table of inputs, and a sentence on what was done."""
     recipe = plan.recipe
     inputs = [recipe.base, *(e.path for e in recipe.experts)]
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "actmat"]}
     hub_ids = [i.partition("@")[0] for i in inputs if _HUB_ID.fullmatch(i.partition("@")[0])]
     if hub_ids:
         head = {"base_model": hub_ids, "base_model_relation": "merge"} | head
-    method = get_method(recipe.method)
-    counts = count_actions(plan.tensors)
-    done = {
+    words = {
         "merge": f"merged with `{recipe.method}`" if not recipe.rules else "merged by the rules of the recipe",
         "average": "averaged (mean of the deltas)",
         "copy": "copied from the base",
         "tie": "tied to another tensor",
     }
-    lines = [
-        "---",
-        yaml.safe_dump(head, sort_keys=False).strip(),
-        "---",
-        "",
-        f"# Merge of {len(recipe.experts)} experts with {recipe.method}",
-        "",
-        f"{method.summary}",
-        "",
-        f"    {method.equation}",
-        "",
-        f"Reference: {method.reference}.",
-        "",
+    table = [
         "| | checkpoint | weight |",
         "|---|---|---|",
         f"| base | {recipe.base} | |",
         *(f"| {e.label} | {e.path} | {e.weight:g} |" for e in recipe.experts),
-        "",
-        "Tensors: " + ", ".join(f"{n} {done[a]}" for a, n in counts.items() if n) + ".",
-        "",
-        "## Recipe",
-        "",
-        "```yaml",
-        recipe_yaml(recipe).strip(),
-        "```",
-        "",
-        "`actmat_manifest.json` tells for every tensor what was done and why, with hashes of all inputs and of the",
-        f"output; `actmat verify` checks them. Made with actmat {plan.versions['actmat']}.",
-        "",
     ]
-    return "\n".join(lines)
+    done = "Tensors: " + ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.items).items() if n) + "."
+    return head, f"Merge of {len(recipe.experts)} experts with {recipe.method}", table, done
+
+
+def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, list[str], str]:
+    recipe = plan.recipe
+    assert plan.adapter_config is not None
+    head = {
+        "base_model": plan.adapter_config["base_model_name_or_path"],
+        "library_name": "peft",
+        "tags": ["merge", "actmat", "lora"],
+    }
+    table = [
+        "| adapter | from | weight |",
+        "|---|---|---|",
+        *(f"| {e.label} | {e.path} | {e.weight:g} |" for e in recipe.experts),
+    ]
+    top = max((m.pair.rank for m in plan.modules), default=0)
+    done = f"{len(plan.modules)} modules of rank up to {top}, scaling 1."
+    return head, f"Merge of {len(recipe.experts)} adapters with {recipe.method}", table, done

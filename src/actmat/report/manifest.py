@@ -1,20 +1,23 @@
-"""`actmat_manifest.json`: what was wanted, what it was made from, what happened to every tensor."""
+"""`actmat_manifest.json`: recipe, inputs, and the record of every tensor."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.hashing import HASH_NAME, hash_names, sha256_file
-from actmat.checkpoints.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.engine.task import Record
 from actmat.errors import CheckpointError
-from actmat.plan.model import InputSummary, MergePlan
+from actmat.experts.base import Expert
+from actmat.plan.model import InputSummary, Item, MergePlan
 
-__all__ = ["FORMAT", "build_manifest", "read_manifest", "write_manifest"]
+__all__ = ["FORMAT", "build_manifest", "read_manifest", "total_error", "write_manifest"]
 
 FORMAT = 1
 """Version of the manifest's layout; see docs/formats/manifest.md."""
@@ -23,7 +26,13 @@ REQUIRED = frozenset({"base", "experts", "output", "tensors"})
 
 
 def build_manifest(
-    plan: MergePlan, records: Mapping[str, Mapping[str, Any]], *, out: Path, seconds: float, files: Sequence[str]
+    plan: MergePlan,
+    records: Mapping[str, Record],
+    experts: Sequence[Expert],
+    *,
+    out: Path,
+    seconds: float,
+    files: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The manifest as plain data.
 
@@ -32,47 +41,127 @@ def build_manifest(
 
     Args:
         plan: what was to be done.
-        records: tensor name -> record from the engine, for every tensor.
+        records: item -> its record; tied tensors have that of the tensor they are tied to.
+        experts: opened; adapters are recorded with the hashes of all that they store.
         out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
         seconds: wall time of the run that finished it.
         files: files copied from the inputs.
     """
-    tensors = []
-    for item in plan.tensors:
-        record = records[item.name]
-        row = item.to_json()
-        for key in ("read_bytes", "write_bytes", "peak_bytes"):
-            row.pop(key)
-        row |= {k: record[k] for k in ("hash", "stats", "unchanged", "nonfinite")}
-        row["input_hashes"] = {"base": record["base_hash"]} | dict(
-            zip(plan.recipe.labels, record["expert_hashes"], strict=False)
-        )
-        tensors.append(row)
+    is_adapter = plan.output == "adapter"
+    tensors = _written_tensors(plan, records) if is_adapter else [_tensor_row(plan, i, records) for i in plan.items]
+    output: dict[str, Any] = {
+        "content": hash_names((t["name"], t["hash"]) for t in tensors),
+        "files": {s.file: s.size for s in plan.shards},
+    }
+    output |= {"relative_error": total_error(records)} if is_adapter else {"copied_files": list(files)}
+    model = {"device": plan.device, "family": plan.family}
+    adapter = {
+        "kept": dict(plan.kept),
+        "modules": [_module_row(item) | {"stats": records[item.name].stats} for item in plan.items],
+    }
     return {
         "actmat_manifest": FORMAT,
+        **({"kind": "adapter"} if is_adapter else {}),
         "recipe": plan.recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
         "versions": dict(plan.versions),
-        "device": plan.device,
-        "family": plan.family,
+        **({} if is_adapter else model),
         "hash": HASH_NAME,
-        "base": _input(plan.base, out) | {"content": _content(records, None, plan.tensors)},
-        "experts": [
-            _input(e, out) | {"content": _content(records, t, plan.tensors)} for t, e in enumerate(plan.experts)
-        ],
+        "base": None if plan.base is None else _input(plan.base, out) | {"content": _content(plan, records, None)},
+        "experts": [_expert(plan, records, t, e, out) for t, e in enumerate(experts)],
         **({"statistics": [dict(s) for s in plan.statistics]} if plan.statistics else {}),
-        "output": {
-            "content": hash_names((n, r["hash"]) for n, r in records.items()),
-            "files": {s.file: s.size for s in plan.shards},
-            "copied_files": list(files),
-        },
+        "output": output,
         "notes": list(plan.notes),
+        **(adapter if is_adapter else {}),
         "tensors": tensors,
         "timing": {
             "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": round(seconds, 3),
-            "tensor_seconds": {n: r["seconds"] for n, r in records.items()},
+            ("module_seconds" if is_adapter else "tensor_seconds"): {
+                i.name: 0.0 if i.tied_to else round(records[i.tied_to or i.name].seconds, 6) for i in plan.items
+            },
         },
     }
+
+
+def total_error(records: Mapping[str, Record]) -> float:
+    """Relative error of the truncation over all modules: `sqrt(sum error^2 / sum norm^2)`."""
+    stats = [r.stats for r in records.values() if "error_norm" in r.stats]
+    norm = math.fsum(s["norm"] ** 2 for s in stats)
+    return math.sqrt(math.fsum(s["error_norm"] ** 2 for s in stats) / norm) if norm else 0.0
+
+
+def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> dict[str, Any]:
+    """What was planned for one tensor of a model, and what happened."""
+    record = records[item.tied_to or item.name]
+    row: dict[str, Any] = {
+        "name": item.name,
+        "shape": list(item.shape),
+        "role": str(item.layout.role),
+        "action": item.action,
+        "reason": item.reason,
+        "dtype": item.base_dtype,
+        "out_dtype": item.out_dtype,
+    }
+    if item.layout.blocks:
+        row["blocks"] = {b.name: [b.start, b.stop] for b in item.layout.blocks}
+    if item.layout.orientation != "OI":
+        row["orientation"] = item.layout.orientation
+    if item.call is not None:
+        row |= item.call.to_json()
+        row["sources"] = [s.name for s in item.sources if s is not None]
+        row["expert_dtypes"] = list(item.expert_dtypes)
+    if item.form == "factored":
+        row["factored"] = True
+    if item.tied_to is not None:
+        row["tied_to"] = item.tied_to
+    if item.pool:
+        row["pool"] = item.pool
+    row |= {"hash": record.hash, "stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite}
+    hashes = dict(zip(plan.recipe.labels, record.expert_hashes, strict=False))
+    return row | {"input_hashes": {"base": record.base_hash} | hashes}
+
+
+def _module_row(item: Item) -> dict[str, Any]:
+    """What was planned for one module of an adapter, or for a tensor trained in full."""
+    row: dict[str, Any] = {"name": item.name}
+    if item.factors is not None:
+        row["kind"] = item.factors.kind
+    row["shape"] = list(item.shape)
+    if item.factors is not None:
+        row |= {
+            "expert_ranks": list(item.factors.ranks),
+            "exact_rank": item.factors.exact_rank,
+            "rank": item.factors.rank,
+        }
+    row |= {"action": item.action, "reason": item.reason}
+    if item.factors is not None:
+        row["factored"] = item.form == "factored"
+    row["outputs"] = [s.name for s in item.outputs]
+    if item.factors is not None:
+        if item.factors.blocks:
+            row["blocks"] = {b.name: [b.start, b.stop] for b in item.factors.blocks}
+        assert item.call is not None
+        row |= item.call.to_json()
+    return row
+
+
+def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
+    """Tensors of an adapter as written."""
+    hashes = {name: digest for r in records.values() for name, digest in r.hashes.items()}
+    return [
+        {"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "hash": hashes[s.name]} for s in plan.specs
+    ]
+
+
+def _expert(
+    plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expert, out: Path
+) -> dict[str, Any]:
+    row, hashes = _input(plan.experts[t], out), expert.hashes()
+    if plan.output == "model":
+        row["content"] = _content(plan, records, t)
+    if hashes is not None:  # its tensors are not those of the output: all are checked
+        row = row | {"content": row.get("content", hash_names(hashes.items())), "hashes": dict(hashes)}
+    return row
 
 
 def _input(summary: InputSummary, out: Path) -> dict[str, Any]:
@@ -82,15 +171,15 @@ def _input(summary: InputSummary, out: Path) -> dict[str, Any]:
     return row
 
 
-def _content(records: Mapping[str, Mapping[str, Any]], expert: int | None, tensors: Sequence[Any]) -> str:
-    """Hash over the tensors that were read from one input."""
+def _content(plan: MergePlan, records: Mapping[str, Record], expert: int | None) -> str:
+    """Hash over the tensors that were read from the base, or from one expert."""
     pairs = []
-    for item in tensors:
-        record = records[item.name]
+    for item in plan.items:
+        record = records[item.tied_to or item.name]
         if expert is None:
-            pairs.append((item.name, record["base_hash"]))
-        elif item.sources:
-            pairs.append((item.sources[expert], record["expert_hashes"][expert]))
+            pairs.append((item.name, record.base_hash))
+        elif item.sources and (source := item.sources[expert]) is not None:
+            pairs.append((source.name, record.expert_hashes[expert]))
     return hash_names(pairs)
 
 

@@ -1,4 +1,4 @@
-"""Where a diagnosis goes: `report.json` and, drawn from it, `report.html`."""
+"""Write a diagnosis: `report.json` and, drawn from it, `report.html`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PAGE_NAME = "report.html"
 
 
 def write_report(diagnosis: Diagnosis, place: str | Path) -> list[Path]:
-    """Write both files into the directory `place`; or, to a file, the page if its name ends in .html, else the JSON.
+    """Write both files into a directory; or one file: the page if its name ends in .html, else the JSON.
 
     Returns:
-        What was written; each whole or not at all.
+        The written files; each is whole or not there.
 
     Raises:
-        OSError: the disk says no.
+        OSError: writing failed.
     """
     from actmat.report.html import write_html
 

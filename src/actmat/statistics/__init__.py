@@ -1,4 +1,4 @@
-"""What is measured on data: Gram matrices of layer inputs, the diagonal Fisher; collected, stored, merged."""
+"""Statistics of models on data, such as Gram matrices of layer inputs and the diagonal Fisher."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""Does a merged model still answer as an expert does? On a few unlabelled inputs of the expert's task.
+"""Compare the answers of a merged model with those of an expert on a few unlabelled inputs of the expert's task.
 
-Of all the numbers that docs/forecast.md tried, the divergence alone went with the accuracy that an expert loses in a
-merge in every family of models. It needs inputs of the task; nothing that needs none did.
+Of all the numbers studied in docs/forecast.md, only the divergence correlated with the accuracy that an expert loses in
+a merge in every family of models. It needs inputs of the task; no number that needs none did.
 
 Shapes: `N` predictions, `C` classes (of a language model: tokens, and the vocabulary).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +18,19 @@ from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
 from actmat.linalg.forecast import output_features
-from actmat.statistics.collect import Batch
+from actmat.statistics.batches import Batch, call_model, evaluating
 
 __all__ = ["Agreement", "agreement"]
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far the answers of a merged model are from an expert's; 0 and 0 for the expert itself.
+    """Distance between the answers of a merged model and an expert's; 0 and 0 for the expert itself.
 
     Args:
         disagreement: share of predictions whose most probable class differs.
         divergence: mean of `KL(expert || merged)` in nats: the better forecast of the two.
-        predictions: how many were compared.
+        predictions: number of predictions compared.
     """
 
     disagreement: float
@@ -47,10 +46,14 @@ def agreement(
     logits: Callable[[Any], Tensor] | None = None,
     mask: Callable[[Any], Tensor | None] | None = None,
 ) -> Agreement:
-    """Run both models over the same inputs of the expert's task and compare what they predict.
+    """Run both models over the same inputs of the expert's task and compare their predictions.
+
+    >>> model = nn.Linear(2, 3)
+    >>> agreement(model, model, [torch.randn(5, 2)])
+    Agreement(disagreement=0.0, divergence=0.0, predictions=5)
 
     Args:
-        merged, expert: models that take the same batches; left in the mode that they were in.
+        merged, expert: models that take the same batches; their training mode is restored.
         batches: mappings (keyword arguments), tuples (positional ones) or single tensors; no labels are needed.
         logits: from a model's output to `* C`, for example a classification head on features; default: the output
             itself, or its `logits`.
@@ -62,25 +65,13 @@ def agreement(
         StatisticsError: no batches, predictions of different shapes, or a value that is not finite.
     """
     differing, divergence, count = 0.0, [], 0
-    with torch.no_grad(), _evaluating(merged), _evaluating(expert):
+    with torch.no_grad(), evaluating(merged), evaluating(expert):
         for batch in batches:
-            mine, theirs = (_predict(model, batch, logits) for model in (merged, expert))
-            if mine.shape != theirs.shape:
-                raise StatisticsError(
-                    f"The merged model predicts {tuple(mine.shape)}, the expert {tuple(theirs.shape)}: they must "
-                    "answer the same question, with the same head. Pass logits= to apply the expert's head to both."
-                )
-            kept = (mask or _attention)(batch)
-            if kept is not None and kept.shape == mine.shape[:-1]:
-                mine, theirs = mine[kept.bool()], theirs[kept.bool()]
-            elif mask is not None and kept is not None:
-                raise StatisticsError(
-                    f"The mask has the shape {tuple(kept.shape)}, the predictions {tuple(mine.shape[:-1])}."
-                )
-            number = mine.shape[:-1].numel()
+            mine, theirs = _predictions(merged, expert, batch, logits, mask)
+            number = len(mine)
             if not number:
                 continue
-            found = output_features(mine.flatten(0, -2), theirs.flatten(0, -2))
+            found = output_features(mine, theirs)
             if not math.isfinite(found["divergence"]):
                 raise StatisticsError(
                     "A prediction is NaN or infinite, so the models cannot be compared. Look at the merged model's "
@@ -94,13 +85,31 @@ def agreement(
     return Agreement(differing / count, math.fsum(divergence) / count, count)
 
 
+def _predictions(
+    merged: nn.Module,
+    expert: nn.Module,
+    batch: Batch,
+    logits: Callable[[Any], Tensor] | None,
+    mask: Callable[[Any], Tensor | None] | None,
+) -> tuple[Tensor, Tensor]:
+    """Logits of both models, `N C`, for the predictions of a batch that count."""
+    mine, theirs = (_predict(model, batch, logits) for model in (merged, expert))
+    if mine.shape != theirs.shape:
+        raise StatisticsError(
+            f"The merged model predicts {tuple(mine.shape)}, the expert {tuple(theirs.shape)}: they must "
+            "answer the same question, with the same head. Pass logits= to apply the expert's head to both."
+        )
+    kept = (mask or _attention)(batch)
+    if kept is not None and kept.shape == mine.shape[:-1]:
+        mine, theirs = mine[kept.bool()], theirs[kept.bool()]
+    elif mask is not None and kept is not None:
+        raise StatisticsError(f"The mask has the shape {tuple(kept.shape)}, the predictions {tuple(mine.shape[:-1])}.")
+    return mine.flatten(0, -2), theirs.flatten(0, -2)
+
+
 def _predict(model: nn.Module, batch: Batch, logits: Callable[[Any], Tensor] | None) -> Tensor:
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, Tensor):
-        output = model(batch)
-    else:
-        output = model(*batch)
+    """Logits of a batch, `* C`."""
+    output = call_model(model, batch)
     found = logits(output) if logits is not None else getattr(output, "logits", output)
     if not isinstance(found, Tensor) or found.ndim < 2:
         raise StatisticsError(
@@ -111,20 +120,10 @@ def _predict(model: nn.Module, batch: Batch, logits: Callable[[Any], Tensor] | N
 
 
 def _attention(batch: Batch) -> Tensor | None:
-    """The mask of the tokens; an encoder's says nothing about what its decoder predicts."""
+    """Mask of the predictions that count; the mask of an encoder does not apply to its decoder's predictions."""
     if not isinstance(batch, Mapping):
         return None
     labels = batch.get("labels")
     if "decoder_input_ids" in batch:
         return labels != -100 if labels is not None else batch.get("decoder_attention_mask")
     return None if labels is not None else batch.get("attention_mask")
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    before = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(before)

@@ -1,14 +1,13 @@
-"""Bind a model in memory to the checkpoint it came from: names on disk, content hashes, and the proof that they agree.
+"""Bind a model in memory to its checkpoint: names on disk and content hashes, checked against the parameters.
 
-Statistics are of one state of one model. Every tensor of the checkpoint is read once, hashed, and compared with the
-parameter it became; a model that was trained on since, or is another one, is refused.
+Statistics belong to one state of one model. Every tensor of the checkpoint is read once, hashed, and compared with its
+parameter; a model that has been trained since it was loaded, or another model, is refused.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import Located, Slice, locate, names_on_disk
 from actmat.statistics.header import AdapterInfo, ModelInfo
 
-__all__ = ["Binding", "bind", "clean_name", "model_parameters"]
+__all__ = ["Binding", "adapter_content", "bind", "content_hash", "transformers_model"]
 
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER_PARTS = (".lora_", ".original_module.", "lora_magnitude_vector", ".ranknum")
@@ -34,14 +33,27 @@ class Binding:
     """A model and its checkpoint.
 
     Args:
-        info: what is written down about them.
-        parameters: name in memory -> parameter, for those that lie in the checkpoint.
-        places: name in memory -> where it lies there.
+        info: record of both for the header.
+        parameters: name in memory -> parameter, for those that are in the checkpoint.
+        located: name in memory -> the stored tensors that make it up.
     """
 
     info: ModelInfo
     parameters: Mapping[str, Tensor]
-    places: Mapping[str, Located]
+    located: Mapping[str, Located]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Floating-point parameters with at least two axes."""
+        return {n: p for n, p in self.parameters.items() if p.ndim >= 2 and p.is_floating_point()}
+
+    def stored(self, parameter: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Stored tensors of a parameter, each with its part of `value`, which has the parameter's shape."""
+        for piece in self.located[parameter].slices:
+            yield piece.name, piece.of(value)
+
+    def renamed(self) -> dict[str, str]:
+        """Stored tensor -> name in memory, where they differ."""
+        return {s.name: name for name, found in self.located.items() for s in found.slices if s.name != name}
 
 
 def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | None = None) -> Binding:
@@ -49,31 +61,31 @@ def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | Non
 
     Args:
         model: the model, in memory.
-        checkpoint: what it was loaded from; None: the model itself, under its own names.
-        adapter: the adapter on it, if there is one.
+        checkpoint: its checkpoint; None: the model is recorded under its own names.
+        adapter: the adapter on it, or None.
 
     Raises:
         StatisticsError: parameters and stored tensors differ, or no parameter is found.
     """
-    parameters = model_parameters(model)
+    parameters = _model_parameters(model)
     if checkpoint is None:
-        hashes = {n: _hash(p.detach().cpu().contiguous()) for n, p in parameters.items()}
-        places = {n: Located(tuple(p.shape), (Slice(n),)) for n, p in parameters.items()}
+        hashes = {n: content_hash(p) for n, p in parameters.items()}
+        located = {n: Located(tuple(p.shape), (Slice(n),)) for n, p in parameters.items()}
         location = type(model).__name__
     else:
-        places, why = _places(model, parameters, checkpoint)
-        if not places:
+        located, why = _locate(model, parameters, checkpoint)
+        if not located:
             cause = why or "is it the checkpoint of this model?"
             raise StatisticsError(f"No parameter of the model is found in {checkpoint.location}: {cause}")
-        trained = {} if adapter is None else dict.fromkeys(adapter.extras)
-        hashes = _compared(checkpoint, parameters, places, trained)
+        replaced = frozenset(() if adapter is None else adapter.extras)
+        hashes = _compared(checkpoint, parameters, located, replaced)
         location = checkpoint.location
     content = hash_names(hashes.items())
     on_top = None if adapter is None else AdapterInfo(location=adapter.location, content=adapter_content(adapter))
     config = (checkpoint.config if checkpoint is not None else None) or {}
     architecture = next(iter(config.get("architectures") or ()), type(model).__name__)
     info = ModelInfo(location=location, architecture=architecture, content=content, tensors=hashes, adapter=on_top)
-    return Binding(info, {n: p for n, p in parameters.items() if n in places}, places)
+    return Binding(info, {n: p for n, p in parameters.items() if n in located}, located)
 
 
 def adapter_content(adapter: Adapter) -> str:
@@ -82,66 +94,63 @@ def adapter_content(adapter: Adapter) -> str:
     return hash_names([*adapter.hashes.items(), *scales.items()])
 
 
-def model_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters of the model proper, tied ones once; an adapter's own are left out, its wrappers out of the names."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not any(part in f".{name}" for part in _ADAPTER_PARTS):
-            found[clean_name(name)] = parameter
-    return found
+def _model_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters of the model without its adapter's, tied ones once, under the names that they have without PEFT."""
+    return {
+        _clean_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if not any(part in f".{name}" for part in _ADAPTER_PARTS)
+    }
 
 
-def clean_name(name: str) -> str:
+def _clean_name(name: str) -> str:
     """A parameter's name without PEFT's wrappers around it."""
     return _WRAPPED.sub("", name.removeprefix("base_model.model."))
 
 
-def _places(
+def _locate(
     model: nn.Module, parameters: Mapping[str, Tensor], checkpoint: Checkpoint
 ) -> tuple[dict[str, Located], str]:
-    inner = _transformers_model(model)
-    names = list(parameters)
-    if inner is not None:
-        state = {clean_name(n): None for n in inner.state_dict()}
-        converted, why = names_on_disk(checkpoint, inner, state)
-        return {n: p for n, p in converted.items() if n in parameters}, why
-    return locate(checkpoint, [[n] for n in names])
+    """Parameters located in the checkpoint, and the reason why others may not have been found."""
+    inner = transformers_model(model)
+    if inner is None:
+        return locate(checkpoint, [[n] for n in parameters])
+    state = {_clean_name(n): None for n in inner.state_dict()}
+    converted, why = names_on_disk(checkpoint, inner, state)
+    return {n: p for n, p in converted.items() if n in parameters}, why
 
 
-def _transformers_model(model: nn.Module) -> Any:
-    """The transformers model that this is, or that PEFT wraps; None for any other."""
+def transformers_model(model: nn.Module) -> Any:
+    """The transformers model that `model` is, or that PEFT wraps in it; None for any other."""
     inner: Any = getattr(model, "get_base_model", lambda: model)()
     return inner if hasattr(inner, "base_model_prefix") and hasattr(inner, "config") else None
 
 
 def _compared(
-    checkpoint: Checkpoint, parameters: Mapping[str, Tensor], places: Mapping[str, Located], trained: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, Tensor],
+    located: Mapping[str, Located],
+    replaced: frozenset[str],
 ) -> dict[str, str]:
-    """Content hash of every stored tensor.
+    """Content hash of every stored tensor; parameters that the adapter has `replaced` are not compared.
 
     Raises:
         StatisticsError: a tensor's values are not those of its parameter.
     """
-    of_disk = {s.name: (name, s) for name, place in places.items() for s in place.slices}
+    in_memory = {s.name: (name, s) for name, found in located.items() for s in found.slices}
     hashes: dict[str, str] = {}
     problems: list[str] = []
     for name, spec in checkpoint.specs.items():
         stored = checkpoint.read(name)
-        hashes[name] = _hash(stored)
-        if name not in of_disk or not spec.is_floating:
+        hashes[name] = content_hash(stored)
+        parameter, piece = in_memory.get(name, ("", None))
+        if piece is None or not spec.is_floating or parameter in replaced:
             continue
-        memory_name, piece = of_disk[name]
-        if memory_name in trained:
-            continue  # the adapter replaces it
-        value = parameters[memory_name].detach()
-        value = value if piece.index is None else value[piece.index]
-        value = (value if piece.stop is None else value[..., piece.start : piece.stop, :]).cpu()
+        value = piece.of(parameters[parameter].detach()).cpu()
         if value.shape != stored.shape:
-            problems.append(
-                f"'{memory_name}' is {_x(value.shape)} in the model and {_x(stored.shape)} in the checkpoint"
-            )
+            problems.append(f"'{parameter}' is {_x(value.shape)} in the model and {_x(stored.shape)} in the checkpoint")
         elif not _same(value, stored):
-            problems.append(f"'{memory_name}' has other values in the model than '{name}' in the checkpoint")
+            problems.append(f"'{parameter}' has other values in the model than '{name}' in the checkpoint")
     if problems:
         raise StatisticsError(
             f"The model is not what {checkpoint.location} holds: {len(problems)} problem(s). Was it trained on since "
@@ -157,20 +166,12 @@ def _same(value: Tensor, stored: Tensor) -> bool:
     return torch.equal(value.to(coarser), stored.to(coarser))
 
 
-def _hash(tensor: Tensor) -> str:
+def content_hash(tensor: Tensor) -> str:
+    """Content hash of a tensor's bytes."""
     seen = ContentHash()
-    seen.update(raw_bytes(tensor))
+    seen.update(raw_bytes(tensor.detach().cpu().contiguous()))
     return seen.hexdigest()
 
 
 def _x(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "a scalar"
-
-
-def batch_hash(tensors: Mapping[str, Tensor], seen: ContentHash) -> None:
-    """Add one batch to the hash of the data: names, shapes and values."""
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        seen.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        if math.prod(tensor.shape):
-            seen.update(raw_bytes(tensor if tensor.dtype != torch.bool else tensor.to(torch.uint8)))

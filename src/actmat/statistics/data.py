@@ -1,4 +1,4 @@
-"""Data for measuring: text through a tokenizer, images through an image processor, in batches.
+"""Batches of a data set: texts through a tokenizer, images through an image processor.
 
 A data set is a file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.txt` with one text a line, `.npz` with an array of
 images), a folder of such files or of images, or the id of a data set on the hub. It is streamed, not copied.
@@ -7,6 +7,7 @@ images), a folder of such files or of images, or the id of a data set on the hub
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +31,18 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How a data set is read.
+    """A data set, and how to read it.
 
     Args:
         location: file, folder or hub id.
         split: of a data set on the hub, or of a folder of images.
         subset: configuration of a data set on the hub.
-        text_column, image_column: where texts and images are; default: found by name.
-        target_column: what the decoder of an encoder-decoder model reads.
-        label_column: class labels, for the Fisher with given labels.
-        batch_size, max_samples, max_length: how much at a time, in all, and of each text.
+        text_column, image_column: columns of texts and images; default: found by name.
+        target_column: column of texts for the decoder of an encoder-decoder model.
+        label_column: column of class labels, for the Fisher with given labels.
+        batch_size: samples in a batch.
+        max_samples: samples in all; None: every sample.
+        max_length: tokens of one text at most.
     """
 
     location: str
@@ -54,13 +57,17 @@ class DataOptions:
     max_length: int = 512
 
     def details(self) -> dict[str, str]:
-        """For the record: everything that was said beside the location."""
+        """Options that are set, for the record.
+
+        >>> DataOptions("texts.jsonl", text_column="body").details()
+        {'split': 'train', 'text_column': 'body', 'max_length': '512'}
+        """
         kept = ("split", "subset", "text_column", "image_column", "target_column", "label_column", "max_length")
         return {k: str(v) for k in kept if (v := getattr(self, k)) is not None}
 
 
 def check_data(options: DataOptions) -> None:
-    """Read one row, to find out before a model is loaded whether there are any.
+    """Read one row, so that unusable data is reported before a model is loaded.
 
     Raises:
         StatisticsError: no such data, or nothing in it.
@@ -69,9 +76,9 @@ def check_data(options: DataOptions) -> None:
         found = next(iter(_rows(options)), None)
     except StatisticsError:
         raise
-    except StopIteration:  # what `datasets` makes of an empty file
+    except StopIteration:  # raised by `datasets` for an empty file
         found = None
-    except Exception as error:  # readers of files raise their own: what they say is passed on
+    except Exception as error:  # readers of files raise errors of many types
         raise StatisticsError(f"{options.location}: the data cannot be read: {error}") from error
     if found is None:
         raise StatisticsError(f"{options.location} is empty: expected at least one sample")
@@ -81,55 +88,46 @@ def make_batches(loaded: Loaded, options: DataOptions, *, labels: bool = False) 
     """Batches of keyword arguments for the model.
 
     Args:
-        loaded: the model; tokenizer and image processor come from where it came from.
-        options: how the data is read.
-        labels: batches are to hold labels.
+        loaded: the model, and the location of its tokenizer or image processor.
+        options: the data set, and how to read it.
+        labels: add labels to the batches.
 
     Raises:
         StatisticsError: no such data, no such column, or a model that takes neither text nor images.
     """
-    rows = _limited(_rows(options), options.max_samples)
-    encode = _encoder(loaded, options, labels=labels)
+    rows = itertools.islice(_rows(options), options.max_samples)
+    encode = _Encoder(loaded, options, labels=labels)
     device = next(loaded.model.parameters()).device
-    batch: list[Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == options.batch_size:
-            yield {k: v.to(device) for k, v in encode(batch).items()}
-            batch = []
-    if batch:
+    while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
 
 
-def _limited(rows: Iterable[Row], n: int | None) -> Iterator[Row]:
-    for i, row in enumerate(rows):
-        if n is not None and i >= n:
-            return
-        yield row
-
-
 def _rows(options: DataOptions) -> Iterable[Row]:
+    """Rows of a data set, streamed.
+
+    Raises:
+        StatisticsError: no such data, or it cannot be read.
+    """
     path = Path(options.location).expanduser()
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
     if not path.exists() and (path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))):
         raise StatisticsError(f"{options.location}: no such file or folder")
-    load = extra("datasets").load_dataset
+    load: Callable[..., Iterable[Row]] = extra("datasets").load_dataset
     try:
         if path.exists():
             reader, files = _local(path)
             if reader == "imagefolder":
-                return load(reader, data_dir=str(path), split=options.split, streaming=True)  # type: ignore[no-any-return]
-            return load(reader, data_files=files, split="train", streaming=True)  # type: ignore[no-any-return]
+                return load(reader, data_dir=str(path), split=options.split, streaming=True)
+            return load(reader, data_files=files, split="train", streaming=True)
         name, _, revision = options.location.partition("@")
-        found = load(name, options.subset, split=options.split, revision=revision or None, streaming=True)
+        return load(name, options.subset, split=options.split, revision=revision or None, streaming=True)
     except (OSError, ValueError) as error:  # DatasetNotFoundError is a FileNotFoundError
         raise StatisticsError(f"{options.location}: the data cannot be read: {error}") from error
-    return found  # type: ignore[no-any-return]
 
 
 def _local(path: Path) -> tuple[str, list[str]]:
-    """The reader of a local file or folder, and the files."""
+    """Name of the reader of a local file or folder, and the files."""
     if path.is_file():
         if path.suffix not in READERS:
             known = ", ".join([*READERS, ".npz"])
@@ -166,49 +164,60 @@ def _arrays(path: Path) -> Iterator[Row]:
         yield {"image": pil.fromarray(image).convert("RGB"), **{k: a[i].item() for k, a in others.items()}}
 
 
-def _encoder(loaded: Loaded, options: DataOptions, *, labels: bool) -> Callable[[list[Row]], dict[str, Tensor]]:
-    """Rows -> keyword arguments of the model."""
-    model: Any = loaded.model
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    known = inspect.signature(inner.forward).parameters
-    wants_text, wants_images = "input_ids" in known, "pixel_values" in known
-    if not (wants_text or wants_images):
-        raise StatisticsError(
-            f"{type(inner).__name__} takes neither text nor images ({', '.join(list(known)[:4])}); make the batches "
-            "yourself and call actmat.statistics.collect"
-        )
-    transformers = extra("transformers")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(loaded.files) if wants_text else None
-        processor = (
-            transformers.AutoImageProcessor.from_pretrained(loaded.files, backend="pil") if wants_images else None
-        )
-    except (OSError, ValueError) as error:
-        what = "tokenizer" if wants_text else "image processor"
-        raise StatisticsError(
-            f"{loaded.files}: {what} cannot be loaded from there: {error}. Copy its files beside the model."
-        ) from error
-    if tokenizer is not None and tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # any token will do: padding is masked
+class _Encoder:
+    """Rows -> keyword arguments of a model.
 
-    def encode(rows: list[Row]) -> dict[str, Tensor]:
+    Raises:
+        StatisticsError: the model takes neither text nor images, or its tokenizer or image processor is missing.
+    """
+
+    def __init__(self, loaded: Loaded, options: DataOptions, *, labels: bool) -> None:
+        self._model: Any = getattr(loaded.model, "get_base_model", lambda: loaded.model)()  # PEFT wraps it
+        self._options = options
+        self._labels = labels
+        self._known = inspect.signature(self._model.forward).parameters
+        wants_text, wants_images = "input_ids" in self._known, "pixel_values" in self._known
+        if not (wants_text or wants_images):
+            raise StatisticsError(
+                f"{type(self._model).__name__} takes neither text nor images ({', '.join(list(self._known)[:4])}); "
+                "make the batches yourself and call actmat.statistics.collect"
+            )
+        transformers = extra("transformers")
+        tokenizer, processor = transformers.AutoTokenizer, transformers.AutoImageProcessor
+        try:
+            self._tokenizer = tokenizer.from_pretrained(loaded.files) if wants_text else None
+            self._processor = processor.from_pretrained(loaded.files, backend="pil") if wants_images else None
+        except (OSError, ValueError) as error:
+            what = "tokenizer" if wants_text else "image processor"
+            raise StatisticsError(
+                f"{loaded.files}: {what} cannot be loaded from there: {error}. Copy its files beside the model."
+            ) from error
+        if self._tokenizer is not None and self._tokenizer.pad_token is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token  # any token will do: padding is masked
+
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Keyword arguments that the model has parameters for."""
+        options = self._options
         out: dict[str, Tensor] = {}
-        if tokenizer is not None:
-            texts = _column(rows, options.text_column, TEXT_COLUMNS, str, "text", options.location)
-            out |= _tokens(tokenizer, texts, options.max_length)
-            if getattr(inner.config, "is_encoder_decoder", False):
-                out |= _decoder_side(inner, tokenizer, rows, options)
-            elif labels and options.label_column is None and "labels" in known:
-                out["labels"] = out["input_ids"].masked_fill(out["attention_mask"] == 0, -100)
-        if processor is not None:
+        if self._tokenizer is not None:
+            out |= self._text(rows)
+        if self._processor is not None:
             images = _column(rows, options.image_column, IMAGE_COLUMNS, None, "image", options.location)
-            out["pixel_values"] = processor([i.convert("RGB") for i in images], return_tensors="pt")["pixel_values"]
-        if labels and options.label_column is not None:
-            found = _column(rows, options.label_column, (), int, "label", options.location)
-            out["labels"] = torch.tensor(found)
-        return {k: v for k, v in out.items() if k in known}
+            pixels = self._processor([i.convert("RGB") for i in images], return_tensors="pt")
+            out["pixel_values"] = pixels["pixel_values"]
+        if self._labels and options.label_column is not None:
+            out["labels"] = torch.tensor(_column(rows, options.label_column, (), int, "label", options.location))
+        return {k: v for k, v in out.items() if k in self._known}
 
-    return encode
+    def _text(self, rows: list[Row]) -> dict[str, Tensor]:
+        options = self._options
+        texts = _column(rows, options.text_column, TEXT_COLUMNS, str, "text", options.location)
+        out = _tokens(self._tokenizer, texts, options.max_length)
+        if getattr(self._model.config, "is_encoder_decoder", False):
+            out |= _decoder_inputs(self._model, self._tokenizer, rows, options)
+        elif self._labels and options.label_column is None and "labels" in self._known:
+            out["labels"] = out["input_ids"].masked_fill(out["attention_mask"] == 0, -100)
+        return out
 
 
 def _tokens(tokenizer: Any, texts: list[str], max_length: int) -> dict[str, Tensor]:
@@ -217,8 +226,8 @@ def _tokens(tokenizer: Any, texts: list[str], max_length: int) -> dict[str, Tens
     return {k: v for k, v in found.items() if isinstance(v, Tensor)}
 
 
-def _decoder_side(model: Any, tokenizer: Any, rows: list[Row], options: DataOptions) -> dict[str, Tensor]:
-    """What the decoder reads: the targets, shifted by one; without targets, its start token."""
+def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOptions) -> dict[str, Tensor]:
+    """Inputs of the decoder: the targets, shifted by one, and their labels; without targets, its start token."""
     start = _start_token(model)
     if options.target_column is None:
         first = torch.full((len(rows), 1), start)
@@ -236,20 +245,24 @@ def _decoder_side(model: Any, tokenizer: Any, rows: list[Row], options: DataOpti
 
 
 def _start_token(model: Any) -> int:
-    """What a decoder starts with, wherever this model's configs say it."""
+    """First token of a decoder, from the model's configs."""
     for config in (getattr(model, "generation_config", None), model.config):
         for name in ("decoder_start_token_id", "bos_token_id"):
             if isinstance(found := getattr(config, name, None), int):
                 return found
     if isinstance(found := getattr(model.config, "pad_token_id", None), int):
-        return found  # what T5 starts with
+        return found  # the start token of T5
     raise StatisticsError(f"{type(model).__name__}: its config names no token for the decoder to start with")
 
 
 def _column(
     rows: list[Row], wanted: str | None, usual: tuple[str, ...], kind: type | None, what: str, where: str
 ) -> list[Any]:
-    """Values of one column, chosen by name or by custom."""
+    """Values of the column `wanted`, else of the first of the `usual` ones, else of the only one with texts.
+
+    Raises:
+        StatisticsError: no such column, or values of another type than `kind`.
+    """
     columns = list(rows[0])
     name = wanted or next((c for c in usual if c in columns), None)
     if name is None and kind is str:
@@ -257,10 +270,10 @@ def _column(
         name = texts[0] if len(texts) == 1 else None
     if name is None or name not in columns:
         hint = did_you_mean(wanted, columns) if wanted else f" Say which with --{what}-column."
-        raise StatisticsError(f"{where}: no column of {what}s{f' {wanted!r}' if wanted else ''}; it has "
-                              f"{', '.join(columns)}.{hint}")  # fmt: skip
+        named = f" {wanted!r}" if wanted else ""
+        raise StatisticsError(f"{where}: no column of {what}s{named}; it has {', '.join(columns)}.{hint}")
     values = [row[name] for row in rows]
-    if kind is not None and any(not isinstance(v, kind) for v in values):
-        wrong = next(v for v in values if not isinstance(v, kind))
-        raise StatisticsError(f"{where}: column '{name}' holds {type(wrong).__name__}, expected {kind.__name__}")
+    wrong = [type(v).__name__ for v in values if kind is not None and not isinstance(v, kind)]
+    if kind is not None and wrong:
+        raise StatisticsError(f"{where}: column '{name}' holds {wrong[0]}, expected {kind.__name__}")
     return values

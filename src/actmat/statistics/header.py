@@ -1,6 +1,7 @@
-"""What a statistics file says about itself: the JSON in its metadata, strict, checked against the stored tensors.
+"""Metadata of a statistics file: the JSON text in it as strict models.
 
-The page `docs/formats/statistics.md` tells the layout to its users; this file is what is enforced.
+`docs/formats/statistics.md` describes the format to users. Gram and Fisher have fields of their own in it; any other
+kind of statistics is listed under `others`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError
-from actmat.statistics.gram import packed_size
 
 __all__ = [
     "FILE_NAME",
@@ -20,9 +19,10 @@ __all__ = [
     "AdapterInfo",
     "DataInfo",
     "GramInfo",
+    "GramOf",
     "Header",
     "ModelInfo",
-    "Place",
+    "SumInfo",
     "describe",
     "parse_header",
 ]
@@ -39,8 +39,8 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Place(_Strict):
-    """What one stored tensor, or a part of it, reads: expert `expert` of a stack, the output features `rows`."""
+class GramOf(_Strict):
+    """The Gram matrix of a stored tensor, or of a part of it: expert `expert` of a stack, output features `rows`."""
 
     gram: str
     expert: Count | None = None
@@ -48,13 +48,21 @@ class Place(_Strict):
 
 
 class GramInfo(_Strict):
-    """One Gram matrix: its size, how many rows were summed, the stack whose tokens a mean is taken over, its hash."""
+    """One Gram matrix: width, number of rows summed, the stack whose tokens a mean is taken over, content hash."""
 
     width: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
     groups: Annotated[int, Field(gt=0, le=MAX_WIDTH)] = 1
     rows: Count
     stack: str | None = None
     hash: Hash
+
+
+class SumInfo(_Strict):
+    """Sums of one kind: what a mean divides by, stored tensor -> hash, and settings that must agree to add files up."""
+
+    count: Count
+    tensors: dict[str, Hash]
+    details: dict[str, str] = {}
 
 
 class AdapterInfo(_Strict):
@@ -75,7 +83,7 @@ class ModelInfo(_Strict):
 
 
 class DataInfo(_Strict):
-    """One set of batches: where from, and the hash of what the model was fed."""
+    """One set of batches: its source, and the hash of the model's inputs."""
 
     source: str
     fingerprint: Hash
@@ -85,7 +93,7 @@ class DataInfo(_Strict):
 
 
 class Header(_Strict):
-    """All of it."""
+    """Metadata of a statistics file."""
 
     format: Literal[1] = 1
     model: ModelInfo
@@ -93,7 +101,7 @@ class Header(_Strict):
     samples: Count
     tokens: Count
     grams: dict[str, GramInfo] = {}
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[GramOf]] = {}
     stacks: dict[str, Count] = {}
     memory: dict[str, str] = {}
     absent: dict[str, str] = {}
@@ -101,30 +109,27 @@ class Header(_Strict):
     fisher_samples: Count = 0
     fisher_labels: str = ""
     counts: dict[str, Hash] = {}
+    others: dict[str, SumInfo] = {}
     versions: dict[str, str] = {}
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of statistics that rules may ask for."""
-        return frozenset(k for k, there in (("gram", self.grams), ("fisher", self.fisher)) if there)
-
-    def tokens_of(self, key: str) -> int:
-        """What a mean per token divides by: the rows summed; for an expert, all tokens that came to its router."""
-        info = self.grams[key]
-        return info.rows if info.stack is None else self.stacks[info.stack]
+        """Kinds of statistics in the file, as methods name them in their needs."""
+        tables = {"gram": self.grams, "fisher": self.fisher, **{k: info.tensors for k, info in self.others.items()}}
+        return frozenset(kind for kind, table in tables.items() if table)
 
     def tensor_hashes(self) -> dict[str, str]:
         """Stored tensor -> hash of its bytes."""
-        out = {f"gram.{k}": g.hash for k, g in self.grams.items()}
-        out |= {f"fisher.{k}": h for k, h in self.fisher.items()}
-        return out | {f"counts.{k}": h for k, h in self.counts.items()}
+        tables = {"gram": {k: g.hash for k, g in self.grams.items()}, "fisher": self.fisher, "counts": self.counts}
+        tables |= {kind: info.tensors for kind, info in self.others.items()}
+        return {f"{prefix}.{name}": h for prefix, table in tables.items() for name, h in table.items()}
 
 
-def parse_header(metadata: Mapping[str, str], specs: Mapping[str, TensorSpec], location: str) -> Header:
-    """Read and check the metadata of a statistics file.
+def parse_header(metadata: Mapping[str, str], location: str) -> Header:
+    """Parse the metadata of a statistics file.
 
     Raises:
-        StatisticsError: not a statistics file, of a newer layout, or not in agreement with its tensors; all problems.
+        StatisticsError: not a statistics file, or not valid; all problems.
     """
     text = metadata.get(METADATA_KEY)
     if text is None:
@@ -133,43 +138,16 @@ def parse_header(metadata: Mapping[str, str], specs: Mapping[str, TensorSpec], l
             f"'{METADATA_KEY}' in its metadata"
         )
     try:
-        header = Header.model_validate_json(text)
+        return Header.model_validate_json(text)
     except ValidationError as error:
         problems = [f"{location}: {'.'.join(map(str, e['loc']))}: {e['msg']}"[:300] for e in error.errors()[:50]]
         raise StatisticsError(f"{location}: what the file says about itself is not valid.", problems) from None
     except RecursionError:
         raise StatisticsError(f"{location}: what the file says about itself is nested too deeply.") from None
-    problems = [f"{location}: {p}" for p in _disagreements(header, specs)]
-    if problems:
-        raise StatisticsError(f"{location}: the statistics do not agree with themselves.", problems)
-    return header
-
-
-def _disagreements(header: Header, specs: Mapping[str, TensorSpec]) -> list[str]:
-    problems = []
-    listed = header.tensor_hashes()
-    problems += [f"tensor '{n}' is listed, but not stored" for n in listed if n not in specs]
-    problems += [f"tensor '{n}' is stored, but not listed" for n in specs if n not in listed]
-    for key, info in header.grams.items():
-        spec = specs.get(f"gram.{key}")
-        size = packed_size(info.width)
-        shape: tuple[int, ...] = (size,) if info.groups == 1 else (info.groups, size)
-        if spec is not None and (spec.shape != shape or spec.dtype not in ("float32", "float64")):
-            found = f"{'x'.join(map(str, spec.shape))} {spec.dtype}"
-            problems.append(f"tensor 'gram.{key}': expected {'x'.join(map(str, shape))} floats, found {found}")
-        if info.stack is not None and info.stack not in header.stacks:
-            problems.append(f"'{key}' is of the stack '{info.stack}', which is not listed")
-    for name, places in header.places.items():
-        for place in places:
-            if place.gram not in header.grams:
-                problems.append(f"'{name}' reads '{place.gram}', which is not there")
-            if place.rows is not None and place.rows[0] >= place.rows[1]:
-                problems.append(f"'{name}': rows {place.rows} are no range")
-    return problems
 
 
 def describe(header: Header) -> dict[str, Any]:
-    """What a manifest and a user want to know of a file."""
+    """Summary of a file for plans and manifests: hashes of model and adapter, data, samples, tokens."""
     return {
         "model": header.model.content,
         "adapter": header.model.adapter.content if header.model.adapter else None,

@@ -1,4 +1,4 @@
-"""Load what is to be measured: a transformers model, or an adapter on its base. Runs no code from the hub."""
+"""Load a model to be measured: a transformers model, or an adapter on its base. Runs no code from the hub."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Loaded", "extra", "load_model"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, ready to run, and where it came from.
+    """A model, ready to run, and its origin.
 
     Args:
         model: in evaluation mode.
         checkpoint: location of the checkpoint.
         adapter: location of the adapter on it, or None.
-        files: where tokenizer and image processor lie: with the checkpoint, or with the adapter.
+        files: location of tokenizer and image processor: the checkpoint's or the adapter's.
     """
 
     model: nn.Module
@@ -64,69 +64,69 @@ def load_model(
         location: folder or hub id `org/name[@revision]` of a checkpoint, or of an adapter.
         base: the checkpoint under an adapter; default: the one that its config names.
         model_class: a class of transformers, such as `AutoModelForCausalLM`; default: the config's architecture.
-        dtype: of the parameters while they are measured.
-        device: where the model runs.
+        dtype: dtype of the parameters.
+        device: device of the model.
 
     Raises:
         StatisticsError: no such class, a model with parameters that the checkpoint lacks, or a missing library.
     """
     adapter = location if is_adapter(location) else None
-    place = location
+    checkpoint = location
     if adapter is not None:
         with open_adapter(adapter) as opened:
             if opened.problems:
                 raise StatisticsError(f"{adapter}: the adapter cannot be used.", opened.problems)
-            place = base or opened.config.base_model or ""
-        if not place:
+            checkpoint = base or opened.config.base_model or ""
+        if not checkpoint:
             raise StatisticsError(f"{adapter} names no base; give it with --base")
     elif base is not None:
         raise StatisticsError(f"--base goes with an adapter, and {location} is none")
-    with open_checkpoint(place) as checkpoint:
-        config = checkpoint.config or {}
-    model = _load(place, model_class or next(iter(config.get("architectures") or ()), None), dtype)
+    with open_checkpoint(checkpoint) as found:
+        config = found.config or {}
+    model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
     if adapter is not None:
         path, revision = _local(adapter)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # what PEFT and transformers have to tell each other
+            warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
             model = extra("peft").PeftModel.from_pretrained(model, path, **revision)
-    return Loaded(model.to(device).eval(), place, adapter, _files(adapter, place))
+    return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
 
 
-def _load(place: str, model_class: str | None, dtype: str) -> Any:
+def _load(location: str, model_class: str | None, dtype: str) -> Any:
     transformers = extra("transformers")
     if model_class is None:
         raise StatisticsError(
-            f"{place}: config.json names no architecture; say how to load it with --model-class, such as "
+            f"{location}: config.json names no architecture; say how to load it with --model-class, such as "
             "AutoModelForCausalLM"
         )
     kind = getattr(transformers, model_class, None)
     if kind is None or not hasattr(kind, "from_pretrained"):
         near = did_you_mean(model_class, [n for n in dir(transformers) if "Model" in n or "For" in n])
         raise StatisticsError(f"transformers {transformers.__version__} has no model class '{model_class}'.{near}")
-    path, revision = _local(place)
-    quiet = transformers.utils.logging
-    bars = quiet.is_progress_bar_enabled()
-    quiet.disable_progress_bar()
+    path, revision = _local(location)
+    logging = transformers.utils.logging
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         model, found = kind.from_pretrained(path, dtype=torch_dtype(dtype), output_loading_info=True, **revision)
     except (OSError, ValueError) as error:
-        raise StatisticsError(f"{place}: transformers cannot load it as {model_class}: {error}") from error
+        raise StatisticsError(f"{location}: transformers cannot load it as {model_class}: {error}") from error
     finally:
         if bars:
-            quiet.enable_progress_bar()
+            logging.enable_progress_bar()
     missing = sorted(found.get("missing_keys") or ())
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise StatisticsError(
-            f"{place}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({shown}); they would be "
-            "random, and so would the statistics of what follows them. Choose the class that it was saved from "
+            f"{location}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({shown}); they would "
+            "be random, and so would the statistics of what follows them. Choose the class that it was saved from "
             "(--model-class)."
         )
     return model
 
 
 def _local(location: str) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` takes: a path or an id, and the revision."""
+    """Arguments of `from_pretrained`: a path or an id, and the revision."""
     if Path(location).expanduser().exists():
         return str(Path(location).expanduser()), {}
     match = HUB_ID.fullmatch(location)
@@ -135,8 +135,9 @@ def _local(location: str) -> tuple[str, dict[str, str]]:
     return match["repo"], {"revision": match["revision"]} if match["revision"] else {}
 
 
-def _files(adapter: str | None, place: str) -> str:
+def _files(adapter: str | None, checkpoint: str) -> str:
+    """Location of tokenizer and image processor."""
     names = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
     if adapter is not None and Path(adapter).is_dir() and any((Path(adapter) / n).is_file() for n in names):
         return adapter
-    return place
+    return checkpoint

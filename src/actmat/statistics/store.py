@@ -7,45 +7,34 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.files import FileReader
-from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import empty_tensor, raw_bytes
-from actmat.checkpoints.shards import plan_shards
-from actmat.checkpoints.staging import disk_errors
-from actmat.checkpoints.writer import ShardWriter
+from actmat.checkpoints.writing.shards import plan_shards
+from actmat.checkpoints.writing.staging import disk_errors
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import CheckpointError, OutputError, StatisticsError
-from actmat.statistics.gram import packed_size, unpack
-from actmat.statistics.header import FILE_NAME, METADATA_KEY, GramInfo, Header, parse_header
+from actmat.statistics.binding import content_hash
+from actmat.statistics.header import FILE_NAME, METADATA_KEY, Header, parse_header
+from actmat.statistics.kinds import KINDS, get_kind
+from actmat.statistics.kinds.base import Mean
 
-__all__ = [
-    "Mean",
-    "Statistics",
-    "check_place",
-    "content_hash",
-    "gram_spec",
-    "open_statistics",
-    "write_statistics",
-]
-
-Mean = Literal["token", "sample", "sum"]
-"""What a Gram is divided by: the tokens seen, the samples, or nothing."""
+__all__ = ["Mean", "Statistics", "check_output", "open_statistics", "write_statistics"]
 
 
 class Statistics:
     """An open statistics file. Thread-safe for reading. Use as a context manager.
 
     Args:
-        location: what the user called it.
+        location: the user's name for it, for messages.
         path: the file.
 
     Raises:
@@ -59,7 +48,10 @@ class Statistics:
             size = self._reader.size(path.name)
             found = read_header(lambda at, n: self._reader.read(path.name, at, n), size, file=path.name)
             self.specs: Mapping[str, TensorSpec] = MappingProxyType(dict(found.specs))
-            self.header = parse_header(found.metadata, found.specs, location)
+            self.header = parse_header(found.metadata, location)
+            problems = [f"{location}: {p}" for p in _disagreements(self.header, self.specs)]
+            if problems:
+                raise StatisticsError(f"{location}: the statistics do not agree with themselves.", problems)
         except CheckpointError as error:
             self._reader.close()
             raise StatisticsError(f"{location}: the statistics cannot be read.", error.problems) from None
@@ -69,22 +61,29 @@ class Statistics:
         self._hashes = self.header.tensor_hashes()
 
     def identity(self) -> tuple[FileIdentity, ...]:
-        """What tells this state of the file from another."""
+        """State of the file (size, times), for fingerprints."""
         return self._reader.identity()
 
     def find(self, name: str, *, expert: int | None = None, rows: tuple[int, int] | None = None) -> str | None:
-        """The Gram that a part of a stored tensor reads: `expert` of a stack, output features `rows`; or None."""
-        for place in self.header.places.get(name, ()):
-            if place.expert is not None and place.expert != expert:
+        """Key of the Gram of a part of a stored tensor: `expert` of a stack, output features `rows`; or None."""
+        for part in self.header.places.get(name, ()):
+            if part.expert is not None and part.expert != expert:
                 continue
-            inside = place.rows is None or (rows is not None and place.rows[0] <= rows[0] and rows[1] <= place.rows[1])
-            if inside:
-                return place.gram
+            if part.rows is None or (rows is not None and part.rows[0] <= rows[0] and rows[1] <= part.rows[1]):
+                return part.gram
         return None
 
     def why_absent(self, name: str) -> str:
-        """Why there is no Gram of a stored tensor."""
+        """Reason why there is no Gram of a stored tensor."""
         return self.header.absent.get(name, "no input of it was measured")
+
+    def read(self, kind: str, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
+        """A statistic of any kind, by its key; `mean` counts for Gram matrices only.
+
+        Raises:
+            StatisticsError: no such kind, or the bytes are not those that were written.
+        """
+        return get_kind(kind).read(self.header, key, self.raw(f"{kind}.{key}").to(dtype), mean)
 
     def gram(self, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
         """One Gram matrix: `I I`, or `G I I` for a convolution in groups.
@@ -92,10 +91,7 @@ class Statistics:
         Raises:
             StatisticsError: the bytes are not those that were written.
         """
-        info = self.header.grams[key]
-        packed = self._read(f"gram.{key}").to(dtype)
-        divisor = {"token": self.header.tokens_of(key), "sample": self.header.samples, "sum": 1}[mean]
-        return unpack(packed.div_(max(divisor, 1)), info.width)
+        return self.read("gram", key, mean=mean, dtype=dtype)
 
     def fisher(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """The diagonal Fisher of a stored tensor, mean over samples, in its shape.
@@ -103,15 +99,23 @@ class Statistics:
         Raises:
             StatisticsError: the bytes are not those that were written.
         """
-        return self._read(f"fisher.{name}").to(dtype).div_(max(self.header.fisher_samples, 1))
-
-    def counts(self, name: str) -> Tensor:
-        """How often each row of a table was looked up, int64."""
-        return self._read(f"counts.{name}")
+        return self.read("fisher", name, dtype=dtype)
 
     def raw(self, stored: str) -> Tensor:
-        """A stored tensor as it is: sums, half of a symmetric matrix."""
-        return self._read(stored)
+        """A stored tensor as it is: a sum, half of a symmetric matrix, a count.
+
+        Raises:
+            StatisticsError: the bytes are not those that were written.
+        """
+        spec = self.specs[stored]
+        tensor = empty_tensor(spec)
+        self._reader.read_into(spec.file, spec.offset, raw_bytes(tensor), tensor=stored)
+        if content_hash(tensor) != self._hashes[stored]:
+            raise StatisticsError(
+                f"{self.location}: tensor '{stored}' is not what was written. Likely cause: a damaged copy. Fix: "
+                "copy the file again, or collect the statistics anew."
+            )
+        return tensor
 
     def close(self) -> None:
         """Release the file."""
@@ -125,20 +129,9 @@ class Statistics:
     ) -> None:
         self.close()
 
-    def _read(self, stored: str) -> Tensor:
-        spec = self.specs[stored]
-        tensor = empty_tensor(spec)
-        self._reader.read_into(spec.file, spec.offset, raw_bytes(tensor), tensor=stored)
-        if content_hash(tensor) != self._hashes[stored]:
-            raise StatisticsError(
-                f"{self.location}: tensor '{stored}' is not what was written. Likely cause: a damaged copy. Fix: "
-                "copy the file again, or collect the statistics anew."
-            )
-        return tensor
-
 
 def open_statistics(location: str | Path) -> Statistics:
-    """Open statistics; reads the header alone.
+    """Open statistics; only the header is read.
 
     Args:
         location: the folder that `actmat statistics collect` wrote, or the file in it.
@@ -153,21 +146,17 @@ def open_statistics(location: str | Path) -> Statistics:
     return Statistics(str(location), file)
 
 
-def content_hash(tensor: Tensor) -> str:
-    """Content hash of a tensor's bytes."""
-    seen = ContentHash()
-    seen.update(raw_bytes(tensor.detach().cpu().contiguous()))
-    return seen.hexdigest()
+def _disagreements(header: Header, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+    """Differences between the header and the stored tensors."""
+    listed = header.tensor_hashes()
+    yield from (f"tensor '{n}' is listed, but not stored" for n in listed if n not in specs)
+    yield from (f"tensor '{n}' is stored, but not listed" for n in specs if n not in listed)
+    for kind in KINDS.values():
+        yield from kind.problems(header, specs)
 
 
-def gram_spec(key: str, info: GramInfo, dtype: str) -> TensorSpec:
-    """Spec of a stored Gram matrix."""
-    size = packed_size(info.width)
-    return TensorSpec(f"gram.{key}", (size,) if info.groups == 1 else (info.groups, size), dtype, "")
-
-
-def check_place(out: Path, *, overwrite: bool) -> None:
-    """Whether statistics can be written there.
+def check_output(out: Path, *, overwrite: bool) -> None:
+    """Check that statistics can be written to the folder `out`.
 
     Raises:
         OutputError: something else is there, or statistics that are not to be replaced.
@@ -189,22 +178,22 @@ def write_statistics(
 
     Args:
         out: folder to make.
-        header: what the file says about itself; hashes included.
+        header: metadata, with the hashes of all tensors.
         specs: stored tensors, in order.
-        read: name -> its values, asked for once each.
+        read: name -> its values, called once per tensor.
         overwrite: replace earlier statistics there.
 
     Raises:
         OutputError: no room, no permission, or something else is there.
     """
-    check_place(out, overwrite=overwrite)
+    check_output(out, overwrite=overwrite)
     text = header.model_dump_json(exclude_defaults=True)
     (shard,) = plan_shards(specs, 1 << 62, stem="statistics", metadata={METADATA_KEY: text})
-    aside = out.parent / f".{out.name}.actmat-partial-{os.getpid()}"
-    with disk_errors(aside):
-        aside.mkdir(parents=True)
+    partial = out.parent / f".{out.name}.actmat-partial-{os.getpid()}"
+    with disk_errors(partial):
+        partial.mkdir(parents=True)
         try:
-            writer = ShardWriter(aside, [shard])
+            writer = ShardWriter(partial, [shard])
             try:
                 for spec in specs:
                     writer.sink(spec.name).write(raw_bytes(read(spec.name).contiguous()))
@@ -213,7 +202,7 @@ def write_statistics(
                 writer.close()
             if out.is_dir():
                 shutil.rmtree(out)
-            aside.rename(out)
-        except BaseException:  # an interruption too: nothing half-written is left
-            shutil.rmtree(aside, ignore_errors=True)
+            partial.rename(out)
+        except BaseException:  # an interruption too: no partial folder is left
+            shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -12,17 +12,17 @@ from tests.helpers.merging import Q0, UP0, expert_of, llama_tensors, save_checkp
 from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
 
 from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.demo.model import load_encoder
+from actmat.demo.tasks import TASKS
 from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeError
-from actmat.experiments.analyses import correlation, cosine, drift, interference, scale
-from actmat.experiments.analyses.correlation import token_records
-from actmat.experiments.analyses.demo_models import DemoModels, load_demo
-from actmat.experiments.analyses.grams import demo_grams, input_grams
-from actmat.experiments.analyses.matrices import grams_of, layers_of
-from actmat.experiments.analyses.mlp import new_mlp
-from actmat.experiments.analyses.on_demo import demo_correlation, demo_cosine, demo_interference, demo_scale
-from actmat.experiments.demo.model import load_encoder
-from actmat.experiments.demo.tasks import TASKS
 from actmat.statistics import collect, open_statistics
+from actmat_experiments.analyses import correlation, cosine, drift, interference, scale
+from actmat_experiments.analyses.correlation import token_records
+from actmat_experiments.analyses.demo_models import DemoModels, load_demo
+from actmat_experiments.analyses.grams import demo_grams, input_grams
+from actmat_experiments.analyses.matrices import grams_of, layers_of
+from actmat_experiments.analyses.mlp import new_mlp
+from actmat_experiments.analyses.on_demo import demo_correlation, demo_cosine, demo_interference, demo_scale
 
 NAMES = ("math", "code")
 

@@ -7,9 +7,9 @@ import torch
 from tests.helpers.merging import actmat as run_cli
 
 from actmat.errors import RecipeError
-from actmat.experiments.analyses import cost
-from actmat.experiments.analyses.cost import PAPER_FLOPS, flop_count
 from actmat.methods import METHODS
+from actmat_experiments.analyses import cost
+from actmat_experiments.analyses.cost import PAPER_FLOPS, flop_count
 
 
 @pytest.mark.parametrize(

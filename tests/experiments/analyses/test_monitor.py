@@ -12,11 +12,11 @@ from tests.helpers.tokens import NaiveAttention, naive_sums
 from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
 from torch import nn
 
+from actmat.demo.model import EncoderConfig, new_encoder
+from actmat.demo.training import Schedule, descend
 from actmat.errors import MergeError, RecipeError
-from actmat.experiments.analyses.mlp import new_mlp
-from actmat.experiments.analyses.monitor import DriftMonitor, MonitorCallback
-from actmat.experiments.demo.model import EncoderConfig, new_encoder
-from actmat.experiments.harness.training import Schedule, descend
+from actmat_experiments.analyses.mlp import new_mlp
+from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
 
 TINY = EncoderConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 

@@ -13,13 +13,13 @@ from tests.helpers.analyses import Plain, tiny_demo
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
 
-from actmat.cli.analyze import app
 from actmat.errors import MergeError, OutputError
-from actmat.experiments import analyses
-from actmat.experiments.analyses import save_analysis
-from actmat.experiments.analyses.figures import COLOURS, MARKERS, new_panels
-from actmat.experiments.analyses.result import degrees, need_matplotlib, short_names, shown
 from actmat.statistics import collect
+from actmat_experiments import analyses
+from actmat_experiments.analyses import save_analysis
+from actmat_experiments.analyses.figures import COLOURS, MARKERS, new_panels
+from actmat_experiments.analyses.result import degrees, need_matplotlib, short_names, shown
+from actmat_experiments.commands.analyze import app
 
 COMMANDS = [c.callback.__name__ for c in app.registered_commands]
 
@@ -73,7 +73,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
 def test_a_missing_matplotlib_is_found_before_the_work(monkeypatch):
     need_matplotlib()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MergeError, match=r"actmat\[experiments\]"):
+    with pytest.raises(MergeError, match=r"pip install actmat-experiments"):
         need_matplotlib()
 
 
@@ -124,7 +124,7 @@ def test_theorem1(tmp_path):
 
 
 def test_theorem2(tmp_path, monkeypatch):
-    monkeypatch.setattr("actmat.experiments.analyses.theorem2", _short_theorem2)
+    monkeypatch.setattr("actmat_experiments.analyses.theorem2", _short_theorem2)
     outcome = run("analyze", "theorem2", "--tasks", 2, "--width", 8, "--out", tmp_path)
     assert outcome.code == 0
     assert "sum_l gamma_l E[local error" in outcome.out
@@ -135,7 +135,7 @@ def test_theorem2(tmp_path, monkeypatch):
 
 
 def _short_theorem2(**given):
-    from actmat.experiments.analyses.theorem2_run import theorem2
+    from actmat_experiments.analyses.theorem2_run import theorem2
 
     return theorem2(**given, pretraining_steps=4, finetuning_steps=3)
 

@@ -13,10 +13,10 @@ from tests.tolerances import F64_ORACLE, relative_error
 from torch import nn
 
 from actmat.errors import NumericalError, RecipeError
-from actmat.experiments.analyses.mlp import ACTIVATIONS, MLP, new_mlp
-from actmat.experiments.analyses.theorem2 import Sample, transfer_bound
-from actmat.experiments.analyses.theorem2_run import merge_mlps, theorem2
-from actmat.linalg.layer_error import best_scale, least_interference
+from actmat_experiments.analyses.mlp import ACTIVATIONS, MLP, new_mlp
+from actmat_experiments.analyses.theorem2 import Sample, transfer_bound
+from actmat_experiments.analyses.theorem2_run import merge_mlps, theorem2
+from actmat_experiments.linalg.interference import best_scale, least_interference
 
 
 def gaussian(*shape, seed=0):

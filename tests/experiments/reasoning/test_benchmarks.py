@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actmat.errors import CheckpointError, MergeError, RecipeError
-from actmat.experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
+from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
 
 DATA = Path(__file__).parent / "data"
 BY_NAME = {b.name: b for b in BENCHMARKS}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from actmat.errors import MergeError
-from actmat.experiments.reasoning import generate
-from actmat.experiments.reasoning.benchmarks import Sampling
-from actmat.experiments.reasoning.generate import Job, Questions, answer_all, read_answers, release
-from actmat.experiments.reasoning.small.model import Size, new_model, save_model
+from actmat_experiments.reasoning import generate
+from actmat_experiments.reasoning.benchmarks import Sampling
+from actmat_experiments.reasoning.generate import Job, Questions, answer_all, read_answers, release
+from actmat_experiments.reasoning.small.model import Size, new_model, save_model
 
 PROMPTS = [f"add {i}+{i}=" for i in range(10, 30)]
 SAMPLED = Sampling(3, 1.0, 0.95, 6)

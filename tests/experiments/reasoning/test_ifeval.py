@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from actmat.errors import MergeError
-from actmat.experiments.reasoning import ifeval
-from actmat.experiments.reasoning.ifeval import check_sentence_model, followed
+from actmat_experiments.reasoning import ifeval
+from actmat_experiments.reasoning.ifeval import check_sentence_model, followed
 
 DATA = Path(__file__).parent / "data" / "IFEval_input_data.jsonl"
 PROBLEMS = {p["key"]: p for p in map(json.loads, DATA.read_text().splitlines())}
@@ -74,7 +74,7 @@ def test_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import nltk
     from lm_eval.tasks.ifeval import instructions_util
 
-    from actmat.experiments.reasoning.ifeval import _offline
+    from actmat_experiments.reasoning.ifeval import _offline
 
     def download(*_: Any) -> None:
         raise AssertionError("a download")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actmat.experiments.reasoning.passk import estimate, pass_at_k
+from actmat_experiments.reasoning.passk import estimate, pass_at_k
 
 
 def enumerated(n: int, c: int, k: int) -> Fraction:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from actmat.errors import MergeError
-from actmat.experiments.harness.cache import Cache
-from actmat.experiments.harness.progress import Watch
-from actmat.experiments.reasoning.benchmarks import get_benchmarks
-from actmat.experiments.reasoning.published import unsolvable
+from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.reasoning.benchmarks import get_benchmarks
+from actmat_experiments.reasoning.published import unsolvable
 
 HUMANEVAL, PLUS = get_benchmarks(["humaneval", "humaneval_plus"])
 DATA = Path(__file__).parent / "data"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actmat.experiments.reasoning.small.model import LONGEST, new_tokenizer
-from actmat.experiments.reasoning.small.puzzles import PUZZLES, Puzzle, split, unreliable
-from actmat.experiments.reasoning.small.train import LONGEST_ANSWER
+from actmat_experiments.reasoning.small.model import LONGEST, new_tokenizer
+from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle, split, unreliable
+from actmat_experiments.reasoning.small.train import LONGEST_ANSWER
 
 BY_NAME = {p.name: p for p in PUZZLES}
 

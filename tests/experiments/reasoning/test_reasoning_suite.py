@@ -11,15 +11,15 @@ import torch
 from rich.console import Console
 
 from actmat.errors import CheckpointError, MergeError, RecipeError
-from actmat.experiments.harness.cache import Cache
-from actmat.experiments.harness.progress import Watch
-from actmat.experiments.harness.results import append_scores, read_scores
-from actmat.experiments.reasoning import evaluate, suite
-from actmat.experiments.reasoning.benchmarks import get_benchmarks
-from actmat.experiments.reasoning.evaluate import Exam, identity_of
-from actmat.experiments.reasoning.scoring import scores_at_k
-from actmat.experiments.reasoning.small.model import Size, new_model, save_model
-from actmat.experiments.suites import RunRequest, TableRequest, get_suite
+from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import append_scores, read_scores
+from actmat_experiments.reasoning import evaluate, suite
+from actmat_experiments.reasoning.benchmarks import get_benchmarks
+from actmat_experiments.reasoning.evaluate import Exam, identity_of
+from actmat_experiments.reasoning.scoring import scores_at_k
+from actmat_experiments.reasoning.small.model import Size, new_model, save_model
+from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
 DATA = Path(__file__).parent / "data"
 SKILLS = ("math", "code", "instructions")
@@ -148,7 +148,7 @@ def test_wrong_requests_are_refused_at_once(
 def test_code_is_not_run_where_it_cannot_be_fenced(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actmat.experiments.reasoning.sandbox import run
+    from actmat_experiments.reasoning.sandbox import run
 
     monkeypatch.setattr(run, "protections", lambda: dict.fromkeys(run._FENCES, "not on this kernel"))
     with pytest.raises(MergeError, match="fence"):

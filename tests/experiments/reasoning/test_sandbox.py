@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from actmat.errors import MergeError
-from actmat.experiments.reasoning import sandbox
-from actmat.experiments.reasoning.sandbox import Limits, run, run_program
+from actmat_experiments.reasoning import sandbox
+from actmat_experiments.reasoning.sandbox import Limits, run, run_program
 
 QUICK = Limits(timeout_s=3.0, memory_b=512 << 20)
 FOR_ONE_SECOND = Limits(timeout_s=1.0, memory_b=512 << 20)

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from actmat.errors import RecipeError
-from actmat.experiments.harness.results import read_scores
-from actmat.experiments.reasoning.small import stages, suite
-from actmat.experiments.suites import RunRequest, TableRequest
+from actmat_experiments.harness.results import read_scores
+from actmat_experiments.reasoning.small import stages, suite
+from actmat_experiments.suites import RunRequest, TableRequest
 
 SETTINGS = {
     "hidden": "16",

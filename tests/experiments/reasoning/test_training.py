@@ -12,13 +12,13 @@ import torch
 from tests.tolerances import F32_PRODUCT, F32_SOLVE
 from torch import Tensor
 
+from actmat.demo.training import Schedule
 from actmat.engine.resources import one_thread
-from actmat.experiments.harness.training import Schedule
-from actmat.experiments.reasoning.small.evaluate import answers, right_answers
-from actmat.experiments.reasoning.small.model import Size, load_model, new_model, new_tokenizer, save_model
-from actmat.experiments.reasoning.small.puzzles import PUZZLES, Puzzle
-from actmat.experiments.reasoning.small.settings import SmallSettings
-from actmat.experiments.reasoning.small.train import new_trainer, pretrain, reinforce
+from actmat_experiments.reasoning.small.evaluate import answers, right_answers
+from actmat_experiments.reasoning.small.model import Size, load_model, new_model, new_tokenizer, save_model
+from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
+from actmat_experiments.reasoning.small.settings import SmallSettings
+from actmat_experiments.reasoning.small.train import new_trainer, pretrain, reinforce
 
 SIZE = Size(16, 32, 1, 2)
 QUICK = SmallSettings(steps=2, prompts=4, group=4)

@@ -24,10 +24,10 @@ def run_checks(facts: Facts, mute: Collection[str] = ()) -> tuple[CheckResult, .
 
 
 def check_codes(codes: Collection[str]) -> None:
-    """Whether these are codes of checks.
+    """Refuse codes that no check has.
 
     Raises:
-        RecipeError: some are not; lists all.
+        RecipeError: lists all of them.
     """
     known = [c.code for c in CHECKS]
     wrong = [

@@ -1,4 +1,4 @@
-"""AM3xx: does every expert count?"""
+"""AM3xx: balance between experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, 
 __all__ = ["BALANCE_CHECKS"]
 
 DOMINANT = 3.0
-"""Norm of one expert against the median of the others. Gram matrices weigh with its square: nine times the say."""
+"""Norm of one expert against the median of the others. Gram matrices weigh with its square: nine times as much."""
 
 LOST = 0.1
 """Share of an expert's energy outside the kept directions."""
@@ -32,18 +32,18 @@ def _dominates(facts: Facts) -> Outcome:
 
 
 def _cut_away(facts: Facts) -> Outcome:
-    rows = [m for m in facts.measures if m.energy_kept is not None]
+    rows = [(m, m.energy_kept) for m in facts.measures if m.energy_kept is not None]
     if not rows:
         return not_applicable("the rule cuts no directions off")
     said, names, worst = [], [], 0.0
     for t, label in enumerate(facts.labels):
-        whole = math.fsum(m.norms[t] ** 2 for m in rows)
-        lost = math.fsum(m.norms[t] ** 2 * (1 - m.energy_kept[t]) for m in rows if m.energy_kept is not None)
+        whole = math.fsum(m.norms[t] ** 2 for m, _ in rows)
+        lost = math.fsum(m.norms[t] ** 2 * (1 - kept[t]) for m, kept in rows)
         share = lost / whole if whole else 0.0
         worst = max(worst, share)
         if share > LOST:
             said.append(f"'{label}' {percent(share)}")
-            names += [m.name for m in rows if m.energy_kept is not None and m.energy_kept[t] < 1 - LOST]
+            names += [m.name for m, kept in rows if kept[t] < 1 - LOST]
     if said:
         return found(
             f"The cut-off drops directions that hold much of an expert's energy: {'; '.join(said)}. Usually it is far "

@@ -1,8 +1,8 @@
-"""What a check is, what it may look at, and how it answers.
+"""Checks, the facts that they judge, and their outcomes.
 
-A check looks at facts and gives one of three outcomes: found (something a user should know), clear, or not applicable
-(these inputs cannot show it). It says so in one sentence with the numbers in it. Thresholds are constants of its file,
-each with its reason; docs/checks.md has a section for every code.
+A check is a function from facts to one of three outcomes: found (something a user should know), clear, or not
+applicable (these inputs cannot show it), each with one sentence that holds the numbers. Thresholds are constants of
+its file, each with its reason; docs/checks.md has a section for every code.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SHOWN_TENSORS = 20
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What checks look at.
+    """Facts about a merge that checks judge.
 
     Args:
         labels: names of the experts.
         tensors: rows of the report.
         measures: of matrices.
-        norms: tensor -> `norms`, `base_norm`, `merged_norm`, for merged tensors that are no matrices.
+        norms: tensor -> `norms`, `base_norm`, `merged_norm`, for merged tensors that are not matrices.
         samples: tensor -> counts of `diagnostics.sample`.
         twins: pairs of tensors with the same bytes in the base and in every expert.
     """
@@ -42,7 +42,7 @@ class Facts:
 
     def total_norm(self, t: int) -> float:
         """`sqrt(sum ||D_t||_F^2)` over all measured matrices."""
-        return math.sqrt(math.fsum(m.norms[t] ** 2 for m in self.measures))
+        return math.hypot(*(m.norms[t] for m in self.measures))
 
     def median_relative_norm(self, t: int) -> float | None:
         """Median of `||D_t|| / ||W_0||` over the matrices that the expert changed; None without a base."""
@@ -52,7 +52,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check says: the verdict, one sentence, the tensors it is about."""
+    """Outcome of a check: the verdict, one sentence, the tensors concerned."""
 
     verdict: Verdict
     message: str
@@ -76,7 +76,7 @@ class Check:
     judge: Callable[[Facts], Outcome]
 
     def result(self, facts: Facts, *, muted: bool) -> CheckResult:
-        """Judge; what was found is muted where the recipe says so."""
+        """Judge the facts; a finding is muted if the recipe says so."""
         outcome = self.judge(facts)
         return CheckResult(
             code=self.code,
@@ -91,20 +91,24 @@ class Check:
 
 
 def found(message: str, tensors: Iterable[str] = ()) -> Outcome:
-    """There is something; names of tensors without repetition, in their order."""
+    """Outcome "found"; `tensors` are listed once each, in their order."""
     return Outcome("found", message, tuple(dict.fromkeys(tensors)))
 
 
 def clear(message: str) -> Outcome:
-    """There is nothing."""
+    """Outcome "clear"."""
     return Outcome("clear", message)
 
 
 def not_applicable(message: str) -> Outcome:
-    """These inputs cannot show it; the message says why."""
+    """Outcome "not applicable"; the message says why these inputs cannot show it."""
     return Outcome("not_applicable", message)
 
 
 def percent(part: float, whole: float = 1.0) -> str:
-    """`"12 %"`."""
+    """`12 %`, three significant digits.
+
+    >>> percent(1, 8)
+    '12.5 %'
+    """
     return f"{100 * part / whole:.3g} %" if whole else "0 %"

@@ -1,4 +1,4 @@
-"""AM2xx: are the experts what the recipe takes them for?"""
+"""AM2xx: identity of base and experts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SAME = 1e-6
 """Relative difference of norms, and of a cosine from 1, below which two deltas are one."""
 
 FOREIGN = 0.5
-"""Relative norm of a delta from which on it is no fine-tuning: independent weights of one size differ by 1.4."""
+"""Relative norm of a delta above which it is not fine-tuning: independent weights of one size differ by 1.4."""
 
 PARALLEL = 0.8
-"""Mean cosine from which on deltas are mostly one direction; unrelated fine-tunings stay below 0.3."""
+"""Mean cosine above which deltas are mostly one direction; unrelated fine-tunings stay below 0.3."""
 
 
 def _is_base(facts: Facts) -> Outcome:

@@ -1,4 +1,4 @@
-"""AM1xx: is the delta a signal, or what rounding and quantisation left?"""
+"""AM1xx: deltas that are mostly errors of rounding and quantisation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, 
 __all__ = ["SIGNAL_CHECKS"]
 
 MOST = 0.5
-"""Share of an expert's tensors from which on something is said of the expert."""
+"""Share of an expert's tensors above which the expert is reported."""
 
 FEW_VALUES = 8
 """Different magnitudes of a delta; thousands of trained entries take hundreds."""
@@ -20,28 +20,28 @@ ENOUGH_MOVED = 256
 """Entries that must have moved before their values are counted."""
 
 FOUR_BIT, EIGHT_BIT = 16.5, 256
-"""Values of a 4-bit format in a group, of an 8-bit format in a row."""
+"""Most values of a 4-bit format in a group, of an 8-bit format in a row."""
 
 
 def _below_rounding(facts: Facts) -> Outcome:
-    rows = [m for m in facts.measures if m.snr is not None]
+    rows = [(m, m.snr) for m in facts.measures if m.snr is not None]
     if not rows:
         return not_applicable("no delta is a difference of stored weights: adapters keep theirs in factors")
     said, names = [], []
     for t, label in enumerate(facts.labels):
-        changed = [m for m in rows if m.norms[t] > 0]
-        below = [m for m in changed if m.snr is not None and m.snr[t] < 1]
+        changed = [(m.name, snr[t]) for m, snr in rows if m.norms[t] > 0]
+        below = [name for name, snr in changed if snr < 1]
         if changed and len(below) >= MOST * len(changed):
-            middle = statistics.median(m.snr[t] for m in changed if m.snr is not None)
+            middle = statistics.median(snr for _, snr in changed)
             said.append(f"'{label}' in {len(below)} of {len(changed)} matrices (median {middle:.2g} half ulps)")
-            names += [m.name for m in below]
+            names += below
     if said:
         return found(
             f"Deltas are smaller than half a unit in the last place of the stored weights: {'; '.join(said)}. What is "
             "merged there is mostly rounding. Merge experts saved in float32, or adapters before they are merged in",
             names,
         )
-    lowest = min((s for m in rows for s, n in zip(m.snr or (), m.norms, strict=True) if n > 0), default=0.0)
+    lowest = min((s for m, snr in rows for s, n in zip(snr, m.norms, strict=True) if n > 0), default=0.0)
     return clear(f"deltas are at least {lowest:.2g} half ulps of the stored weights")
 
 
@@ -106,7 +106,7 @@ def _by_expert(
     words: str,
     otherwise: str,
 ) -> Outcome:
-    """Found where most of the samples of some expert that can tell do so."""
+    """Outcome "found" if, for some expert, most of the samples that can show it do."""
     said, names, anybody = [], [], False
     for t, label in enumerate(facts.labels):
         able = [n for n, s in facts.samples.items() if asked(s, t)]

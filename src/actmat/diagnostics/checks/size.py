@@ -1,8 +1,9 @@
-"""AM4xx: is the merged delta as large as it should be?"""
+"""AM4xx: size of the merged delta."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable
 from actmat.diagnostics.model import Measure
@@ -31,9 +32,7 @@ def _plain_sum(facts: Facts) -> Outcome:
         return not_applicable("there are no two low-rank experts with nearly orthogonal row spaces in any matrix")
     hits = [m for m in able if m.merged_norm >= ABOUT_SUM * m.sum_norm]
     if 2 * len(hits) >= len(able):
-        merged = math.sqrt(math.fsum(m.merged_norm**2 for m in hits))
-        total = math.sqrt(math.fsum(m.sum_norm**2 for m in hits))
-        mean = math.sqrt(math.fsum(math.fsum(n * n for n in m.norms) / len(m.norms) for m in hits))
+        merged, total, mean = _sizes(hits)
         return found(
             f"In {len(hits)} of {len(facts.measures)} matrices the experts are low-rank with nearly orthogonal row "
             f"spaces. There an interference rule has nothing to weigh and gives about the plain sum: the merged norm "
@@ -56,11 +55,9 @@ def _orthogonal_and_low_rank(m: Measure) -> bool:
 
 
 def _far_out(facts: Facts) -> Outcome:
-    mean = math.sqrt(math.fsum(math.fsum(n * n for n in m.norms) / len(m.norms) for m in facts.measures))
+    merged, total, mean = _sizes(facts.measures)
     if mean == 0:
         return not_applicable("no expert changes a matrix")
-    merged = math.sqrt(math.fsum(m.merged_norm**2 for m in facts.measures))
-    total = math.sqrt(math.fsum(m.sum_norm**2 for m in facts.measures))
     words = f"{merged / mean:.3g} times the mean expert's norm, {merged / total:.3g} times the sum's" if total else ""
     if merged > FAR * mean:
         return found(
@@ -72,8 +69,15 @@ def _far_out(facts: Facts) -> Outcome:
     return clear(f"the merged delta has {words}" if words else "the deltas cancel in the sum")
 
 
+def _sizes(measures: Sequence[Measure]) -> tuple[float, float, float]:
+    """Norms over all matrices of the merged delta, of the sum, and of the root mean square expert."""
+    merged, total = (math.hypot(*(getattr(m, field) for m in measures)) for field in ("merged_norm", "sum_norm"))
+    return merged, total, math.hypot(*map(_mean_norm, measures))
+
+
 def _mean_norm(m: Measure) -> float:
-    return math.sqrt(math.fsum(n * n for n in m.norms) / len(m.norms))
+    """Root mean square of the experts' norms."""
+    return math.hypot(*m.norms) / math.sqrt(len(m.norms))
 
 
 def _out_of_bounds(facts: Facts) -> Outcome:

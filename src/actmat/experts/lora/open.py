@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
 from actmat.checkpoints.folder import member, read_json_object
-from actmat.checkpoints.formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS, TORCH_SUFFIXES
+from actmat.checkpoints.formats.safetensors import SAFETENSORS
+from actmat.checkpoints.formats.torch_files import DAMAGED, TORCH_FILES, TORCH_SUFFIXES
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import HUB_ID
-from actmat.checkpoints.safetensors import SafetensorsCheckpoint
-from actmat.checkpoints.torch_files import DAMAGED, TorchCheckpoint
+from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
@@ -43,7 +44,7 @@ def is_adapter(location: str | Path) -> bool:
     hub_id = HUB_ID.fullmatch(str(location))
     if hub_id is None or (path.parent != Path() and path.parent.is_dir()):
         return False
-    from actmat.checkpoints.hub_repository import open_repository
+    from actmat.checkpoints.hub import open_repository
 
     repository = open_repository(hub_id["repo"], hub_id["revision"])
     return _holds_adapter([n for n in repository.files if "/" not in n])
@@ -72,8 +73,8 @@ def open_adapter(location: str | Path) -> Adapter:
     if not files:
         raise CheckpointError(f"{location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
     parsed, problems = parse_adapter_config(read_json_object(config))
-    torch_file = next(iter(files)).endswith(".bin")
-    weights: Checkpoint = (TorchCheckpoint if torch_file else SafetensorsCheckpoint)(str(location), files)
+    (name, file), *_ = files.items()
+    weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(LocalSource(file, str(location)))
     return Adapter(weights, parsed, problems)
 
 
@@ -83,7 +84,7 @@ def _holds_adapter(names: list[str]) -> bool:
 
 
 def _fetch(location: str) -> tuple[Path, dict[str, Path]]:
-    from actmat.checkpoints.hub_repository import open_repository
+    from actmat.checkpoints.hub import open_repository
 
     hub_id = HUB_ID.fullmatch(location)
     if hub_id is None:

@@ -1,70 +1,235 @@
-"""What the files of the interference family share: from a `Rule` to the parts of a `MergeMethod`.
+"""The interference family as methods: one function from options to a `Rule` gives every form of a member.
 
-Each file of the family holds a function `_rule(**options) -> Rule` and builds everything from it.
+`member` reads the options from that function's signature and builds the dense merge, the low-rank merge, the two
+stages that variants share, and what is declared about them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, TypedDict, Unpack
 
 from torch import Tensor
 
-from actmat.linalg import interference
-from actmat.linalg.interference import Rule, State
-from actmat.linalg.interference_lowrank import solve_lowrank
-from actmat.linalg.interference_workspace import workspace
+from actmat.errors import StatisticsError
+from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend, descent_workspace
+from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.interference.lowrank import TRIM_NEEDS_ENTRIES, solve_lowrank, solve_lowrank_with_grams
+from actmat.linalg.interference.rule import Null, Rule, Solver
+from actmat.linalg.interference.solver import State, finish, prepare
+from actmat.linalg.interference.workspace import workspace
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.contract import Merged, MergedLowRank, Stages
+from actmat.methods.contract import Bounds, Law, Merged, MergedLowRank, MergeMethod, Stages
 
-__all__ = ["merge_rule", "merge_rule_lowrank", "stages_of", "workspace_of"]
+__all__ = ["FillOption", "RelativeCutoff", "SolverOption", "member"]
 
-RuleOf = Callable[..., Rule]
+RelativeCutoff = Annotated[
+    float | None,
+    Bounds(0, 1),
+    "relative cut-off in units of the eigenvalues of `S`; default `I * eps(float32)`, in float64 too.",
+]
+FillOption = Annotated[Null, "what fills the filtered-out directions: nothing, the sum, or the mean of the deltas."]
+SolverOption = Annotated[Solver, "which exact form to use, see `actmat`."]
+
+RuleOf = Callable[..., Rule | Adam]
+"""A function of options (keyword-only parameters) to the member that they choose."""
+
+Statistics = Mapping[str, Sequence[Tensor]]
+
+_ADAM_NEEDS_ENTRIES = (
+    "optimiser='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
+    "which the factors do not show"
+)
+_FILL_IS_DENSE = (
+    "form='weight' is not available for low-rank deltas: it removes the base weights from directions that no data "
+    "reached, which is not a low-rank change"
+)
 
 
-def merge_rule(deltas: Sequence[Tensor], rule: Rule, weights: Sequence[float] | None) -> Merged:
-    """The dense merge: one pass over the deltas, the result written over the accumulated numerator."""
-    state = interference.prepare(deltas, rule, weights=weights)
-    solution = interference.finish(state, rule, consume=True)
-    return Merged(solution.value, solution.stats)
+class Declared(TypedDict):
+    """Fields of `MergeMethod` that a member declares itself."""
+
+    name: str
+    summary: str
+    equation: str
+    reference: str
+    laws: frozenset[Law]
+    flops: str
+    preset_of: NotRequired[str]
+    base_when: NotRequired[Callable[[Mapping[str, Any]], bool]]
+    meets_every_expert: NotRequired[bool]
 
 
-def merge_rule_lowrank(deltas: Sequence[LowRank], rule: Rule, weights: Sequence[float] | None) -> MergedLowRank:
-    """The same answer in factored form."""
-    return MergedLowRank(*solve_lowrank(deltas, rule, weights=weights))
+def member(
+    rule_of: RuleOf, *, has_grams: bool = False, has_lowrank: bool = True, **declared: Unpack[Declared]
+) -> MergeMethod:
+    """Declare a member of the family.
 
-
-def stages_of(rule_of: RuleOf) -> Stages:
-    """Two-stage form. Equal keys mean equal states, between methods of the family too.
-
-    Both stages take all options of the rule, and `weights`. A state belongs to one thread: the first `finish` that
-    needs the eigendecomposition stores it there for the others.
+    Args:
+        rule_of: its options -> the rule. Its docstring becomes that of the merge.
+        has_grams: given Gram matrices take the place of the estimates, as `statistics`. Takes the `base`, too, if
+            `base_when` is declared.
+        has_lowrank: some options have a low-rank form.
+        declared: other fields of `MergeMethod`.
     """
+    takes_base = "base_when" in declared
+    family = _Family(rule_of, has_grams)
+    return MergeMethod(
+        merge=_published(family.merge, rule_of, has_grams=has_grams, takes_base=takes_base),
+        merge_lowrank=(
+            _published(family.merge_lowrank, rule_of, has_grams=has_grams, takes_base=takes_base)
+            if has_lowrank
+            else None
+        ),
+        lowrank_when=family.lowrank_problem if has_lowrank else None,
+        acts_on="matrix",
+        one_pass=True,
+        needs_statistics=("gram",) if has_grams else (),
+        workspace=family.workspace,
+        stages=Stages(key=family.key, prepare=family.prepare, finish=family.finish),
+        sums_own_grams_when=None if has_grams else family.sums_own_grams,
+        **declared,
+    )
 
-    def prepare(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None, **options: Any) -> State:
-        return interference.prepare(deltas, rule_of(**options), weights=weights)
 
-    def finish(state: State, *, weights: Sequence[float] | None = None, **options: Any) -> Merged:
-        del weights  # they are in the sums
-        solution = interference.finish(state, rule_of(**options))
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """All forms of one member. Each takes the needs and the options that it uses, and ignores the needs it does not."""
+
+    rule_of: RuleOf
+    has_grams: bool
+
+    def merge(
+        self,
+        deltas: Sequence[Tensor],
+        *,
+        weights: Sequence[float] | None = None,
+        statistics: Statistics | None = None,
+        base: Tensor | None = None,
+        **options: Any,
+    ) -> Merged:
+        """One pass over the deltas, the result written over the accumulated numerator."""
+        state = self.prepare(deltas, weights=weights, statistics=statistics, **options)
+        return self._solved(state, self.rule_of(**options), base, consume=True)
+
+    def merge_lowrank(
+        self,
+        deltas: Sequence[LowRank],
+        *,
+        weights: Sequence[float] | None = None,
+        statistics: Statistics | None = None,
+        base: Tensor | None = None,
+        **options: Any,
+    ) -> MergedLowRank:
+        """The same answer in factored form, of rank at most `sum_t R_t`."""
+        del base
+        rule = self.rule_of(**options)
+        if isinstance(rule, Adam):
+            raise ValueError(f"{_ADAM_NEEDS_ENTRIES}. Merge the dense deltas, or take optimiser='closed'.")
+        if rule.null == "minus_base":
+            raise ValueError(f"{_FILL_IS_DENSE}. Merge the dense deltas, or take form='delta'.")
+        if self.has_grams:
+            return MergedLowRank(*solve_lowrank_with_grams(deltas, _grams(statistics), rule, weights=weights))
+        return MergedLowRank(*solve_lowrank(deltas, rule, weights=weights))
+
+    def lowrank_problem(
+        self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None
+    ) -> str | None:
+        """See `MergeMethod.lowrank_when`."""
+        del n_experts
+        rule = self.rule_of(**options)
+        if isinstance(rule, Adam):
+            return _ADAM_NEEDS_ENTRIES
+        if rule.null == "minus_base":
+            return _FILL_IS_DENSE
+        if rule.estimator.trim is not None:
+            return TRIM_NEEDS_ENTRIES
+        return rule.weights_problem(weights)
+
+    def key(self, options: Mapping[str, Any]) -> Hashable:
+        """See `Stages`. Equal keys mean equal states, between members of the family too."""
+        known = {n: v for n, v in options.items() if n not in ("weights", "statistics", "base")}
+        weights = options.get("weights")
+        sums = (self.rule_of(**known).moments_key(), None if weights is None else tuple(weights))
+        return ("gram", *sums) if self.has_grams else sums
+
+    def prepare(
+        self,
+        deltas: Sequence[Tensor],
+        *,
+        weights: Sequence[float] | None = None,
+        statistics: Statistics | None = None,
+        base: Tensor | None = None,
+        **options: Any,
+    ) -> State | Descent:
+        """First stage. A state belongs to one thread: the first `finish` stores its eigendecomposition there."""
+        del base
+        rule = self.rule_of(**options)
+        if isinstance(rule, Adam):
+            return accumulate(deltas, weights)
+        return prepare(deltas, rule, weights=weights, grams=_grams(statistics) if self.has_grams else None)
+
+    def finish(
+        self,
+        state: State | Descent,
+        *,
+        weights: Sequence[float] | None = None,
+        statistics: Statistics | None = None,
+        base: Tensor | None = None,
+        **options: Any,
+    ) -> Merged:
+        """Second stage; the state remains usable."""
+        del weights, statistics  # they are in the sums
+        return self._solved(state, self.rule_of(**options), base, consume=False)
+
+    def workspace(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+        """See `MergeMethod.workspace`."""
+        rule = self.rule_of(**options)
+        if isinstance(rule, Adam):
+            return descent_workspace(shape)
+        return workspace(shape, n_experts, rule, has_grams=self.has_grams)
+
+    def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
+        """See `MergeMethod.sums_own_grams_when`."""
+        rule = self.rule_of(**options)
+        return isinstance(rule, Rule) and rule.estimator == Estimator()
+
+    def _solved(self, state: State | Descent, rule: Rule | Adam, base: Tensor | None, *, consume: bool) -> Merged:
+        if isinstance(state, Descent):
+            assert isinstance(rule, Adam), "the state and the options belong together"
+            return Merged(*descend(state, rule))
+        assert isinstance(rule, Rule), "the state and the options belong together"
+        if rule.null == "minus_base" and base is None:
+            raise ValueError("form='weight' works on the weights W_0 + D_t and needs the base; none was given")
+        solution = finish(state, rule, base=base, consume=consume)
         return Merged(solution.value, solution.stats)
 
-    return Stages(key=_key_of(rule_of), prepare=prepare, finish=finish)
+
+def _published(form: Callable[..., Any], rule_of: RuleOf, *, has_grams: bool, takes_base: bool) -> Callable[..., Any]:
+    """`form` with the signature that the options of `rule_of` imply, and its docstring."""
+
+    def merge(deltas: Any, **given: Any) -> Any:
+        return form(deltas, **given)
+
+    needs: dict[str, Any] = {"statistics": Statistics | None} if has_grams else {}
+    needs |= {"base": Tensor | None} if takes_base else {}
+    needs |= {"weights": Sequence[float] | None}
+    signature = inspect.signature(rule_of, eval_str=True)
+    parameters = [inspect.Parameter("deltas", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for name, kind in needs.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    vars(merge)["__signature__"] = inspect.Signature([*parameters, *signature.parameters.values()])
+    merge.__doc__, merge.__module__ = rule_of.__doc__, rule_of.__module__
+    return merge
 
 
-def _key_of(rule_of: RuleOf) -> Callable[[Mapping[str, Any]], Any]:
-    def key(options: Mapping[str, Any]) -> Any:
-        rule = rule_of(**{name: value for name, value in options.items() if name != "weights"})
-        weights = options.get("weights")
-        return (rule.moments_key(), None if weights is None else tuple(weights))
-
-    return key
-
-
-def workspace_of(rule_of: RuleOf, *, has_grams: bool = False) -> Callable[[Sequence[int], int, Mapping[str, Any]], int]:
-    """`MergeMethod.workspace` of a member of the family."""
-
-    def elements(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
-        return workspace(shape, n_experts, rule_of(**options), has_grams=has_grams)
-
-    return elements
+def _grams(statistics: Statistics | None) -> Sequence[Tensor]:
+    if statistics is None or "gram" not in statistics:
+        found = "none" if not statistics else ", ".join(statistics)
+        raise StatisticsError(
+            f"RegMean needs statistics of kind 'gram', one input Gram matrix per expert; found {found}. Collect them "
+            "on a few batches of each expert's data, or take a data-free method such as 'actmat'."
+        )
+    return statistics["gram"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from actmat.report.html.page import render_html, write_html
+from actmat.report.html.diagnosis import render_html, write_html
 
 __all__ = ["render_html", "write_html"]

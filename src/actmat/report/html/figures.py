@@ -1,4 +1,4 @@
-"""Pieces that every figure has: caption, plot area, axes, legend, and the same numbers as a table.
+"""Parts of a figure: caption, plot area, axes, legend, and the same numbers as a table.
 
 Plot areas are SVG stretched to the width of the page; labels are text of the page beside them, so that they keep their
 size on any screen and on paper. Coordinates inside run from 0 to 1, or count cells.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from actmat.report.html.markup import Child, Markup, columns_table, el, join
+from actmat.report.html.elements import columns_table
+from actmat.report.html.markup import Child, Markup, el
 from actmat.report.html.scales import EXPERT_COLOURS, Axis, tick_places
 
 __all__ = [
+    "TENTHS",
     "expert_class",
     "figure",
     "frame",
@@ -24,9 +26,12 @@ __all__ = [
     "y_labels",
 ]
 
+TENTHS = tuple(f"q{i}" for i in range(10))
+"""Colour classes of the tenths from 0 to 1."""
+
 
 def figure(title: str, *children: Child, note: Child = None) -> Markup:
-    """A figure with its title on top and how to read it below the title."""
+    """A figure with its title on top and a note on reading it below the title."""
     caption = el("figcaption", el("strong", title), el("span", note, class_="note") if note is not None else None)
     return el("figure", caption, *children)
 
@@ -51,14 +56,7 @@ def plot(shapes: Iterable[Child], *, width: float, height: float, label: str, cl
 
 def frame(area: Markup, left: Markup, below: Markup, *, x_title: Child) -> Markup:
     """A plot area with an axis to its left and one below."""
-    return el(
-        "div",
-        left,
-        el("div", area, class_="area"),
-        below,
-        el("div", x_title, class_="x-title"),
-        class_="frame",
-    )
+    return el("div", left, el("div", area, class_="area"), below, el("div", x_title, class_="x-title"), class_="frame")
 
 
 def y_labels(axis: Axis, text: Sequence[str]) -> Markup:
@@ -69,9 +67,8 @@ def y_labels(axis: Axis, text: Sequence[str]) -> Markup:
 
 def x_labels(places: Iterable[tuple[float, str]]) -> Markup:
     """Labels at places from 0 to 1 along the bottom."""
-    return el(
-        "div", *(el("span", t, style=f"left:{100 * p:.2f}%") for p, t in places), class_="x-axis", aria_hidden="true"
-    )
+    spans = (el("span", t, style=f"left:{100 * p:.2f}%") for p, t in places)
+    return el("div", *spans, class_="x-axis", aria_hidden="true")
 
 
 def layer_labels(columns: Sequence[str]) -> Markup:
@@ -100,15 +97,10 @@ def line_legend(entries: Iterable[tuple[str, str]]) -> Markup:
 
 def heat_legend(classes: Sequence[str], low: str, high: str, *beyond: tuple[str, str]) -> Markup:
     """A ramp of colours between two words, and single colours with a word each."""
-    ramp = plot(
-        (el("rect", class_=c, x=i, y=0, width=1, height=1) for i, c in enumerate(classes)),
-        width=len(classes),
-        height=1,
-        label="",
-        class_="ramp",
-    )
-    extra = [
-        join([plot([el("rect", class_=c, width=1, height=1)], width=1, height=1, label="", class_="swatch"), word])
+    cells = (el("rect", class_=c, x=i, y=0, width=1, height=1) for i, c in enumerate(classes))
+    ramp = plot(cells, width=len(classes), height=1, label="", class_="ramp")
+    swatches = (
+        (plot([el("rect", class_=c, width=1, height=1)], width=1, height=1, label="", class_="swatch"), word)
         for c, word in beyond
-    ]
-    return el("ul", el("li", low, ramp, high), *(el("li", e) for e in extra), class_="legend")
+    )
+    return el("ul", el("li", low, ramp, high), *(el("li", *s) for s in swatches), class_="legend")

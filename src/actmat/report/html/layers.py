@@ -1,4 +1,4 @@
-"""Sums over matrices: what a figure of layers shows, from measures of single matrices.
+"""Sums over matrices, for figures of layers.
 
 `T` experts; every vector has `T` entries. Norms add in squares, since matrices are blocks of one long vector.
 """
@@ -44,7 +44,7 @@ class Layer:
 
 
 def layers_of(measures: Iterable[Measure]) -> list[Layer]:
-    """Layers by depth; what has no depth comes last."""
+    """Layers by depth; matrices without a depth come last."""
     found: dict[int | None, list[Measure]] = {}
     for m in measures:
         found.setdefault(m.layer, []).append(m)
@@ -92,7 +92,7 @@ def overall_share(measures: Sequence[Measure], share: Callable[[Measure], Matrix
 
 
 def kind_of(measure: Measure) -> str:
-    """What a matrix is in every layer: `kind_of_name`, and its part.
+    """Name of a matrix without its layer: `kind_of_name`, and its part.
 
     `model.layers.3.self_attn.q_proj.weight` -> `self_attn.q_proj`; `h.2.attn.c_attn.weight`, q -> `attn.c_attn [q]`.
     """

@@ -26,7 +26,7 @@ class Line:
 def layer_lines(
     lines: Sequence[Line], columns: Sequence[str], axis: Axis, *, label: str, floor: float | None = None
 ) -> Markup:
-    """Lines over layers with a dot at each; below `floor`, if given, the ground is shaded."""
+    """Lines over layers with a dot at each value; the area below `floor`, if given, is shaded."""
     wide = len(columns)
     shapes: list[Child] = []
     if floor is not None:
@@ -36,7 +36,7 @@ def layer_lines(
     shapes += [el("path", d=f"M0 {1 - axis.place(t):.4f}H{wide}", class_="grid") for t in axis.ticks]
     for line in lines:
         points = [None if v is None else (i + 0.5, 1 - axis.place(v)) for i, v in enumerate(line.values)]
-        along = points[:-1] if columns[-1] == "other" else points  # what is outside the layers is no next layer
+        along = points[:-1] if columns[-1] == "other" else points  # matrices outside the layers are no next layer
         shapes.append(el("path", d=curve(along), class_=f"line {line.style}"))
         dots = "".join(f"M{p[0]:g} {p[1]:.4f}h0" for p in points if p)
         shapes.append(el("path", d=dots, class_=f"dot {line.style}"))
@@ -50,7 +50,7 @@ def layer_lines(
 
 
 def curve(points: Sequence[tuple[float, float] | None]) -> str:
-    """Path through the points; a None lifts the pen."""
+    """SVG path through the points, interrupted at each None."""
     out, down = [], False
     for point in points:
         if point is not None:
@@ -60,11 +60,11 @@ def curve(points: Sequence[tuple[float, float] | None]) -> str:
 
 
 def scree(spectra: Sequence[tuple[str, str, Spectrum, int | None]], *, label: str) -> Markup:
-    """How fast eigenvalues fall: share of the directions (right) against size relative to the largest (down, log10).
+    """Falling eigenvalues: share of the directions (right) against size relative to the largest (down, log10).
 
     Args:
         spectra: class, name, spectrum and rank kept of each curve; a dot stands where the rule stopped.
-        label: for those who cannot see it.
+        label: for screen readers.
     """
     low = min((s.edges[0] for _, _, s, _ in spectra), default=-12.0)
     step = 2.0 if low >= -8 else 3.0

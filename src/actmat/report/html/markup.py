@@ -1,4 +1,4 @@
-"""HTML by construction: every text is escaped unless it was made here, every element is closed.
+"""HTML by construction: every text that is not `Markup` is escaped, every element is closed.
 
 `el("p", "a < b", class_="x")` gives `<p class="x">a &lt; b</p>`, as `Markup`, which other elements take as it is.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-__all__ = ["Child", "Markup", "columns_table", "data_block", "el", "join"]
+__all__ = ["Child", "Markup", "data_block", "el", "join"]
 
 Child = str | int | Markup | None
 
@@ -53,16 +53,3 @@ def data_block(name: str, data: Any) -> Markup:
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_IN_SCRIPT)
     return Markup(f'<script type="application/json" id="{escape(name)}">{text}</script>')
-
-
-def columns_table(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, caption: str, class_: str = "") -> Markup:
-    """A plain table: the first cell of each row is its heading."""
-    body = [join([el("th", first, scope="row"), *(el("td", c) for c in rest)]) for first, *rest in map(list, rows)]
-    table = el(
-        "table",
-        el("caption", caption),
-        el("thead", el("tr", *(el("th", h, scope="col") for h in head))),
-        el("tbody", *(el("tr", b) for b in body)),
-        class_=class_ or None,
-    )
-    return el("div", table, class_="scroll", tabindex="0", role="region", aria_label=caption)

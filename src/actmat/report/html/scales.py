@@ -1,4 +1,4 @@
-"""From numbers to places, colours and words on the page."""
+"""Positions, colours and texts of numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 EXPERT_COLOURS = 8
-"""Colours of the palette (Okabe and Ito, told apart with every common colour blindness); then dashes begin."""
+"""Colours of the palette (Okabe and Ito, distinct with every common colour blindness); further experts have dashes."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits; a dash for what does not apply."""
+    """Three significant digits; a dash for None."""
     if value is None:
         return "–"
     if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
@@ -45,7 +45,7 @@ def percent(share: float | None) -> str:
 
 
 def residual_text(value: float | None) -> str:
-    """Two decimals, which is as much as a residual says."""
+    """Two decimals; more would not be significant in a residual."""
     if value is None:
         return "–"
     return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}"
@@ -75,12 +75,12 @@ def diverging(value: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where a number stands between 0 (low end) and 1, and the numbers worth a label.
+    """An axis from 0 (low end) to 1, and the numbers with a label.
 
     Args:
         low, high: ends, in the units of the numbers.
         ticks: labelled numbers inside.
-        log: whether places are those of the logarithm.
+        log: a logarithmic axis.
     """
 
     low: float
@@ -89,7 +89,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """0 at the low end, 1 at the high end; what lies outside is moved to the end."""
+        """Position of a value: 0 at the low end, 1 at the high end; values outside are moved to the end."""
         low, high, at = (
             (math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low)))
             if self.log
@@ -121,7 +121,7 @@ def log_axis(values: Sequence[float], *, include: float = 1.0) -> Axis:
 
 
 def tick_places(count: int, wanted: int = 8) -> list[int]:
-    """Which of `count` places along an axis get a label: the first, then in even round steps."""
+    """Indices, of `count` along an axis, that get a label: the first, then in even round steps."""
     if count <= wanted:
         return list(range(count))
     step = next(s for s in (2, 4, 5, 8, 10, 16, 20, 25, 50, 100, 200, 500, 1000, count) if count / s <= wanted)

@@ -13,7 +13,7 @@ __all__ = ["Cell", "Strip", "strips"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell: its colour class and what it says when pointed at."""
+    """One cell: its colour class and its tool tip."""
 
     colour: str
     tip: str

@@ -1,17 +1,17 @@
-"""The table of all tensors: rows that are there without a script, and the data from which the script draws the rest."""
+"""The table of all tensors: the first rows as HTML, and data from which the script draws the others."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from actmat.diagnostics.model import Diagnosis, Measure
+from actmat.report.html.elements import section, table
 from actmat.report.html.markup import Markup, data_block, el, join
-from actmat.report.html.overview import section
 from actmat.report.html.scales import number
-from actmat.report.html.words import plural
+from actmat.report.html.words import plural, shape_text
 
 __all__ = ["DETAILED", "PAGE_ROWS", "Column", "big_table", "tensors"]
 
@@ -30,23 +30,31 @@ class Column:
         title: its heading.
         kind: "name" and "text" hold texts, "choice" few different ones (it gets a filter), "number" numbers or None.
         values: one per row.
-        show: how a number is written without the script; the script writes three digits too.
     """
 
     title: str
     kind: str
     values: Sequence[Any]
-    show: Callable[[Any], str] = str
+
+    def text(self, row: int) -> str:
+        """A cell as the page shows it; the script, too, writes numbers with three digits."""
+        return number(self.values[row]) if self.kind == "number" else str(self.values[row])
 
     def to_json(self) -> dict[str, Any]:
-        """Texts are stored once each, numbers with four digits."""
+        """Plain data: texts are stored once each, numbers with four digits."""
+        head = {"title": self.title, "kind": self.kind}
         if self.kind == "number":
-            return {"title": self.title, "kind": self.kind, "values": [_rounded(v) for v in self.values]}
-        words = list(dict.fromkeys(self.values))
-        if self.kind == "name" or len(words) == len(self.values):
-            return {"title": self.title, "kind": self.kind, "values": list(self.values)}
-        index = {w: i for i, w in enumerate(words)}
-        return {"title": self.title, "kind": self.kind, "words": words, "values": [index[v] for v in self.values]}
+            return head | {"values": [_rounded(v) for v in self.values]}
+        found = _words(self.values)
+        if self.kind == "name" or len(found["words"]) == len(self.values):
+            return head | {"values": list(self.values)}
+        return head | found
+
+
+def _words(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Different texts once each, and their index per row."""
+    index = {w: i for i, w in enumerate(dict.fromkeys(texts))}
+    return {"words": list(index), "values": [index[t] for t in texts]}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -59,18 +67,13 @@ def big_table(columns: Sequence[Column], *, caption: str, details: Any = None) -
     head = el("tr", *(el("th", c.title, scope="col", class_=c.kind) for c in columns))
     rows = []
     for i in range(min(count, PAGE_ROWS)):
-        cells = [(c, number(c.values[i]) if c.kind == "number" else c.show(c.values[i])) for c in columns]
-        (first, name), *rest = cells
-        tds = (el("td", text, class_=c.kind, data_label=c.title) for c, text in rest)
-        rows.append(el("tr", el("th", el("code", name), scope="row", class_=first.kind), *tds))
-    table = el(
-        "table", el("caption", caption, class_="unseen"), el("thead", head), el("tbody", *rows), class_="big stack"
-    )
+        name = el("th", el("code", columns[0].text(i)), scope="row", class_=columns[0].kind)
+        rows.append(el("tr", name, *(el("td", c.text(i), class_=c.kind, data_label=c.title) for c in columns[1:])))
     more = f"The first {PAGE_ROWS} of {count:,}; the others need JavaScript." if count > PAGE_ROWS else None
     return join(
         [
             el("div", class_="controls", hidden=True),
-            table,
+            table(head, rows, caption=caption, class_="big stack"),
             el("noscript", el("p", more)) if more else None,
             data_block("rows", {"columns": [c.to_json() for c in columns], "page": PAGE_ROWS, "details": details}),
         ]
@@ -78,7 +81,7 @@ def big_table(columns: Sequence[Column], *, caption: str, details: Any = None) -
 
 
 def tensors(diagnosis: Diagnosis) -> Markup:
-    """Every tensor of the output with what was done to it and why."""
+    """Section "Every tensor": action, reason, options and measures of each."""
     measures: dict[str, list[Measure]] = {}
     for m in diagnosis.measures:
         measures.setdefault(m.name, []).append(m)
@@ -88,7 +91,7 @@ def tensors(diagnosis: Diagnosis) -> Markup:
         Column("tensor", "name", [t.name for t in rows]),
         Column("action", "choice", [t.action + (", unchanged" if t.unchanged else "") for t in rows]),
         Column("role", "choice", [t.role for t in rows]),
-        Column("shape", "text", ["×".join(map(str, t.shape)) or "scalar" for t in rows]),
+        Column("shape", "text", [shape_text(t.shape) for t in rows]),
         Column("dtype", "choice", [t.dtype for t in rows]),
         Column("rule", "choice", [t.method or "–" for t in rows]),
         Column("reason", "text", [t.reason for t in rows]),
@@ -145,12 +148,10 @@ def _details(diagnosis: Diagnosis, kept: Iterable[Measure]) -> dict[str, Any]:
             }
         )
     texts = [json.dumps(dict(t.options), ensure_ascii=False) if t.options else "" for t in diagnosis.tensors]
-    words = list(dict.fromkeys(texts))
-    index = {w: i for i, w in enumerate(words)}
     return {
         "head": _HEAD,
         "experts": [e.name for e in diagnosis.experts],
         "edges": list(edges),
         "matrices": matrices,
-        "options": {"words": words, "values": [index[t] for t in texts]},
+        "options": _words(texts),
     }

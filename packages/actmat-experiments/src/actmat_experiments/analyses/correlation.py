@@ -1,0 +1,219 @@
+"""`correlation`: whether the size of a token's gradient depends on its input, against what chance alone would show.
+
+For every product `z_i z_j` of a layer's inputs, Pearson's correlation over tokens with `||g||^2`, and the root mean
+square of these over `i, j`. Chance gives `1 / sqrt(N - 1)` for `N` tokens. A level that sinks along with it as samples
+are added is chance; one that stays is real.
+
+Shapes: `N` tokens, `I` in_features.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor, nn
+
+from actmat.errors import RecipeError
+from actmat_experiments.analyses.monitor import token_rows
+from actmat_experiments.analyses.result import Analysis, new_table, short_names, shown
+from actmat_experiments.analyses.taps import Tap, find_taps, reading
+from actmat_experiments.linalg.entry_correlation import entry_correlations, null_rms, permuted_rms, rms_correlation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["CorrelationResult", "Level", "correlation", "token_records"]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Correlations of one linear map at one sample size.
+
+    Args:
+        n_samples: samples.
+        n_tokens: tokens.
+        rms: root mean square of the correlations over the entries of `z z^T`.
+        null_tokens: `1 / sqrt(n_tokens - 1)`, exact for sizes dealt to tokens at random.
+        null_samples: mean of `rms` with sizes dealt to whole samples at random, token by token position; keeps
+            that tokens of one sample are alike and that positions differ.
+        null_samples_95: its 95 % quantile.
+    """
+
+    n_samples: int
+    n_tokens: int
+    rms: float
+    null_tokens: float
+    null_samples: float
+    null_samples_95: float
+
+
+@dataclass(frozen=True)
+class CorrelationResult(Analysis):
+    """Levels of every linear map, by sample size; `n_permutations` behind the permuted ones."""
+
+    name = "correlation"
+    title: str
+    layers: Mapping[str, Sequence[Level]]
+    n_permutations: int
+
+    def data(self) -> dict[str, Any]:
+        """All levels."""
+        return {
+            "title": self.title,
+            "n_permutations": self.n_permutations,
+            "layers": {n: [asdict(level) for level in levels] for n, levels in self.layers.items()},
+        }
+
+    def tables(self) -> list[Table]:
+        """The largest sample, per layer."""
+        last = next(iter(self.layers.values()))[-1]
+        caption = (
+            "rms: correlation of z_i z_j with ||g||^2, root mean square over i, j.\n"
+            "tokens: level of chance for independent tokens, 1/sqrt(N-1); samples: mean and 95 %\n"
+            f"quantile of {self.n_permutations} permutations of whole samples. * marks rms above that quantile."
+        )
+        title = f"{self.title}: {last.n_samples} samples, {last.n_tokens} tokens"
+        table = new_table(title, caption, "layer", ("rms", "tokens", "samples", "95 %", ""))
+        for name, levels in self.layers.items():
+            level = levels[-1]
+            numbers = (level.rms, level.null_tokens, level.null_samples, level.null_samples_95)
+            mark = "*" if level.rms > level.null_samples_95 else ""
+            table.add_row(escape(short_names([name])[name]), *(f" {shown(x, '.3f')}" for x in numbers), mark)
+        return [table]
+
+    def figure(self) -> Figure:
+        """One panel per linear map: level over sample size, and both levels of chance."""
+        from actmat_experiments.analyses.figures import COLOURS, new_panels
+
+        names = list(self.layers)
+        figure, panels = new_panels(len(names), f"Correlation of zzᵀ with ‖g‖² ({self.title})")
+        for axes, name in zip(panels, names, strict=True):
+            levels = self.layers[name]
+            n = [level.n_samples for level in levels]
+            axes.plot(n, [v.rms for v in levels], "o-", color=COLOURS[6], markersize=3.5, label="measured (rms)")
+            low, high = ([getattr(v, f) for v in levels] for f in ("null_samples", "null_samples_95"))
+            axes.plot(n, low, "s--", color=COLOURS[1], markersize=3, linewidth=1, label="chance, samples permuted")
+            axes.fill_between(n, low, high, color=COLOURS[1], alpha=0.25, linewidth=0, label="to its 95 % quantile")
+            chance = [v.null_tokens for v in levels]
+            axes.plot(n, chance, ":", color=COLOURS[0], linewidth=1.4, label="chance, independent tokens")
+            axes.set_title(short_names([name])[name], fontsize=7.5)
+        panels[0].set_xscale("log")
+        panels[0].set_yscale("log")
+        panels[0].minorticks_off()
+        for axes in panels[-min(4, len(panels)) :]:
+            axes.set_xlabel("samples", fontsize=8)
+        figure.supylabel("correlation, root mean square", fontsize=9)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        return figure
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """All tokens of one batch at one linear map, sample by sample: `z_NI` and `||g||^2`."""
+
+    z_NI: Tensor
+    size_N: Tensor
+
+
+def token_records(
+    model: nn.Module, loss: Callable[[], Tensor], n_samples: int, *, layers: Sequence[str] | None = None
+) -> dict[str, TokenRecord]:
+    """Inputs and sizes of output gradients of every token, by linear map; tokens of one sample stand together.
+
+    Args:
+        model: read along; its gradients (`.grad`) are left as they were.
+        loss: forward pass of one batch; mean or sum over samples.
+        n_samples: samples of the batch.
+        layers: patterns of weight names.
+    """
+    taps, _ = find_taps(model, layers=layers)
+    records: dict[str, TokenRecord] = {}
+
+    def keep(tap: Tap, z: Tensor, g: Tensor) -> None:
+        with torch.no_grad():
+            rows_NI, gradients_NO = (_by_sample(token_rows(x, None, tap), n_samples, tap) for x in (z, g))
+            for layer in tap.maps:
+                size_N = gradients_NO[:, layer.rows_O.to(g.device)].double().square().sum(1)
+                records[layer.name] = TokenRecord(rows_NI.double(), size_N)
+
+    def on_call(tap: Tap, z: Tensor, y: Tensor) -> None:
+        y.register_hook(lambda g: keep(tap, z.detach(), g))  # type: ignore[no-untyped-call]
+
+    with reading(taps, on_call):
+        value = loss()
+    watched = [t.weight for t in taps]
+    torch.autograd.grad(value, watched, allow_unused=True)
+    return {layer.name: records[layer.name] for t in taps for layer in t.maps if layer.name in records}
+
+
+def correlation(
+    model: nn.Module,
+    loss: Callable[[int], Tensor],
+    sizes: Sequence[int],
+    *,
+    layers: Sequence[str] | None = None,
+    n_permutations: int = 20,
+    seed: int = 0,
+    title: str = "model",
+    on_size: Callable[[], object] = lambda: None,
+) -> CorrelationResult:
+    """Correlations and their levels of chance, for several numbers of samples.
+
+    Args:
+        model: read along, not changed.
+        loss: from a number of samples to the loss of a batch of so many, each with the same number of tokens.
+        sizes: numbers of samples, ascending.
+        layers: patterns of weight names; default: every linear layer.
+        n_permutations: permutations of samples per size.
+        seed: of the permutations.
+        title: what was measured, in a few words.
+        on_size: called after every size.
+
+    Raises:
+        RecipeError: fewer than two samples, or samples with different numbers of tokens.
+    """
+    if not sizes or min(sizes) < 2:
+        raise RecipeError(f"A correlation takes two samples or more; got sizes {list(sizes)}.")
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, list[Level]] = {}
+    for n_samples in sizes:
+        orders = [torch.randperm(n_samples, generator=generator) for _ in range(n_permutations)]
+        for name, record in token_records(model, lambda n=n_samples: loss(n), n_samples, layers=layers).items():  # type: ignore[misc]
+            found.setdefault(name, []).append(_level(record, n_samples, orders))
+        on_size()
+    if not found:
+        raise RecipeError("No linear layer of the model takes part in the loss.")
+    return CorrelationResult(title, found, n_permutations)
+
+
+def _level(record: TokenRecord, n_samples: int, orders: Sequence[Tensor]) -> Level:
+    n_tokens = len(record.size_N)
+    place_NL = torch.arange(n_tokens).view(n_samples, -1)
+    permuted = permuted_rms(record.z_NI, record.size_N, [place_NL[order].flatten() for order in orders])
+    return Level(
+        n_samples,
+        n_tokens,
+        rms_correlation(entry_correlations(record.z_NI, record.size_N)),
+        null_rms(n_tokens),
+        statistics.fmean(permuted),
+        sorted(permuted)[max(0, round(0.95 * len(permuted)) - 1)],
+    )
+
+
+def _by_sample(rows: Tensor, n_samples: int, tap: Tap) -> Tensor:
+    """Rows with the tokens of one sample together, whatever order the layer sees them in."""
+    if len(rows) % n_samples:
+        raise RecipeError(
+            f"{tap.weight_name} sees {len(rows)} tokens of {n_samples} samples: samples must have the same number of "
+            "tokens. Choose samples of one length, or leave the layer out (layers=...)."
+        )
+    if not tap.sequence_first:
+        return rows
+    return rows.view(-1, n_samples, rows.shape[1]).transpose(0, 1).reshape(len(rows), -1)

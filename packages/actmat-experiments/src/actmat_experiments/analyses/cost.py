@@ -1,0 +1,308 @@
+"""`cost`: floating-point operations and measured time of every method on given layer shapes.
+
+Operations are counted as in the paper's table: a product of `N x N` matrices is `N^3`. The machine's own rate for such
+a product, measured on the same shapes, stands beside, so that a time can be read as a number of matrix products.
+
+Shapes: `T` experts, `O` out_features, `I` in_features.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from actmat.errors import RecipeError
+from actmat.matrices import merge_matrices
+from actmat.methods import METHODS, MergeMethod, get_method
+from actmat_experiments.analyses.result import Analysis, new_table, shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["PAPER_FLOPS", "CostResult", "MethodCost", "cost", "flop_count"]
+
+PAPER_FLOPS = {
+    "average": "T N^2",
+    "task_arithmetic": "(2T + 1) N^2",
+    "regmean": "(T + 3) N^3",
+    "actmat": "(2T + 3) N^3",
+    "iso_c": "23 N^3",
+    "tsv": "(22T + 45) N^3",
+}
+"""The paper's table, with the constants of decompositions that the declared leading terms leave out."""
+
+_TOKEN = re.compile(r"\s*(?:(\d+)|(log N|[TN])|([()+^]))")
+
+
+def flop_count(formula: str, n_experts: int, side: float) -> float:
+    """Value of a formula such as `(2T + 3) N^3` or `T N^2 log N` (base 2), for `T` deltas of `side x side`.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    tokens = list(_tokens(formula))
+    known = {"T": float(n_experts), "N": side, "log N": math.log2(side)}
+
+    def total() -> float:
+        value = product()
+        while tokens and tokens[0] == "+":
+            tokens.pop(0)
+            value += product()
+        return value
+
+    def product() -> float:
+        value = power()
+        while tokens and tokens[0] not in ("+", ")"):
+            value *= power()
+        return value
+
+    def power() -> float:
+        if not tokens:
+            raise ValueError(f"'{formula}' ends too early")
+        token = tokens.pop(0)
+        if token == "(":
+            value = total()
+            if not tokens or tokens.pop(0) != ")":
+                raise ValueError(f"'{formula}' lacks a closing bracket")
+        elif token in known:
+            value = known[token]
+        elif token.isdigit():
+            value = float(token)
+        else:
+            raise ValueError(f"'{formula}': '{token}' stands where a number should")
+        if tokens and tokens[0] == "^":
+            tokens.pop(0)
+            value = value ** power()
+        return value
+
+    value = total()
+    if tokens:
+        raise ValueError(f"'{formula}' goes on with '{tokens[0]}'")
+    return value
+
+
+def _tokens(formula: str) -> Iterator[str]:
+    place = 0
+    while place < len(formula.rstrip()):
+        found = _TOKEN.match(formula, place)
+        if not found:
+            raise ValueError(f"'{formula}' cannot be read from '{formula[place:]}' on")
+        yield next(g for g in found.groups() if g)
+        place = found.end()
+
+
+@dataclass(frozen=True, slots=True)
+class MethodCost:
+    """One method on one shape.
+
+    Args:
+        method: name.
+        shape: `O, I`.
+        seconds: median time of a merge of one layer.
+        declared: operations by the method's own formula, at `N = sqrt(O I)`.
+        paper: operations by the paper's formula, or None where it has none.
+        products: `seconds` in units of one `N x N` product on this machine.
+    """
+
+    method: str
+    shape: tuple[int, int]
+    seconds: float
+    declared: float
+    paper: float | None
+    products: float
+
+
+@dataclass(frozen=True)
+class CostResult(Analysis):
+    """Costs of all methods and shapes; `rates` are multiply-adds per second of a product, by shape."""
+
+    name = "cost"
+    device: str
+    settings: Mapping[str, Any]
+    rates: Mapping[str, float]
+    costs: Sequence[MethodCost]
+
+    def data(self) -> dict[str, Any]:
+        """Times in seconds, operations as multiply-adds."""
+        return {
+            "device": self.device,
+            "settings": dict(self.settings),
+            "rates": dict(self.rates),
+            "costs": [asdict(c) for c in self.costs],
+        }
+
+    def tables(self) -> list[Table]:
+        """One table per shape, cheapest first."""
+        made = []
+        for shape in dict.fromkeys(c.shape for c in self.costs):
+            label = _label(shape)
+            caption = (
+                f"G: 1e9 multiply-adds at N = {math.sqrt(math.prod(shape)):.0f}, declared leading term and the paper's "
+                "formula;\n"
+                f"products: time in N x N products, which run at {self.rates[label] / 1e9:.1f} G/s here; "
+                "G/s: by the paper's formula."
+            )
+            title = f"{label}, {self.settings['n_experts']} experts, {self.settings['dtype']}, {self.device}"
+            table = new_table(title, caption, "method", ("ms", "G", "paper G", "products", "G/s"))
+            for c in sorted((c for c in self.costs if c.shape == shape), key=lambda c: c.seconds):
+                paper = ("-", "-") if c.paper is None else (_billions(c.paper), f"{c.paper / c.seconds / 1e9:.1f}")
+                table.add_row(
+                    c.method,
+                    f" {1e3 * c.seconds:.3g}",
+                    f" {_billions(c.declared)}",
+                    f" {paper[0]}",
+                    f" {shown(c.products)}",
+                    f" {paper[1]}",
+                )
+            made.append(table)
+        return made
+
+    def figure(self) -> Figure:
+        """Time over operations, one marker per method, and the machine's rate as a line."""
+        from actmat_experiments.analyses.figures import COLOURS, MARKERS, new_axes
+
+        shapes = list(dict.fromkeys(c.shape for c in self.costs))
+        figure, axes = new_axes(
+            f"Cost of a layer, {self.settings['n_experts']} experts ({self.device})", width=8.0, height=4.8
+        )
+        for index, shape in enumerate(shapes):
+            found = sorted((c for c in self.costs if c.shape == shape), key=lambda c: c.method)
+            axes.plot([c.method for c in found], [1e3 * c.seconds for c in found], MARKERS[index % len(MARKERS)],
+                      color=COLOURS[index % len(COLOURS)], markersize=5, label=_label(shape))  # fmt: skip
+            product = 1e3 * math.prod(shape) ** 1.5 / self.rates[_label(shape)]
+            axes.axhline(product, color=COLOURS[index % len(COLOURS)], linestyle=":", linewidth=1,
+                         label=f"one product at {_label(shape)}")  # fmt: skip
+        axes.set_yscale("log")
+        axes.tick_params(axis="x", rotation=90)
+        axes.set_ylabel("milliseconds, median")
+        figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        return figure
+
+
+def cost(
+    shapes: Sequence[tuple[int, int]],
+    *,
+    n_experts: int = 7,
+    methods: Sequence[str] | None = None,
+    device: str = "cpu",
+    repeats: int = 3,
+    seed: int = 0,
+    on_method: Callable[[], object] = lambda: None,
+) -> CostResult:
+    """Time every method on random float32 layers, with its default options.
+
+    Args:
+        shapes: `(O, I)` of layers.
+        n_experts: `T`; methods that take fewer are given as many as they take.
+        methods: names; default: all; Gram matrices and Fisher information are made up like the layers.
+        device: "cpu" or "cuda".
+        repeats: measurements per method and shape, after one that is not counted.
+        seed: of the layers.
+        on_method: called after every method and shape.
+
+    Raises:
+        RecipeError: an unknown method or device, no shape, or a shape without entries.
+    """
+    from actmat.engine.resources import check_device
+
+    check_device(device)
+    if not shapes or any(o < 1 or i < 1 for o, i in shapes) or n_experts < 1 or repeats < 1:
+        raise RecipeError(
+            f"cost needs shapes with entries, experts and repeats; got {list(shapes)}, {n_experts}, {repeats}."
+        )
+    chosen = [get_method(n) for n in methods] if methods is not None else list(METHODS)
+    rates, costs = {}, []
+    for shape in shapes:
+        layer = _Layer(shape, n_experts, device, seed)
+        side = math.sqrt(math.prod(shape))
+        product = layer.seconds_of_product(repeats)
+        rates[_label(shape)] = side**3 / product
+        for method in chosen:
+            seconds = _median(lambda m=method, on=layer: on.merge(m), repeats, device)  # type: ignore[misc]
+            used = min(n_experts, method.max_experts or n_experts)
+            paper = PAPER_FLOPS.get(method.name)
+            costs.append(
+                MethodCost(
+                    method.name,
+                    shape,
+                    seconds,
+                    flop_count(method.flops, used, side),
+                    None if paper is None else flop_count(paper, used, side),
+                    seconds / product,
+                )
+            )
+            on_method()
+    settings = {"n_experts": n_experts, "dtype": "float32", "repeats": repeats, "seed": seed}
+    if device == "cpu":
+        settings["threads"] = torch.get_num_threads()
+    return CostResult(_device_name(device), settings, rates, costs)
+
+
+class _Layer:
+    """Everything that a method may ask for, of one random layer."""
+
+    def __init__(self, shape: tuple[int, int], n_experts: int, device: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def gaussian(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator).to(device)
+
+        width = shape[1]
+        self._device = device
+        self._deltas = [gaussian(*shape) for _ in range(n_experts)]
+        self._base = gaussian(*shape)
+        self._grams = [x.mT @ x / len(x) for x in (gaussian(2 * width, width) for _ in range(n_experts))]
+        self._fishers = [gaussian(*shape).square() for _ in range(n_experts)]
+        self._side = round(math.sqrt(math.prod(shape)))
+        self._square = gaussian(self._side, self._side)
+
+    def merge(self, method: MergeMethod) -> Tensor:
+        """One merge of the layer."""
+        few = slice(None, method.max_experts)
+        given: dict[str, Any] = {"base": self._base} if method.uses_base(method.resolve_options({})) else {}
+        if method.needs_statistics:
+            known = {"gram": self._grams[few], "fisher": self._fishers[few]}
+            given["statistics"] = {kind: known[kind] for kind in method.needs_statistics if kind in known}
+        return merge_matrices(method.name, self._deltas[few], **given)
+
+    def seconds_of_product(self, repeats: int) -> float:
+        """Of an `N x N` product, `N = sqrt(O I)`."""
+        return _median(lambda: self._square @ self._square, 3 * repeats, self._device)
+
+
+def _median(work: Callable[[], object], repeats: int, device: str) -> float:
+    def once() -> float:
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        return time.perf_counter() - start
+
+    once()
+    return statistics.median(once() for _ in range(repeats))
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def _label(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def _billions(count: float) -> str:
+    return f"{count / 1e9:.3g}"
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device

@@ -1,0 +1,1 @@
+"""Commands that this distribution adds to `actmat`: entry points of the group `actmat.commands`."""

@@ -1,0 +1,302 @@
+"""`actmat analyze NAME`: the paper's analyses, each as a table, a JSON file and a figure."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from actmat.cli import flags
+from actmat.errors import RecipeError
+
+if TYPE_CHECKING:
+    from actmat.statistics import Statistics as StatisticsFile
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="analyze",
+    no_args_is_help=True,
+    help="Measure what the theorems behind ACTMat suppose; each analysis gives a table, JSON and a figure.",
+)
+
+Out = Annotated[Path, typer.Option("--out", help="Folder of NAME.json, NAME.png and NAME.svg.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier results there.")]
+Demo = Annotated[Path, typer.Option("--demo", help="What 'actmat demo' has written.")]
+Base = Annotated[str | None, typer.Option("--base", "-b", help="Your own base, in place of a demo.")]
+Experts = Annotated[
+    list[str] | None, typer.Option("--expert", "-e", help="NAME=CHECKPOINT of an expert, once per expert.")
+]
+Statistics = Annotated[
+    list[str] | None, typer.Option("--statistics", help="NAME=FOLDER of the expert's Gram matrices, once per expert.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
+Layers = Annotated[list[str] | None, typer.Option("--layer", help="Only weights of this pattern, such as '*up_proj*'.")]
+OUT, DEMO = Path("analyses"), Path("demo-output")
+
+
+@app.command()
+def theorem1(
+    network: Annotated[str, typer.Option("--network", help="mlp, or transformer (17 tokens per image).")] = "mlp",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of gradient descent.")] = 200,
+    rate: Annotated[float, typer.Option("--rate", help="The fixed step.")] = 0.2,
+    images: Annotated[int, typer.Option("--images", min=2, help="Photographs in the batch.")] = 500,
+    width: Annotated[int, typer.Option("--width", min=4, help="Hidden width.")] = 32,
+    seed: Seed = 0,
+    out: Out = OUT,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+) -> None:
+    """Theorem 1 where it is exact: full-batch gradient descent on a small network."""
+    from actmat_experiments.analyses import theorem1 as run
+
+    if network not in ("mlp", "transformer"):
+        raise RecipeError(f"--network is mlp or transformer; got '{network}'.")
+    with _working("descending", steps) as step:
+        result = run(
+            network=network,  # type: ignore[arg-type]
+            n_steps=steps,
+            rate=rate,
+            n_images=images,
+            width=width,
+            seed=seed,
+            on_step=step,
+        )
+    _finish(result, out, overwrite, json)
+
+
+@app.command()
+def drift(
+    demo: Demo = DEMO,
+    task: Annotated[str, typer.Option("--task", help="Whose expert is trained once more.")] = "digit",
+    layer: Layers = None,
+    moments: Annotated[int, typer.Option("--moments", min=1, help="How often to measure.")] = 10,
+    out: Out = OUT,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+) -> None:
+    """Theorem 1's angles along a real fine-tuning run: AdamW, minibatches."""
+    from actmat_experiments.analyses import drift as run
+
+    with _working("fine-tuning", None) as step:
+        result = run(demo, task=task, layers=layer, n_moments=moments, on_step=step)
+    _finish(result, out, overwrite, json)
+
+
+@app.command()
+def scale(
+    demo: Demo = DEMO,
+    base: Base = None,
+    expert: Experts = None,
+    statistics: Statistics = None,
+    out: Out = OUT,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+) -> None:
+    """Whether the estimates D^T D have one common scale over the experts."""
+    from actmat_experiments.analyses import scale as run
+    from actmat_experiments.analyses.on_demo import demo_scale
+
+    with _working("measuring inputs", None), _own(base, expert, statistics) as own:
+        result = run(*own) if own else demo_scale(demo)
+    _finish(result, out, overwrite, json)
+
+
+@app.command()
+def cosine(
+    demo: Demo = DEMO,
+    base: Base = None,
+    expert: Experts = None,
+    statistics: Statistics = None,
+    sizes: Annotated[str, typer.Option("--samples", help="Sizes of the small samples.")] = "1,10,100",
+    draws: Annotated[int, typer.Option("--draws", min=1, help="Small samples per size.")] = 5,
+    out: Out = OUT,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+) -> None:
+    """How near D^T D is to the Gram matrix of the inputs, beside the identity and few samples (of a demo)."""
+    from actmat_experiments.analyses import cosine as run
+    from actmat_experiments.analyses.on_demo import demo_cosine
+
+    wanted = _numbers(sizes, "--samples")
+    with _working("measuring inputs", None), _own(base, expert, statistics) as own:
+        result = run(*own) if own else demo_cosine(demo, sizes=wanted, n_draws=draws)
+    _finish(result, out, overwrite, json)
+
+
+@app.command()
+def correlation(
+    demo: Demo = DEMO,
+    task: Annotated[str, typer.Option("--task", help="Whose loss.")] = "digit",
+    at: Annotated[str, typer.Option("--at", help="Weights of the base, or of the task's expert.")] = "base",
+    sizes: Annotated[str, typer.Option("--samples", help="Numbers of photographs.")] = "16,64,256,900",
+    permutations: Annotated[int, typer.Option("--permutations", min=1, help="Behind the level of chance.")] = 20,
+    layer: Layers = None,
+    out: Out = OUT,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+) -> None:
+    """Whether the size of a token's gradient depends on its input, against the level of chance."""
+    from actmat_experiments.analyses.on_demo import demo_correlation
+
+    if at not in ("base", "expert"):
+        raise RecipeError(f"--at is base or expert; got '{at}'.")
+    wanted = _numbers(sizes, "--samples")
+    with _working("sample sizes", len(wanted)) as step:
+        result = demo_correlation(
+            demo, task=task, at=at, sizes=wanted, n_permutations=permutations, layers=layer, on_size=step
+        )
+    _finish(result, out, overwrite, json)
+
+
+@app.command()
+def theorem2(
+    tasks: Annotated[int, typer.Option("--tasks", help="Number of tasks, 2 to 6.")] = 3,
+    width: Annotated[int, typer.Option("--width", min=4, help="Hidden width.")] = 32,
+    activation: Annotated[str, typer.Option("--activation", help="relu or tanh.")] = "relu",
+    method: Annotated[str, typer.Option("--method", "-m", help="Merge rule.")] = "actmat",
+    seed: Seed = 0,
+    out: Out = OUT,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+) -> None:
+    """Expected negative transfer and its bound, on a network with known Lipschitz constants."""
+    from actmat_experiments.analyses import theorem2 as run
+
+    if activation not in ("relu", "tanh"):
+        raise RecipeError(f"--activation is relu or tanh; got '{activation}'.")
+    with _working("training", 300 + 200 * tasks) as step:
+        result = run(
+            n_tasks=tasks,
+            width=width,
+            activation=activation,  # type: ignore[arg-type]
+            method=method,
+            seed=seed,
+            on_step=step,
+        )
+    _finish(result, out, overwrite, json)
+
+
+@app.command()
+def interference(
+    demo: Demo = DEMO,
+    base: Base = None,
+    expert: Experts = None,
+    statistics: Statistics = None,
+    method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these of the demo's merges.")] = None,
+    merged: Annotated[list[str] | None, typer.Option("--merged", help="NAME=PATH of a further merge.")] = None,
+    out: Out = OUT,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+) -> None:
+    """What merges do to every expert's layer outputs, on the expert's own inputs."""
+    from actmat_experiments.analyses import interference as run
+    from actmat_experiments.analyses.on_demo import demo_interference
+
+    others = _named(merged, "--merged")
+    with _working("measuring inputs", None), _own(base, expert, statistics) as own:
+        if own and method:
+            raise RecipeError("--method chooses among the merges of a demo; name your own merges with --merged.")
+        result = run(own[0], own[1], others, own[2]) if own else demo_interference(demo, methods=method, merged=others)
+    _finish(result, out, overwrite, json)
+
+
+@app.command()
+def cost(
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", help="OxI of a layer; 1024x1024 if none is given.")
+    ] = None,
+    experts: Annotated[int, typer.Option("--experts", min=1, help="Number of experts.")] = 7,
+    method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these methods.")] = None,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measurements behind a median.")] = 3,
+    seed: Seed = 0,
+    out: Out = OUT,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+) -> None:
+    """Operations and measured time of every method on given layer shapes."""
+    from actmat.methods import METHODS
+    from actmat_experiments.analyses import cost as run
+
+    shapes = [_shape(s) for s in shape or ["1024x1024"]]
+    with _working("timing", len(shapes) * len(method or METHODS)) as step:
+        result = run(
+            shapes, n_experts=experts, methods=method, device=device, repeats=repeats, seed=seed, on_method=step
+        )
+    _finish(result, out, overwrite, json)
+
+
+def _named(given: list[str] | None, flag: str) -> dict[str, str]:
+    """NAME=PATH, all of them."""
+    pairs = [g.partition("=") for g in given or ()]
+    if wrong := [f"got '{n}{equals}{path}'" for n, equals, path in pairs if not (n and equals and path)]:
+        raise RecipeError(f"{flag} is NAME=PATH.", wrong)
+    return {n: path for n, _, path in pairs}
+
+
+@contextlib.contextmanager
+def _own(
+    base: str | None, expert: list[str] | None, statistics: list[str] | None
+) -> Iterator[tuple[str, dict[str, str], Mapping[str, StatisticsFile]] | None]:
+    """The user's own checkpoints and open statistics; None where none are given, which means a demo."""
+    experts, places = _named(expert, "--expert"), _named(statistics, "--statistics")
+    if not (base or experts or places):
+        yield None
+        return
+    if not base or not experts or experts.keys() != places.keys():
+        raise RecipeError(
+            "Checkpoints of your own take --base, and --expert and --statistics under the same names; "
+            f"got experts {sorted(experts)} and statistics {sorted(places)}."
+        )
+    from actmat.statistics import open_statistics
+
+    with contextlib.ExitStack() as stack:
+        yield base, experts, {n: stack.enter_context(open_statistics(p)) for n, p in places.items()}
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    words = [w.strip() for w in text.split(",")]
+    if not all(w.isdecimal() and int(w) > 0 for w in words):
+        raise RecipeError(f"{flag} takes numbers above zero with commas between, such as 10,100; got '{text}'.")
+    return sorted({int(w) for w in words})
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, _, columns = text.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal()):
+        raise RecipeError(f"--shape is OxI, such as 4096x1024; got '{text}'.")
+    return int(rows), int(columns)
+
+
+@contextlib.contextmanager
+def _working(what: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; gives what advances it. Without matplotlib nothing begins that would end as a figure."""
+    from rich.progress import Progress
+
+    from actmat.cli.screen import note_console
+    from actmat_experiments.analyses.result import need_matplotlib
+
+    need_matplotlib()
+    with Progress(console=note_console, transient=True, disable=not note_console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _finish(result: Any, out: Path, overwrite: bool, as_json: bool) -> None:
+    """Save an `Analysis`, then show it."""
+    from actmat.cli.screen import console
+    from actmat_experiments.analyses import save_analysis
+
+    paths = save_analysis(result, out, overwrite=overwrite)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(result.to_json(), indent=1, allow_nan=False))
+        return
+    for table in result.tables():
+        console.print(table)
+    console.print(f"Saved {paths[0]}, .png, .svg", soft_wrap=True)

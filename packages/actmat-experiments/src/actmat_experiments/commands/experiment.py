@@ -1,0 +1,171 @@
+"""`actmat experiment`: the experiments of the paper, from data to tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["experiment", "list_suites", "run", "study", "table"]
+
+experiment = typer.Typer(
+    name="experiment",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Run the experiments of the paper, or the same at laptop size, and show their tables.",
+)
+
+_CACHE = Path("experiment-cache")
+SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="Name of a suite, see 'actmat experiment list'.")]
+CacheFolder = Annotated[Path, typer.Option("--cache", help="Folder of all stages, logs and scores.")]
+Models = Annotated[list[str] | None, typer.Option("--models", help="Only these models; comma-separated.")]
+Tasks = Annotated[list[str] | None, typer.Option("--tasks", help="Only these tasks; comma-separated.")]
+Methods = Annotated[list[str] | None, typer.Option("--methods", help="Only these methods; comma-separated.")]
+Full = Annotated[bool, typer.Option("--full/--no-full", help="Experts by full fine-tuning.")]
+Lora = Annotated[bool, typer.Option("--lora/--no-lora", help="Experts by LoRA, too.")]
+Seeds = Annotated[str, typer.Option("--seeds", help="Comma-separated; every seed is a run of its own.")]
+Data = Annotated[Path | None, typer.Option("--data", help="Folder of local data sets (default: the hub).")]
+Device = Annotated[str, typer.Option("--device", help="Where models compute: cpu, cuda, cuda:N, mps.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", help="Runs, tensors and tests side by side (default: all cores).")
+]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="name=value of the suite's settings.")]
+
+
+@experiment.command("list")
+def list_suites() -> None:
+    """The suites and what they are about."""
+    from rich.table import Table
+
+    from actmat.cli.screen import console
+    from actmat_experiments.suites import SUITES
+
+    listed = Table.grid(padding=(0, 2, 0, 0))
+    for suite in SUITES:
+        listed.add_row(suite.name, suite.summary)
+    console.print(listed)
+
+
+@experiment.command()
+def run(
+    suite: SuiteName,
+    models: Models = None,
+    tasks: Tasks = None,
+    methods: Methods = None,
+    full: Full = True,
+    lora: Lora = False,
+    seeds: Seeds = "0",
+    data: Data = None,
+    cache: CacheFolder = _CACHE,
+    device: Device = "cpu",
+    threads: Threads = None,
+    setting: Settings = None,
+) -> None:
+    """Train, merge by every method, evaluate. What is done already is taken from the cache.
+
+    actmat experiment run vision-small --data DATA --lora --seeds 0,1,2
+    actmat experiment run vision --models ViT-B/32 --methods average,actmat,tsv --device cuda
+    """
+    request = _request(suite, models, tasks, methods, full, lora, seeds, data, cache, device, threads, setting)
+    from actmat_experiments.suites import get_suite
+
+    get_suite(suite).run(request)
+    table(suite, cache)
+
+
+@experiment.command()
+def study(
+    suite: SuiteName,
+    models: Models = None,
+    tasks: Tasks = None,
+    full: Full = True,
+    lora: Lora = False,
+    seeds: Seeds = "0",
+    data: Data = None,
+    cache: CacheFolder = _CACHE,
+    device: Device = "cpu",
+    threads: Threads = None,
+    setting: Settings = None,
+) -> None:
+    """Variants of the interference family on subsets of the experts: chosen on half of the tasks, reported on the rest.
+
+    Trains what is not in the cache yet; writes study/SUITE.json and .md below it, and prints the tables.
+    """
+    request = _request(suite, models, tasks, None, full, lora, seeds, data, cache, device, threads, setting)
+    from actmat.errors import RecipeError
+    from actmat_experiments.suites import get_suite
+
+    found = get_suite(suite)
+    if found.study is None:
+        raise RecipeError(f"The suite '{suite}' has no study.")
+    typer.echo(found.study(request))
+
+
+@experiment.command()
+def table(
+    suite: SuiteName,
+    cache: CacheFolder = _CACHE,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Markdown instead of a terminal's table.")] = False,
+    figures: Annotated[Path | None, typer.Option("--figures", help="Draw the figures into this folder.")] = None,
+) -> None:
+    """The paper's table beside ours: per task, with majority baselines, seeds and 95 % intervals."""
+    from actmat.cli.screen import console
+    from actmat_experiments.suites import TableRequest, get_suite
+
+    found = get_suite(suite)
+    found.table(TableRequest(suite=suite, cache=cache, markdown=markdown, figures=figures, console=console))
+
+
+def _request(
+    suite: str,
+    models: list[str] | None,
+    tasks: list[str] | None,
+    methods: list[str] | None,
+    full: bool,
+    lora: bool,
+    seeds: str,
+    data: Path | None,
+    cache: Path,
+    device: str,
+    threads: int | None,
+    setting: list[str] | None,
+) -> Any:
+    """The flags as one `suites.RunRequest`; what is wrong with them alone is an error of usage."""
+    regimes = [name for name, wanted in (("full", full), ("lora", lora)) if wanted]
+    if not regimes:
+        raise typer.BadParameter("--no-full leaves nothing to train: add --lora")
+    try:
+        numbers = [int(s) for s in seeds.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--seeds takes whole numbers such as 0,1,2, not {seeds!r}") from None
+    settings = dict(_pair(text) for text in setting or [])
+    from actmat.cli.screen import note_console
+    from actmat_experiments.suites import RunRequest
+
+    return RunRequest(
+        suite=suite,
+        cache=cache,
+        models=_names(models),
+        tasks=_names(tasks),
+        methods=_names(methods),
+        regimes=regimes,  # type: ignore[arg-type]  # the two words above
+        seeds=numbers,
+        data=data,
+        device=device,
+        threads=threads,
+        settings=settings,
+        console=note_console,
+    )
+
+
+def _names(values: list[str] | None) -> list[str] | None:
+    """`["a,b", "c"]` -> `["a", "b", "c"]`."""
+    return [name for value in values for name in value.split(",") if name] if values else None
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise typer.BadParameter(f"--set takes name=value, not {text!r}")
+    return name, value

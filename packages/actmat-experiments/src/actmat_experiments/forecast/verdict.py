@@ -1,0 +1,122 @@
+"""Every candidate against the measured drops: per family, on models it was not fitted to, and whether it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from actmat_experiments.forecast.correlation import RESAMPLES, Correlation, between, within
+from actmat_experiments.forecast.held_out import Forecaster, best_single, held_out, ridge, rule_mean
+from actmat_experiments.forecast.rows import Row
+from actmat_experiments.linalg.forecast import FEATURES
+
+__all__ = ["BAR", "WITH_DATA", "Candidate", "candidates", "judge"]
+
+BAR = 0.3
+"""What the lower end of every family's interval must exceed; written down before anything was measured."""
+
+See = Callable[[list[Row], list[float]], Correlation]
+
+WITH_DATA = ("activation_residual", "activation_error", "disagreement", "divergence")
+"""Numbers that a few unlabelled inputs give."""
+
+_FITTED: Mapping[str, tuple[Forecaster, str]] = {
+    "best_single": (best_single, "the data-free number that did best on the families that were seen"),
+    "ridge": (ridge, "ridge regression on the logarithms of all data-free numbers"),
+    "rule_mean": (rule_mean, "mean drop of the same rule, scale and number of experts: looks at no weights"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One number, and how it goes with the drop; positive is right.
+
+    Args:
+        name: of the number.
+        kind: "data-free", "unlabelled data", or "fitted" on other families (other regimes, in `regimes`).
+        families: Spearman over all rows of each family.
+        rules: within each expert and subset of a family, over rules and scales: which merge is best for this expert?
+        experts: within each merge of a family, over experts: which expert loses most?
+        regimes: over all rows of full fine-tuning, and of LoRA; what is fitted saw the other one alone.
+    """
+
+    name: str
+    kind: str
+    families: Mapping[str, Correlation]
+    rules: Mapping[str, Correlation]
+    experts: Mapping[str, Correlation]
+    regimes: Mapping[str, Correlation]
+
+    @property
+    def worst(self) -> float:
+        """Smallest coefficient of a family."""
+        return min(c.value for c in self.families.values())
+
+    @property
+    def holds(self) -> bool:
+        """Whether every interval lies above the bar, over all rows and between rules."""
+        return all(c.low > BAR for view in (self.families, self.rules) for c in view.values())
+
+
+def judge(rows: Sequence[Row], *, resamples: int = RESAMPLES) -> list[Candidate]:
+    """All candidates, best first by their worst family; those of a kind together."""
+    columns = candidates(rows)
+    found = [_judge(name, kind, values, regimes, rows, resamples) for name, (kind, values, regimes) in columns.items()]
+    kinds = list(dict.fromkeys(c.kind for c in found))
+    return sorted(found, key=lambda c: (kinds.index(c.kind), -c.worst))
+
+
+def candidates(rows: Sequence[Row]) -> dict[str, tuple[str, list[float], list[float]]]:
+    """name -> kind, a value per row, and one by what saw the other regime alone (the same where nothing is fitted)."""
+    out: dict[str, tuple[str, list[float], list[float]]] = {}
+    for kind, names in (("data-free", tuple(FEATURES)), ("unlabelled data", WITH_DATA)):
+        for name in names:
+            values = [row.features[name] for row in rows]
+            out[name] = (kind, values, values)
+    for name, (forecaster, _) in _FITTED.items():
+        apart = [held_out(rows, fold, forecaster) for fold in (lambda r: r.family, regime)]
+        out[name] = ("fitted", apart[0], apart[1])
+    return out
+
+
+def regime(row: Row) -> str:
+    """How the experts of a row were trained, by the name of the family."""
+    return "lora" if row.family.startswith("lora") else "full"
+
+
+def _judge(
+    name: str, kind: str, values: Sequence[float], apart: Sequence[float], rows: Sequence[Row], resamples: int
+) -> Candidate:
+    def over(names: Callable[[Row], str], see: See, x: Sequence[float]) -> dict[str, Correlation]:
+        out = {}
+        for part in dict.fromkeys(map(names, rows)):
+            chosen = [k for k, row in enumerate(rows) if names(row) == part]
+            out[part] = see([rows[k] for k in chosen], [x[k] for k in chosen])
+        return out
+
+    def pooled(of: list[Row], x: list[float]) -> Correlation:
+        return between(x, _drops(of), [(r.model, r.task) for r in of], resamples=resamples)
+
+    def by_rule(of: list[Row], x: list[float]) -> Correlation:
+        groups = [(r.model, r.experts, r.task) for r in of]
+        return within(x, _drops(of), groups, [(r.model, r.task) for r in of], resamples=resamples)
+
+    def by_expert(of: list[Row], x: list[float]) -> Correlation:
+        groups = [(r.model, r.experts, r.method, r.scale) for r in of]
+        return within(x, _drops(of), groups, [(r.model, r.experts) for r in of], resamples=resamples)
+
+    def family(row: Row) -> str:
+        return row.family
+
+    return Candidate(
+        name=name,
+        kind=kind,
+        families=over(family, pooled, values),
+        rules=over(family, by_rule, values),
+        experts=over(family, by_expert, values),
+        regimes=over(regime, pooled, apart),
+    )
+
+
+def _drops(rows: Sequence[Row]) -> list[float]:
+    return [row.drop for row in rows]

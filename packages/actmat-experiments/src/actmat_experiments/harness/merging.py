@@ -1,0 +1,97 @@
+"""Merged models by the real engine: which rules can run, all of them in one reading, and their scale tuned.
+
+Every row of a table is a `Candidate`. Default and tuned scale are two things: the default uses no data at all; the
+tuned one is chosen on the validation parts of the tasks, never on what is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from actmat.demo.merging import Candidate, choose_methods
+from actmat.errors import RecipeError, did_you_mean
+from actmat.methods import METHODS
+from actmat_experiments.harness.cache import code_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "SCALES",
+    "best_scale",
+    "candidates",
+    "merging_code",
+    "rescaled",
+]
+
+SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
+"""Factors of the merged delta that tuning tries."""
+
+
+_VARIANTS = {
+    "full": (),
+    "lora": (
+        Candidate("iso_c_rank", "iso_c", {"mean": "rank"}),
+        Candidate("knots_tsv", "knots", {"rule": "tsv", "order": "actmat"}),
+        Candidate("knots_iso_c", "knots", {"rule": "iso_c", "order": "actmat"}),
+    ),
+}
+"""Rows beside every rule with its defaults: what the paper calls K-TSV and K-Iso-C, and Iso-C's mean over the rank."""
+
+_NOT_COMPARED = {"adamerging": "without coefficients that were learned it is task arithmetic"}
+
+
+def candidates(
+    wanted: Sequence[str] | None, regime: str, n_experts: int, statistics: Sequence[str] = ()
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Rows to compare in a regime: every rule that can run and the regime's variants, or the wanted ones of them.
+
+    Returns:
+        The rows, and for what is left out the reason.
+
+    Raises:
+        RecipeError: a wanted row is unknown or cannot run here.
+    """
+    variants = {c.name: c for c in _VARIANTS[regime]}
+    if wanted is not None:
+        known = {*(m.name for m in METHODS), *(c.name for some in _VARIANTS.values() for c in some)}
+        unknown = [w for w in wanted if w not in known and not w.endswith(".py") and ".py:" not in w]
+        if unknown:
+            raise RecipeError(
+                "There are no such methods.", [f"'{w}' is unknown.{did_you_mean(w, sorted(known))}" for w in unknown]
+            )
+    rules = None if wanted is None else [w for w in wanted if w in {m.name for m in METHODS} or ".py:" in w]
+    names, left_out = choose_methods(rules, n_experts, statistics)
+    if wanted is None:
+        names = [n for n in names if n not in _NOT_COMPARED]
+        left_out |= _NOT_COMPARED
+    rows = [Candidate(n.rpartition(":")[2], n) for n in names]
+    return rows + [c for n, c in variants.items() if wanted is None or n in wanted], left_out
+
+
+def merging_code() -> str:
+    """Hash of the code that decides the bytes of a merge, for the key of what is made from one."""
+    return code_digest("linalg", "methods", "checkpoints", "layout", "recipe", "plan", "engine")
+
+
+def rescaled(
+    base: Mapping[str, Tensor], merged: Mapping[str, Tensor], names: Sequence[str], scale: float
+) -> dict[str, Tensor]:
+    """What the engine would write at `scale`, from what it wrote at 1: `W_0 + scale (W* - W_0)` where the rule acted.
+
+    Only for choosing a scale without merging once per value; what is reported is merged by the engine.
+    """
+    acted = set(names)
+    return {n: t if n not in acted else base[n] + scale * (t - base[n]) for n, t in merged.items()}
+
+
+def best_scale(score: Callable[[float], float], scales: Sequence[float] = SCALES) -> tuple[float, dict[float, float]]:
+    """The scale of the highest score, of equal ones the nearest to 1, and all scores.
+
+    Args:
+        score: mean accuracy on validation data.
+        scales: values to try.
+    """
+    found = {scale: score(scale) for scale in scales}
+    return max(found, key=lambda s: (found[s], -abs(s - 1.0))), found

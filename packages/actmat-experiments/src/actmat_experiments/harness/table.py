@@ -1,0 +1,173 @@
+"""From scores to tables: per task, averages with intervals, majorities, the paper's figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from actmat.demo.intervals import Interval, over_tasks, wilson_interval
+from actmat_experiments.harness.results import REFERENCES, ScaleKind, Score
+
+__all__ = ["Figure", "Line", "average_table", "markdown_table", "summarise", "task_table"]
+
+Figure = Mapping[tuple[str, ScaleKind], float]
+"""(row, kind of scale) -> the paper's average, in percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One model of a table: a method at its default or tuned scale, or a reference.
+
+    Args:
+        method: row.
+        scale: see `Score.scale`.
+        tasks: task -> share of right answers, mean over seeds; its interval is that of the test items.
+        average: over tasks and seeds, see `intervals.over_tasks`.
+        normalised: mean over seeds and tasks of the share divided by the expert's; None without experts.
+        seeds: seed -> average over tasks.
+        scales: the scales that the seeds were merged at.
+        paper: the paper's average as a share, if it has one.
+    """
+
+    method: str
+    scale: ScaleKind
+    tasks: Mapping[str, Interval]
+    average: Interval
+    normalised: float | None
+    seeds: Mapping[int, float]
+    scales: Sequence[float] = ()
+    paper: float | None = None
+
+
+def summarise(scores: Sequence[Score], tasks: Sequence[str], paper: Figure | None = None) -> list[Line]:
+    """One line per method and kind of scale, references first, then by the average at the default scale.
+
+    Args:
+        scores: of one suite, model, regime and settings.
+        tasks: what the average is over; a seed that lacks one of them in a row is not counted in that row.
+        paper: figures of the paper.
+    """
+    found: dict[tuple[str, ScaleKind], dict[int, dict[str, Score]]] = {}
+    for score in scores:
+        found.setdefault((score.method, score.scale), {}).setdefault(score.seed, {})[score.task] = score
+    experts = found.get(("experts", "default"), {})
+    lines = []
+    for (method, scale), by_seed in found.items():
+        whole = {seed: row for seed, row in sorted(by_seed.items()) if all(t in row for t in tasks)}
+        if whole:
+            figure = (paper or {}).get((method, scale))
+            lines.append(_line(method, scale, whole, tasks, experts, None if figure is None else figure / 100))
+    reached = {line.method: line.average.value for line in lines if line.scale == "default"}
+
+    def place(line: Line) -> tuple[int, float]:
+        if line.method in REFERENCES:
+            return REFERENCES.index(line.method), 0.0
+        return len(REFERENCES), -reached.get(line.method, line.average.value)
+
+    return sorted(lines, key=place)
+
+
+def _line(
+    method: str,
+    scale: ScaleKind,
+    by_seed: Mapping[int, Mapping[str, Score]],
+    tasks: Sequence[str],
+    experts: Mapping[int, Mapping[str, Score]],
+    paper: float | None,
+) -> Line:
+    shares = [[row[t].share for t in tasks] for row in by_seed.values()]
+    totals = [min(row[t].total for row in by_seed.values()) for t in tasks]
+    ratios = [
+        row[t].share / experts[seed][t].share
+        for seed, row in by_seed.items()
+        for t in tasks
+        if t in experts.get(seed, {}) and experts[seed][t].correct
+    ]
+    means = [sum(column) / len(shares) for column in zip(*shares, strict=True)]
+    used = {row[t].detail.get("scale") for row in by_seed.values() for t in tasks}
+    return Line(
+        method=method,
+        scale=scale,
+        tasks={t: wilson_interval(m * n, n) for t, m, n in zip(tasks, means, totals, strict=True)},
+        average=over_tasks(shares, totals),
+        normalised=sum(ratios) / len(ratios) if len(ratios) == len(tasks) * len(by_seed) else None,
+        seeds={seed: sum(row) / len(tasks) for seed, row in zip(by_seed, shares, strict=True)},
+        scales=sorted(s for s in used if isinstance(s, float)),
+        paper=paper,
+    )
+
+
+def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table:
+    """Averages in percent, data-free and tuned scale side by side, the paper's figures beside; 80 columns."""
+    table = _table(title, caption)
+    tuned = {line.method: line for line in lines if line.scale == "tuned"}
+    has_paper = any(line.paper is not None for line in lines)
+    for name in ("average", "of expert", *(["paper"] if has_paper else []), "tuned", "at scale"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if has_paper:
+        table.add_column("paper", justify="right", no_wrap=True)
+    for line, is_last in _rows(lines):
+        other = tuned.get(line.method)
+        cells = [_with_half(line.average), _percent(line.normalised), *([_percent(line.paper)] if has_paper else [])]
+        cells += [_with_half(other.average), _scales(other)] if other else ["", ""]
+        if has_paper:
+            cells.append(_percent(other.paper) if other else "")
+        table.add_row(line.method, *cells, end_section=is_last)
+    return table
+
+
+def task_table(title: str, lines: Sequence[Line], tasks: Sequence[str], caption: str = "") -> Table:
+    """Percent per task at the default scale; the heads of columns are cut to what fits 80 columns."""
+    table = _table(title, caption)
+    widest = max([len(line.method) for line in lines], default=0)
+    room = max(5, (80 - widest - 2) // max(1, len(tasks)) - 2)
+    for task in tasks:
+        table.add_column(task[:room], justify="right", no_wrap=True)
+    for line, is_last in _rows(lines):
+        table.add_row(line.method, *(_percent(line.tasks[t].value) for t in tasks), end_section=is_last)
+    return table
+
+
+def markdown_table(lines: Sequence[Line], tasks: Sequence[str]) -> str:
+    """All of both tables, for a page. Without a paper's figure anywhere, those columns are left out."""
+    has_paper = any(line.paper is not None for line in lines)
+    paper = ["paper"] if has_paper else []
+    many = any(len(line.seeds) > 1 for line in lines)
+    head = ["method", "scale", "average", *(["seeds"] if many else []), "of expert", *paper, *tasks]
+    rows = []
+    for line in lines:
+        scale = "" if line.method in REFERENCES else "default" if line.scale == "default" else f"tuned: {_scales(line)}"
+        spread = [" / ".join(_percent(v) for v in line.seeds.values())] if many else []
+        cells = [f"`{line.method}`", scale, _with_half(line.average), *spread, _percent(line.normalised)]
+        rows.append([*cells, *([_percent(line.paper)] if has_paper else [])])
+        rows[-1] += [_percent(line.tasks[t].value) for t in tasks]
+    lines_out = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *rows]
+    return "".join("| " + " | ".join(row) + " |\n" for row in lines_out)
+
+
+def _rows(lines: Sequence[Line]) -> list[tuple[Line, bool]]:
+    """Lines at the default scale, and whether a rule goes below each."""
+    shown = [line for line in lines if line.scale == "default"]
+    fixed = [line for line in shown if line.method in REFERENCES]
+    return [(line, bool(fixed) and line is fixed[-1]) for line in shown]
+
+
+def _table(title: str, caption: str) -> Table:
+    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def _with_half(interval: Interval) -> str:
+    return f"{100 * interval.value:.1f} ±{100 * interval.half:.1f}"
+
+
+def _scales(line: Line) -> str:
+    return ", ".join(f"{s:g}" for s in line.scales)

@@ -1,0 +1,171 @@
+"""The base of the small comparison: a T5 trained on a mixture of the tasks and, if asked for, on span corruption.
+
+The mixture teaches the form of prompts and answers and a little of every task; it holds few items of each, so that
+there is something left that only an expert knows. Span corruption on a corpus of this size makes no better base; that
+was measured, see docs/experiments/language-small.md.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from actmat.demo.training import generator_for, warm_cosine
+from actmat_experiments.language.small.corruption import corrupt
+from actmat_experiments.language.tokens import Encoded
+from actmat_experiments.language.train import summed_loss
+
+__all__ = ["Architecture", "Pretraining", "new_model", "pretrain"]
+
+_LONGEST_GRADIENT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Sizes of the small T5 (v1.0: ReLU, tied embeddings).
+
+    Args:
+        vocabulary: tokens, special ones included.
+        d_model, d_kv, d_ff, heads: of every layer.
+        layers: of the encoder, and again of the decoder.
+        dropout: of all layers.
+    """
+
+    vocabulary: int = 4096
+    d_model: int = 64
+    d_kv: int = 16
+    d_ff: int = 256
+    heads: int = 4
+    layers: int = 2
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pretraining:
+    """How the base is trained.
+
+    Args:
+        updates: steps of Adafactor; warm-up over a tenth, then half a cosine to zero.
+        batch_size: texts or questions per update.
+        learning_rate: its peak, relative to the size of each tensor.
+        supervised: share of updates on questions, over the whole run; the others are on texts.
+        supervised_items: training items per task that the mixture may see.
+        max_length: tokens of a prompt.
+    """
+
+    updates: int = 400
+    batch_size: int = 32
+    learning_rate: float = 2e-2
+    supervised: float = 1.0
+    supervised_items: int = 300
+    max_length: int = 48
+
+
+def new_model(architecture: Architecture, *, seed: int) -> Any:
+    """A T5 with random weights."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=architecture.vocabulary,
+        d_model=architecture.d_model,
+        d_kv=architecture.d_kv,
+        d_ff=architecture.d_ff,
+        num_heads=architecture.heads,
+        num_layers=architecture.layers,
+        num_decoder_layers=architecture.layers,
+        dropout_rate=architecture.dropout,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return T5ForConditionalGeneration(config)
+
+
+def pretrain(
+    model: Any,
+    texts: Sequence[Sequence[int]],
+    questions: Sequence[Encoded],
+    sentinels: Sequence[int],
+    settings: Pretraining,
+    *,
+    seed: int,
+    device: str = "cpu",
+    on_step: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Train all weights; returns the loss per token of every update, on texts and on questions.
+
+    By Adafactor, as T5 was: a step is relative to the root mean square of its tensor. T5's embeddings are eight times
+    as large as its other weights at this width, and steps of one size for all leave them where they were drawn.
+
+    Args:
+        model: it is changed.
+        texts: token ids, without an end token.
+        questions: items of all tasks.
+        sentinels: tokens that stand for spans.
+        settings: how.
+        seed: order, spans and mixture.
+        device: where to compute.
+        on_step: called after every update.
+    """
+    model.to(device).train()
+    usable = [text for text in texts if len(text) >= 2]
+    losses: dict[str, list[float]] = {"texts": [], "questions": []}
+    optimiser = torch.optim.Adafactor(model.parameters(), lr=settings.learning_rate)
+    for update, (kind, batch) in enumerate(
+        _batches(usable, questions, sentinels, settings, model.config.eos_token_id, seed)
+    ):
+        optimiser.param_groups[0]["lr"] = settings.learning_rate * warm_cosine(update, settings.updates)
+        loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
+        optimiser.step()  # type: ignore[no-untyped-call]
+        optimiser.zero_grad()
+        losses[kind].append(loss.item())
+        on_step()
+    return losses
+
+
+def _batches(
+    texts: Sequence[Sequence[int]],
+    questions: Sequence[Encoded],
+    sentinels: Sequence[int],
+    settings: Pretraining,
+    end: int,
+    seed: int,
+) -> Iterator[tuple[str, list[Encoded]]]:
+    """One batch per update and its kind, "texts" or "questions", drawn from items of similar length."""
+    spans = generator_for(seed, "spans")
+    order = random.Random(f"{seed}/pretraining")
+    of_texts, of_questions = (
+        _similar(lengths, settings.batch_size, order)
+        for lengths in ([min(len(t), settings.max_length) for t in texts], [len(q.prompt) for q in questions])
+    )
+    for _ in range(settings.updates):
+        if order.random() < settings.supervised:
+            yield "questions", [questions[n] for n in next(of_questions)]
+        else:
+            chosen = [texts[n][: settings.max_length - 1] for n in next(of_texts)]
+            yield "texts", [_corrupted(text, sentinels, end, spans) for text in chosen]
+
+
+def _corrupted(text: Sequence[int], sentinels: Sequence[int], end: int, generator: torch.Generator) -> Encoded:
+    prompt, target = corrupt(text, sentinels, generator)
+    return Encoded((*prompt, end), ((*target, end),), 0)
+
+
+def _similar(lengths: Sequence[int], batch_size: int, order: random.Random, pool: int = 16) -> Iterator[list[int]]:
+    """Endless batches of positions: pools of random items are sorted by length, cut, and given in random order."""
+    while True:
+        shuffled = list(range(len(lengths)))
+        order.shuffle(shuffled)
+        for begin in range(0, len(shuffled), pool * batch_size):
+            members = sorted(shuffled[begin : begin + pool * batch_size], key=lambda n: lengths[n])
+            batches = [members[at : at + batch_size] for at in range(0, len(members), batch_size)]
+            order.shuffle(batches)
+            yield from batches

@@ -1,0 +1,205 @@
+"""Where the rows of the seven tasks are: on the hub, or in files; and which of them are trained on, chosen on, tested.
+
+| task | train and validation | test |
+|---|---|---|
+| QASC, Winogrande, WSC | hub train; 32 of its rows are the validation | hub validation (the hub's test has no labels) |
+| Story Cloze | hub validation; 32 of its rows | hub test |
+| WikiQA, QuaRTz, PAWS | hub train; hub validation | hub test |
+
+Nothing that is tested is chosen on, and nothing that is chosen on is trained on.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actmat.demo.training import generator_for
+from actmat.errors import CheckpointError, MergeError
+from actmat_experiments.language.items import TextTask
+from actmat_experiments.language.rows import Row, read_rows, to_items
+
+__all__ = ["SOURCES", "Source", "from_hub", "load_rows_file", "load_tasks"]
+
+N_VALIDATION = 32
+
+Fetch = Callable[["Source", str], Iterable[Mapping[str, Any]]]
+"""Rows of a split of a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One data set.
+
+    Args:
+        task: key of `rows.FORMS`.
+        hub: repository, and configuration if there are several.
+        train: name of the split to train on.
+        test: name of the split that is reported.
+        validation: name of the split to choose on; None: `N_VALIDATION` rows of the training split.
+        by_hand: why it cannot be had from the hub.
+    """
+
+    task: str
+    hub: tuple[str, str | None]
+    train: str = "train"
+    test: str = "test"
+    validation: str | None = "validation"
+    by_hand: str = ""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that are needed."""
+        return tuple(split for split in (self.train, self.validation, self.test) if split)
+
+
+SOURCES: dict[str, Source] = {
+    s.task: s
+    for s in (
+        Source("qasc", ("allenai/qasc", None), test="validation", validation=None),
+        Source("wikiqa", ("microsoft/wiki_qa", None)),
+        Source("quartz", ("allenai/quartz", None)),
+        Source("paws", ("google-research-datasets/paws", "labeled_final")),
+        Source(
+            "story_cloze",
+            ("LSDSem/story_cloze", "2016"),
+            train="validation",
+            validation=None,
+            by_hand="its authors give it out on request (https://cs.rochester.edu/nlp/rocstories)",
+        ),
+        Source("winogrande", ("allenai/winogrande", "winogrande_xl"), test="validation", validation=None),
+        Source("wsc", ("aps/super_glue", "wsc.fixed"), test="validation", validation=None),
+    )
+}
+"""Task -> where it is."""
+
+_ALIASES = {"train": ("train",), "validation": ("validation", "dev", "val"), "test": ("test",)}
+_ENDINGS = ("jsonl", "csv")
+
+
+def load_tasks(
+    names: Sequence[str], folder: Path | None, *, cycle: bool = True, fetch: Fetch | None = None
+) -> list[TextTask]:
+    """The tasks, each from files `<task>.<split>.jsonl` (or `.csv`) if the folder has any of it, else from the hub.
+
+    Args:
+        names: keys of `SOURCES`.
+        folder: of local files.
+        cycle: training items are asked by all templates in turn.
+        fetch: reads a split from the hub; default: the library `datasets`.
+
+    Raises:
+        CheckpointError: something is missing or cannot be used; all tasks' problems in one message.
+    """
+    found, problems = [], []
+    for name in names:
+        try:
+            found.append(_task(SOURCES[name], folder, cycle, fetch or from_hub))
+        except MergeError as error:
+            problems += [f"{error.headline} {p}" if p != error.headline else p for p in error.problems]
+    if problems:
+        raise CheckpointError("The data of the language experiments are not complete.", problems)
+    return found
+
+
+def _task(source: Source, folder: Path | None, cycle: bool, fetch: Fetch) -> TextTask:
+    rows = _local(source, folder) if folder is not None else None
+    if rows is None:
+        if source.by_hand:
+            raise CheckpointError(
+                f"{source.task} is not on the hub: {source.by_hand}. Put {_wanted(source)} into the folder of --data, "
+                "or leave the task out with --tasks."
+            )
+        rows = {s: read_rows(source.task, fetch(source, s), f"{source.hub[0]}, {s}") for s in source.splits}
+    train = rows[source.train]
+    if source.validation is None:
+        train, validation = _held_out(train, source.task)
+    else:
+        validation = rows[source.validation]
+    return TextTask(
+        source.task,
+        train=to_items(source.task, train, cycle=cycle),
+        validation=to_items(source.task, validation, cycle=False),
+        test=to_items(source.task, rows[source.test], cycle=False),
+    )
+
+
+def _held_out(rows: Sequence[Row], task: str) -> tuple[list[Row], list[Row]]:
+    """Training rows and `N_VALIDATION` others; which ones never changes."""
+    if len(rows) <= N_VALIDATION:
+        raise CheckpointError(f"{task} has {len(rows)} training rows; more than {N_VALIDATION} are needed.")
+    order = torch.randperm(len(rows), generator=generator_for(0, f"validation {task}")).tolist()
+    held_out = set(order[:N_VALIDATION])
+    return [r for n, r in enumerate(rows) if n not in held_out], [rows[n] for n in sorted(held_out)]
+
+
+def _wanted(source: Source) -> str:
+    return ", ".join(f"{source.task}.{split}.jsonl" for split in source.splits)
+
+
+def _local(source: Source, folder: Path) -> dict[str, list[Row]] | None:
+    """Rows by split, or None if the folder has nothing of the task."""
+    files = {split: _file(folder, source.task, split) for split in source.splits}
+    if not any(files.values()):
+        return None
+    missing = [split for split, path in files.items() if path is None]
+    if missing:
+        raise CheckpointError(
+            f"{folder} has some files of {source.task}, but not its split {' and '.join(missing)}.",
+            [f"{source.task}.{split}.jsonl is not there" for split in missing],
+        )
+    return {s: read_rows(source.task, load_rows_file(path), path.name) for s, path in files.items() if path}
+
+
+def _file(folder: Path, task: str, split: str) -> Path | None:
+    places = (folder / f"{task}.{alias}.{ending}" for alias in _ALIASES[split] for ending in _ENDINGS)
+    return next((place for place in places if place.is_file()), None)
+
+
+def load_rows_file(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines, or of a CSV file with a line of names.
+
+    Raises:
+        CheckpointError: a line is no JSON object; names all such lines.
+    """
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".csv":
+        return [dict(row) for row in csv.DictReader(text.splitlines(keepends=True))]
+    rows, problems = [], []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("not an object")
+                rows.append(row)
+            except ValueError as error:
+                problems.append(f"line {number}: {error}")
+    if problems:
+        raise CheckpointError(f"{path} is not a file of JSON objects, one a line.", problems)
+    return rows
+
+
+def from_hub(source: Source, split: str) -> Iterable[Mapping[str, Any]]:
+    """Rows of a split by the library `datasets`.
+
+    Raises:
+        CheckpointError: the hub cannot be reached and nothing is in its cache, or the data set is not there.
+    """
+    from datasets import load_dataset
+
+    repository, configuration = source.hub
+    try:
+        rows: Iterable[Mapping[str, Any]] = load_dataset(repository, configuration, split=split)
+    except Exception as error:  # the library raises errors of a dozen other libraries
+        raise CheckpointError(
+            f"{source.task} could not be read from the hub ({repository}, {split}): {type(error).__name__}: {error}. "
+            f"Put {_wanted(source)} into the folder of --data to do without the hub."
+        ) from error
+    return rows

@@ -1,0 +1,182 @@
+"""One model through all benchmarks: answers drawn, marked, counted; every step in the cache."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
+from actmat_experiments.harness.progress import Stage, Watch
+from actmat_experiments.reasoning.benchmarks import Benchmark
+from actmat_experiments.reasoning.generate import Job, Questions, answer_all, read_answers, release
+from actmat_experiments.reasoning.settings import ReasoningSettings
+
+__all__ = ["Counts", "Exam", "identity_of"]
+
+_VERSION = 1
+
+Counts = Mapping[str, Sequence[int]]
+"""Name of a score -> right answers per problem."""
+
+
+def identity_of(model: str) -> str:
+    """What a model is: hash of its files, or of its commit on the hub."""
+    folder = Path(model)
+    if folder.is_dir():
+        return file_digest([p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".jinja")])
+    from huggingface_hub import HfApi
+
+    return f"{model}@{HfApi().model_info(model).sha}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """The benchmarks with their problems, and how they are put to a model.
+
+    Args:
+        cache: of answers and marks.
+        watch: bars and logs.
+        settings: of the suite.
+        benchmarks: each with the problems that are asked.
+        seed: of the answers.
+        device: where models compute.
+        unsolvable: benchmark -> problems whose published solution fails their own test; for the table.
+    """
+
+    cache: Cache
+    watch: Watch
+    settings: ReasoningSettings
+    benchmarks: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]]
+    seed: int
+    device: str
+    unsolvable: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def asked(self, benchmark: Benchmark) -> Benchmark:
+        """The benchmark as this run samples it; `@k` beyond the number of answers falls to that number."""
+        s, sampling = self.settings, benchmark.sampling
+        if sampling.temperature > 0:
+            n = s.samples or sampling.n
+            temperature = sampling.temperature if s.temperature is None else s.temperature
+            sampling = replace(sampling, n=n, temperature=temperature)
+        if s.max_tokens:
+            sampling = replace(sampling, max_tokens=min(s.max_tokens, sampling.max_tokens))
+        ks = tuple(dict.fromkeys(min(k, sampling.n) for k in benchmark.ks))
+        return replace(benchmark, sampling=sampling, ks=ks)
+
+    def key(self, benchmark: Benchmark, problems: Sequence[Mapping[str, Any]], model: Any) -> dict[str, Any]:
+        """All that determines the answers of a model to a benchmark."""
+        s = self.settings
+        return {
+            "version": _VERSION,
+            "model": model,
+            "prompts": digest([benchmark.prompt(p) for p in problems]),
+            "sampling": asdict(self.asked(benchmark).sampling),
+            "settings": {n: getattr(s, n) for n in ("backend", "dtype", "batch_size", "chat", "longest")},
+            "device": self.device.partition(":")[0],
+            "seed": self.seed,
+            "libraries": library_versions(
+                "lm_eval", "transformers", "torch", *(["vllm"] if s.backend == "vllm" else [])
+            ),
+        }
+
+    def answered(self, model: Any) -> bool:
+        """Whether all answers of a model are in the cache, so that it need not be there."""
+        return all(self.cache.holds("reasoning-answers", self.key(b, p, model)) for b, p in self.benchmarks)
+
+    def take(self, location: str, model: Any, label: str) -> dict[str, Counts]:
+        """Benchmark -> counts of right answers.
+
+        Args:
+            location: directory or hub id.
+            model: all that determines the model, as plain data.
+            label: for progress.
+        """
+        missing = [
+            (b, p) for b, p in self.benchmarks if not self.cache.holds("reasoning-answers", self.key(b, p, model))
+        ]
+        total = sum(len(p) for _, p in missing)
+        if missing:
+            with self.watch.stage(f"answers: {label}", total) as stage, self._worker() as work:
+                for benchmark, problems in missing:
+                    stage.say(benchmark.title)
+                    self._draw(location, benchmark, problems, model, lambda job: work(job, stage))
+        return {b.name: self._marks(b, p, model, label) for b, p in self.benchmarks}
+
+    @contextmanager
+    def _worker(self) -> Iterator[Callable[[Job, Stage], None]]:
+        """Runs jobs, the model loaded once, and gives its memory back."""
+        if self.settings.backend == "hf":
+            try:
+                yield lambda job, stage: answer_all(job, stage.advance)
+            finally:
+                release()
+            return
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # vLLM frees nothing before its end
+
+            def work(job: Job, stage: Stage) -> None:
+                pool.submit(answer_all, job).result()
+                stage.advance(sum(len(q.prompts) for q in job.questions))
+
+            yield work
+
+    def _draw(
+        self,
+        location: str,
+        benchmark: Benchmark,
+        problems: Sequence[Mapping[str, Any]],
+        model: Any,
+        work: Callable[[Job], None],
+    ) -> None:
+        s = self.settings
+
+        def make(folder: Path) -> None:
+            prompts = [benchmark.prompt(p) for p in problems]
+            questions = Questions(prompts, self.asked(benchmark).sampling, folder / "answers.jsonl")
+            work(
+                Job(
+                    model=location,
+                    backend=s.backend,
+                    device=self.device,
+                    dtype=s.dtype,
+                    batch_size=s.batch_size,
+                    chat=s.chat,
+                    seed=self.seed,
+                    longest=s.longest,
+                    questions=(questions,),
+                )
+            )
+
+        self.cache.get("reasoning-answers", self.key(benchmark, problems, model), make, resumable=True)
+
+    def _marks(self, benchmark: Benchmark, problems: Sequence[Mapping[str, Any]], model: Any, label: str) -> Counts:
+        key = self.key(benchmark, problems, model)
+        source = self.cache.path("reasoning-answers", key) / "answers.jsonl"
+
+        def make(folder: Path) -> None:
+            drawn = read_answers(source)
+            work = [(i, p, a) for i, (p, some) in enumerate(zip(problems, drawn, strict=True)) for a in some]
+            with self.watch.stage(f"marks: {benchmark.title}, {label}", len(work)) as stage:
+
+                def mark(item: tuple[int, Mapping[str, Any], str]) -> tuple[int, Mapping[str, bool]]:
+                    found = benchmark.mark(item[1], item[2])
+                    stage.advance()
+                    return item[0], found
+
+                with ThreadPoolExecutor(self.settings.programs) as pool:
+                    marked = list(pool.map(mark, work))
+            counts: dict[str, list[int]] = {}
+            for place, marks in marked:
+                for name, right in marks.items():
+                    counts.setdefault(name, [0] * len(problems))[place] += int(right)
+            (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
+
+        full = {"answers": digest(key), "problems": digest(list(problems)), "version": _VERSION}
+        folder = self.cache.get("reasoning-marks", full, make)
+        found: Counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
+        return found

@@ -1,0 +1,78 @@
+"""pass@k: the chance that at least one of `k` answers is right, estimated from `n >= k` answers without bias.
+
+Shapes: `N` problems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actmat.demo.intervals import Z_95, Interval, wilson_interval
+
+__all__ = ["Estimate", "estimate", "pass_at_k"]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """`1 - C(n - c, k) / C(n, k)` as `1 - prod_{i = n - c + 1}^{n} (1 - k / i)`, which neither overflows nor cancels.
+
+    The share of all sets of `k` of the `n` answers that hold a right one, and so free of bias for answers drawn
+    independently. M. Chen et al., "Evaluating large language models trained on code", 2021.
+
+    Args:
+        n: answers drawn.
+        c: right ones among them.
+        k: answers allowed.
+
+    Raises:
+        ValueError: not `0 <= c <= n` and `1 <= k <= n`.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k wants 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """pass@k of one benchmark.
+
+    Args:
+        k: answers allowed.
+        interval: mean over problems and its 95 % interval.
+        n_problems: in the benchmark.
+        n_samples: answers drawn per problem.
+    """
+
+    k: int
+    interval: Interval
+    n_problems: int
+    n_samples: int
+
+
+def estimate(right_N: Sequence[int], n: int, k: int) -> Estimate:
+    """Mean of pass@k over problems, `m +- z s / sqrt(N)`, with `s` the standard deviation over problems.
+
+    The problems are what was drawn at random: more answers to the same problems narrow the interval only as far as
+    they make the score of each problem sharper. One problem alone has the interval 0..1.
+
+    Args:
+        right_N: right answers per problem.
+        n: answers per problem.
+        k: answers allowed.
+    """
+    if not right_N:
+        raise ValueError("pass@k of no problems is not defined")
+    scores = [pass_at_k(n, c, k) for c in right_N]
+    size = len(scores)
+    mean = math.fsum(scores) / size
+    if size == 1:
+        return Estimate(k, Interval(mean, 0.0, 1.0), size, n)
+    variance = math.fsum((s - mean) ** 2 for s in scores) / (size - 1)
+    if variance == 0.0:  # all problems alike, mostly all or none solved: the normal interval would be a point
+        exact = wilson_interval(mean * size, size)
+        return Estimate(k, Interval(mean, min(mean, exact.low), max(mean, exact.high)), size, n)
+    half = Z_95 * math.sqrt(variance / size)
+    return Estimate(k, Interval(mean, max(0.0, mean - half), min(1.0, mean + half)), size, n)

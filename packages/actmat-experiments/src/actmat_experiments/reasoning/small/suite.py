@@ -1,0 +1,182 @@
+"""The suite `reasoning-small`: all stages in order, scores, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.merging import candidates
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import REFERENCES, Score, append_scores, read_scores
+from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.table import Line, average_table, markdown_table, summarise
+from actmat_experiments.reasoning.scoring import at, scores_at_k
+from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
+from actmat_experiments.reasoning.small.settings import SmallSettings
+from actmat_experiments.reasoning.small.stages import STORAGES, Right, Small
+from actmat_experiments.reasoning.table import Columns, at_k_table, markdown
+from actmat_experiments.suites import RunRequest, TableRequest
+
+__all__ = ["NAME", "run", "table"]
+
+NAME = "reasoning-small"
+STATISTICS = ("gram",)
+"""What can be measured on the experts' training prompts."""
+
+
+def run(request: RunRequest) -> list[Score]:
+    """Base, experts, merges and answers of every seed; what is in the cache is not made again.
+
+    Returns:
+        The scores, which are also added to `scores/reasoning-small.jsonl` in the cache.
+
+    Raises:
+        RecipeError: a setting, task or method is unknown, or asks for what the suite does not have.
+    """
+    settings, puzzles = changed(SmallSettings(), request.settings), _check(request)
+    rows, left_out = candidates(request.methods, "full", len(puzzles), STATISTICS)
+    console = request.console or Console(quiet=True)
+    for name, why in left_out.items():
+        console.print(f"left out: {name} ({why})", highlight=False)
+    scores: list[Score] = []
+    with Watch(request.console, request.cache / "logs") as watch:
+        for seed in request.seeds:
+            small = Small(Cache(request.cache), watch, settings, seed, puzzles, request.threads, request.device)
+            found = list(_scores(small, rows))
+            append_scores(_scores_path(request.cache), found)
+            scores += found
+    return scores
+
+
+def _check(request: RunRequest) -> Sequence[Puzzle]:
+    problems = []
+    known = [p.name for p in PUZZLES]
+    for name in request.tasks or ():
+        if name not in known:
+            problems.append(f"'{name}' is no task.{did_you_mean(name, known)} Tasks: {', '.join(known)}")
+    if list(request.regimes) != ["full"]:
+        problems.append("experts are trained in full only: leave out --lora and --no-full")
+    if request.models is not None or request.data is not None:
+        problems.append("the suite makes its model and its data itself: leave out --models and --data")
+    if problems:
+        raise RecipeError(f"The suite {NAME} cannot be run so.", problems)
+    return [p for p in PUZZLES if p.name in (request.tasks or known)]
+
+
+def _scores_path(cache: Path) -> Path:
+    return cache / "scores" / f"{NAME}.jsonl"
+
+
+def _scores(small: Small, rows: Sequence[Any]) -> Iterable[Score]:
+    """All lines of one seed: references and merges, from weights in float32 and in bfloat16."""
+    s = small.settings
+    names = [p.name for p in small.puzzles]
+    what = {n: v for n, v in asdict(s).items() if n != "storages"}  # each storage has rows of its own
+    identity = digest({"settings": what, "tasks": names, "libraries": library_versions("actmat", "torch", "trl")})
+
+    def lines(method: str, right: Right, storage: str, kind: str = "default", **detail: Any) -> Iterable[Score]:
+        for task, right_N in right.items():
+            yield from scores_at_k(
+                right_N,
+                s.samples,
+                (1, s.k),
+                task=task,
+                suite=NAME,
+                method=method,
+                scale=kind,  # type: ignore[arg-type]  # one of two words below
+                seed=small.seed,
+                model=storage,
+                settings=identity,
+                detail=detail | {"temperature": s.temperature},
+            )
+
+    tuned = small.tuned(rows) if s.scales and "float32" in s.storages else []
+    for storage in s.storages:
+        base, experts = small.inputs(storage)
+        yield from lines("base", small.right(base, small.base_key() | {"storage": storage}, "base"), storage)
+        own: dict[str, Sequence[int]] = {}
+        for puzzle in small.puzzles:
+            key = small.expert_key(puzzle) | {"storage": storage}
+            right = small.right(experts[puzzle.name], key, f"expert {puzzle.name}")
+            own[puzzle.name] = right[puzzle.name]
+            yield from lines(f"expert {puzzle.name}", right, storage, survival=small.survival(puzzle))
+        yield from lines("experts", own, storage)
+        for some, kind in ((rows, "default"), (tuned if storage == "float32" else [], "tuned")):
+            if not some:
+                continue
+            merged = small.merges(storage, some)
+            for row in some:
+                key = small.merge_key(storage, [row])
+                right = small.right(merged / row.name, key, f"{row.name} ({kind} scale)")
+                yield from lines(row.name, right, storage, kind, scale=float(row.scale))
+
+
+def table(request: TableRequest) -> list[Line]:
+    """The tables of the latest settings in the cache: per task at 1 and k answers, averages, what storage keeps.
+
+    Raises:
+        RecipeError: nothing has been run with this cache, or figures are asked for.
+    """
+    scores = read_scores(_scores_path(request.cache))
+    if request.figures is not None:
+        raise RecipeError(f"The suite {NAME} has tables alone: leave out --figures.")
+    if not scores:
+        raise RecipeError(f"There are no scores in {request.cache}. First: actmat experiment run {NAME}")
+    latest = scores[-1].settings
+    scores = [s for s in scores if s.settings == latest]
+    tasks = list(dict.fromkeys(s.task.partition("@")[0] for s in scores))
+    k = max(int(s.task.partition("@")[2]) for s in scores)
+    console = request.console or Console(quiet=True)
+    lines = _show_scores(scores, tasks, k, console, as_markdown=request.markdown)
+    _show_survival(scores, console)
+    return lines
+
+
+def _show_scores(scores: list[Score], tasks: list[str], k: int, console: Console, *, as_markdown: bool) -> list[Line]:
+    columns: Columns = [(at(t, n), at(t, n)) for t in tasks for n in (1, k)]
+    lines: list[Line] = []
+    for storage in STORAGES:
+        some = [s for s in scores if s.model == storage]
+        if not some:
+            continue
+        own = [s for s in some if not s.method.startswith("expert ")]
+        lines = summarise(own, [at(t, 1) for t in tasks])
+        experts = [f"expert {t}" for t in tasks]
+        merged = [line.method for line in lines if line.scale == "default" and line.method not in REFERENCES]
+        order = ["base", *experts, "experts", *dict.fromkeys(merged)]
+        at_default = [s for s in some if s.scale == "default"]
+        seeds = ", ".join(str(n) for n in sorted({s.seed for s in some}))
+        n = int(some[0].detail["n_samples"])
+        title = f"Right answers in percent, weights stored in {storage}"
+        said = (
+            f"{some[0].total} prompts per task, {n} answers each at T={some[0].detail['temperature']:g}; seeds {seeds}"
+        )
+        averages = f"Average over @1, weights stored in {storage}"
+        if as_markdown:
+            text = f"{title}; {said}\n\n{markdown(at_default, columns, order)}\n{averages}\n\n"
+            console.print(text + markdown_table(lines, [at(t, 1) for t in tasks]), markup=False, soft_wrap=True)
+        else:
+            console.print(at_k_table(title, at_default, columns, order, said))
+            console.print(average_table(averages, lines, "± half of the 95 % interval over prompts and seeds"))
+    return lines
+
+
+def _show_survival(scores: list[Score], console: Console) -> None:
+    found = {(s.method, s.seed): s.detail["survival"] for s in scores if "survival" in s.detail}
+    if not found:
+        return
+    console.print("What reinforcement learning changed, and what storage in bfloat16 keeps of it:\n")
+    for (name, seed), kept in found.items():
+        console.print(
+            f"  {name}, seed {seed}: changed by {100 * kept['relative_change']:.2g} % of its norm; "
+            f"{100 * kept['changed']:.1f} % of the weights moved, {100 * kept['above_half_ulp']:.1f} % by at least "
+            f"half an ulp, {100 * kept['survives']:.1f} % differ after storage; rounding adds an error of "
+            f"{100 * kept['error']:.0f} % of the change's norm",
+            highlight=False,
+        )

@@ -1,0 +1,299 @@
+"""The suite `reasoning`: base, experts and every merge through the benchmarks, the paper's table beside."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from actmat.demo.merging import Candidate, merge_candidates
+from actmat.errors import CheckpointError, RecipeError
+from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.merging import candidates, merging_code
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import REFERENCES, Score, append_scores, read_scores
+from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.table import Figure, Line, average_table, markdown_table, summarise
+from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
+from actmat_experiments.reasoning.evaluate import Counts, Exam, identity_of
+from actmat_experiments.reasoning.measure import measure, needs_statistics
+from actmat_experiments.reasoning.published import unsolvable
+from actmat_experiments.reasoning.scoring import at, scores_at_k
+from actmat_experiments.reasoning.settings import ReasoningSettings
+from actmat_experiments.reasoning.table import Columns, at_k_table, markdown
+from actmat_experiments.suites import RunRequest, TableRequest
+
+__all__ = ["NAME", "NOTES", "PAPER", "run", "table"]
+
+NAME = "reasoning"
+AVERAGED = ("humaneval", "humaneval_plus", "aime24", "aime25", "ifeval")
+"""The paper's average is over these at one answer; IFEval counts whole prompts, loosely. GSM8K is an addition."""
+
+PAPER: Figure = {
+    ("base", "default"): 34.5,
+    ("experts", "default"): 54.1,
+    ("regmean", "default"): 45.7,
+    ("average", "default"): 41.8,
+    ("iso_c", "default"): 40.1,
+    ("tsv", "default"): 43.6,
+    ("actmat", "default"): 45.9,
+}
+"""Averages of the paper for OLMo-3-7B and its three RL-Zero experts, in percent."""
+
+NOTES = (
+    "The paper gives one run and no intervals: two of its averages closer than the interval here are not told apart.",
+    "The paper does not print its prompts; those of AIME here are this project's.",
+)
+
+
+def run(request: RunRequest) -> list[Score]:
+    """Evaluate base and experts, then merge and evaluate row by row; what is in the cache is not made again.
+
+    Returns:
+        The scores, which are also added to `scores/reasoning.jsonl` in the cache.
+
+    Raises:
+        RecipeError: a setting, benchmark or method is unknown, or asks for what the suite does not have.
+        MergeError: data, a back end or a fence for code is missing; found before anything is generated.
+    """
+    settings = _settings(request)
+    prompts = _prompts(settings)
+    rows, left_out = candidates(request.methods, "full", len(settings.experts), ("gram",) if prompts else ())
+    console = request.console or Console(quiet=True)
+    for name, why in left_out.items():
+        console.print(f"left out: {name} ({why})", highlight=False)
+    asked = []
+    for benchmark in get_benchmarks(request.tasks):
+        problems = benchmark.load(request.data)[: settings.problems]
+        benchmark.ready(problems)
+        asked.append((benchmark, problems))
+    scores: list[Score] = []
+    with Watch(request.console, request.cache / "logs") as watch:
+        cache = Cache(request.cache)
+        code = [(b, problems) for b, problems in asked if b.skill == "code"]
+        failing = {b.name: unsolvable(b, problems, cache, watch, request.threads) for b, problems in code}
+        for line in _doubts(failing):
+            console.print(line, highlight=False)
+        for seed in request.seeds:
+            exam = Exam(cache, watch, settings, asked, seed, request.device, failing)
+            for found in _seed(exam, rows, prompts, request):
+                append_scores(_scores_path(request.cache), found)
+                scores += found
+    return scores
+
+
+def _settings(request: RunRequest) -> ReasoningSettings:
+    settings = changed(ReasoningSettings(), request.settings)
+    problems = []
+    if list(request.regimes) != ["full"]:
+        problems.append("experts are trained in full only: leave out --lora and --no-full")
+    if request.models is not None and len(request.models) != 1:
+        problems.append(f"--models names one base, not {len(request.models)}")
+    if len(settings.experts) < 2:
+        problems.append("a merge needs two experts or more, of --set math=, code= and instructions=")
+    if problems:
+        raise RecipeError(f"The suite {NAME} cannot be run so.", problems)
+    return replace(settings, base=request.models[0]) if request.models else settings
+
+
+def _prompts(settings: ReasoningSettings) -> dict[str, list[str]]:
+    """Skill -> training prompts; empty without a folder of them.
+
+    Raises:
+        CheckpointError: a file is missing or has other lines; names all such files.
+    """
+    if settings.prompts is None:
+        return {}
+    found, problems = {}, []
+    for skill in settings.experts:
+        path = Path(settings.prompts) / f"{skill}.jsonl"
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+            found[skill] = [str(json.loads(line)["prompt"]) for line in lines if line.strip()][: settings.measured]
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+        except (ValueError, KeyError, TypeError):
+            problems.append(f'{path}: expected lines such as {{"prompt": "..."}}')
+    if problems:
+        raise CheckpointError("The prompts for statistics cannot be read.", problems)
+    return found
+
+
+def _doubts(failing: Mapping[str, Sequence[str]]) -> list[str]:
+    """One line per benchmark that has problems which no answer can solve."""
+    return [
+        f"{name}: the published solution of {', '.join(ids)} fails its own test; wrong for every model"
+        for name, ids in failing.items()
+        if ids
+    ]
+
+
+def _scores_path(cache: Path) -> Path:
+    return cache / "scores" / f"{NAME}.jsonl"
+
+
+def _seed(
+    exam: Exam, rows: Sequence[Candidate], prompts: Mapping[str, Sequence[str]], request: RunRequest
+) -> Iterator[list[Score]]:
+    """Scores of one model after the other."""
+    s = exam.settings
+    base = identity_of(s.base)
+    experts = {skill: identity_of(place) for skill, place in s.experts.items()}
+    lines = _lines(exam, digest({"settings": s, "base": base, "experts": experts}))
+    yield list(lines("base", exam.take(s.base, {"checkpoint": base}, "base")))
+    own: dict[str, Counts] = {}
+    for skill, place in s.experts.items():
+        found = exam.take(place, {"checkpoint": experts[skill]}, f"expert {skill}")
+        own |= {b.name: found[b.name] for b, _ in exam.benchmarks if b.skill == skill}
+        yield list(lines(f"expert {skill}", found))
+    yield list(lines("experts", own))
+    for row in rows:
+        key = {"base": base, "experts": experts, "row": asdict(row), "merging": merging_code()}
+        key |= {"libraries": library_versions("torch")}
+        if needs_statistics([row]):
+            key["prompts"] = digest({skill: list(some) for skill, some in prompts.items()})
+        with _merged(exam, row, key, prompts, request) as folder:
+            found = exam.take(str(folder), key, row.name)
+        yield list(lines(row.name, found, scale=float(row.scale)))
+
+
+@contextmanager
+def _merged(
+    exam: Exam, row: Candidate, key: Mapping[str, Any], prompts: Mapping[str, Sequence[str]], request: RunRequest
+) -> Iterator[Path]:
+    """The merged model while it is needed: not at all when all its answers are there, afterwards only on request."""
+    s = exam.settings
+    full = {**key, "seed": exam.seed}
+    place = exam.cache.path("reasoning-merges", full)
+
+    def make(folder: Path) -> None:
+        statistics = _statistics(exam, key["experts"], prompts) if needs_statistics([row]) else None
+        with exam.watch.stage(f"merge: {row.name}"):
+            merge_candidates(
+                Path(s.base),
+                {skill: Path(location) for skill, location in s.experts.items()},
+                [row],
+                {row.name: folder / row.name},
+                seed=exam.seed,
+                threads=request.threads,
+                device=request.device,
+                statistics=statistics,
+            )
+
+    if not exam.answered(key):
+        exam.cache.get("reasoning-merges", full, make)
+    yield place / row.name
+    if not s.keep_merged and place.exists():
+        shutil.rmtree(place)
+
+
+def _statistics(exam: Exam, experts: Mapping[str, str], prompts: Mapping[str, Sequence[str]]) -> dict[str, Path]:
+    """Skill -> second moments of the inputs of its expert's layers on prompts."""
+    s, found = exam.settings, {}
+    for skill, place in s.experts.items():
+        key = {"expert": experts[skill], "prompts": digest(list(prompts[skill])), "dtype": s.dtype}
+
+        def make(folder: Path, skill: str = skill, place: str = place) -> None:
+            with exam.watch.stage(f"statistics: {skill}"):
+                measure(place, prompts[skill], folder / "statistics", device=exam.device, dtype=s.dtype)
+
+        found[skill] = exam.cache.get("reasoning-statistics", key, make) / "statistics"
+    return found
+
+
+def _lines(exam: Exam, settings: str) -> Callable[..., Iterable[Score]]:
+    def lines(method: str, found: Mapping[str, Counts], **detail: Any) -> Iterable[Score]:
+        for benchmark, _ in exam.benchmarks:
+            sampling = exam.asked(benchmark).sampling
+            how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_tokens}
+            known = {"unsolvable": list(ids)} if (ids := exam.unsolvable.get(benchmark.name)) else {}
+            for name, right_N in found.get(benchmark.name, {}).items():
+                yield from scores_at_k(
+                    right_N,
+                    sampling.n,
+                    exam.asked(benchmark).ks,
+                    task=name,
+                    suite=NAME,
+                    method=method,
+                    seed=exam.seed,
+                    model=exam.settings.base,
+                    settings=settings,
+                    detail={**how, **known, **detail},
+                )
+
+    return lines
+
+
+def table(request: TableRequest) -> list[Line]:
+    """The paper's table from the latest settings in the cache.
+
+    Raises:
+        RecipeError: nothing has been run with this cache, or figures are asked for.
+    """
+    scores = read_scores(_scores_path(request.cache))
+    if request.figures is not None:
+        raise RecipeError(f"The suite {NAME} has tables alone: leave out --figures.")
+    if not scores:
+        raise RecipeError(f"There are no scores in {request.cache}. First: actmat experiment run {NAME}")
+    scores = [s for s in scores if s.settings == scores[-1].settings]
+    console = request.console or Console(quiet=True)
+    columns = _columns(scores)
+    failing = {s.task.partition("@")[0]: s.detail.get("unsolvable", ()) for s in scores}
+    said = [*_sampling(scores), *_doubts(failing)]
+    there = {s.task for s in scores}
+    averaged = [at(name, 1) for name in AVERAGED if at(name, 1) in there]
+    whole = len(averaged) == len(AVERAGED)
+    own = [s for s in scores if not s.method.startswith("expert ")]
+    lines = summarise(own, averaged, PAPER if whole else None) if averaged else []
+    experts = [m for m in dict.fromkeys(s.method for s in scores) if m.startswith("expert ")]
+    merged = [line.method for line in lines if line.method not in REFERENCES]
+    order = list(dict.fromkeys(["base", *experts, "experts", *(merged or (s.method for s in own))]))
+    title = "Right answers in percent"
+    average = f"Average over {len(averaged)} benchmarks @1" + ("" if whole else ", not the paper's five")
+    if request.markdown:
+        console.print(f"{title}\n\n{markdown(scores, columns, order)}\n{average}\n", markup=False, soft_wrap=True)
+        console.print(markdown_table(lines, averaged), markup=False, soft_wrap=True)
+    else:
+        for start in range(0, len(columns), 6):
+            console.print(at_k_table(title, scores, columns[start : start + 6], order))
+        console.print(average_table(average, lines, "± half of the 95 % interval over problems and seeds"))
+    for text in (f"base: {scores[-1].model}", *said, *NOTES):
+        console.print(f"* {text}", highlight=False, markup=False)
+    return lines
+
+
+def _columns(scores: Sequence[Score]) -> Columns:
+    """Columns in the order of the paper, those of strict counting behind the benchmark's own."""
+    titles = {b.name: b.title for b in BENCHMARKS}
+    tasks = list(dict.fromkeys(s.task for s in scores))
+    place = {name: i for i, name in enumerate(titles)}
+
+    def order(task: str) -> tuple[int, str, int]:
+        name, _, k = task.partition("@")
+        return place[name.removesuffix("-strict")], name, int(k)
+
+    return [(t, _head(titles, t)) for t in sorted(tasks, key=order)]
+
+
+def _head(titles: Mapping[str, str], task: str) -> str:
+    name, _, k = task.partition("@")
+    title = titles[name.removesuffix("-strict")]
+    return f"{title}\nstrict" if name.endswith("-strict") else f"{title}\n@{k}"
+
+
+def _sampling(scores: Sequence[Score]) -> list[str]:
+    """One line per benchmark: how its answers were drawn."""
+    said = {}
+    for score in scores:
+        d, name = score.detail, score.task.partition("@")[0]
+        how = "greedy" if d["temperature"] == 0 else f"T={d['temperature']:g}, top-p {d['top_p']:g}"
+        said[name] = (
+            f"{name}: {score.total} problems, {d['n_samples']} answers each, {how}, up to {d['max_tokens']} tokens"
+        )
+    return list(said.values())

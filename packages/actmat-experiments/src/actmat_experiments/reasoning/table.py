@@ -1,0 +1,67 @@
+"""The layout of the paper's table: a row per model, `@1` and `@k` per benchmark, the average over `@1`.
+
+Averages with their intervals, tuned scales and the paper's figures are the harness's `average_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.table import Table
+
+from actmat_experiments.harness.results import Score
+
+__all__ = ["Columns", "at_k_rows", "at_k_table", "markdown"]
+
+Columns = Sequence[tuple[str, str]]
+"""Task of the scores -> head of the column, in order."""
+
+
+def at_k_rows(
+    scores: Sequence[Score], columns: Columns, order: Sequence[str], cell: Callable[[float, float], str]
+) -> list[list[str]]:
+    """A row per model: its name and a cell per column, mean over seeds; empty where there is no score.
+
+    Args:
+        scores: of one suite, model, settings and kind of scale.
+        columns: what is shown.
+        order: names of the rows; those without a score are left out.
+        cell: text for a share and half its 95 % interval, both in percent (the widest of the seeds).
+    """
+    found: dict[tuple[str, str], list[Score]] = {}
+    for score in scores:
+        found.setdefault((score.method, score.task), []).append(score)
+    rows = []
+    for name in order:
+        cells = []
+        for task, _ in columns:
+            some = found.get((name, task), [])
+            if some:
+                mean = sum(s.share for s in some) / len(some)
+                half = max((s.detail["high"] - s.detail["low"]) / 2 for s in some)
+                cells.append(cell(100 * mean, 100 * half))
+            else:
+                cells.append("")
+        if any(cells):
+            rows.append([name, *cells])
+    return rows
+
+
+def at_k_table(title: str, scores: Sequence[Score], columns: Columns, order: Sequence[str], caption: str = "") -> Table:
+    """For the terminal: percent without intervals, which would not fit."""
+    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for _, head in columns:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in at_k_rows(scores, columns, order, lambda share, half: f" {share:.1f}"):
+        table.add_row(*row)
+    return table
+
+
+def markdown(scores: Sequence[Score], columns: Columns, order: Sequence[str]) -> str:
+    """For a page: percent with half of the 95 % interval."""
+    head = ["", *(h.replace("\n", " ") for _, h in columns)]
+    rows = at_k_rows(scores, columns, order, lambda share, half: f"{share:.1f} ±{half:.1f}")
+    lines = [head, ["---", *(["---:"] * len(columns))], *([f"`{r[0]}`", *r[1:]] for r in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)

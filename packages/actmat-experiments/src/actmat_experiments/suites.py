@@ -1,0 +1,158 @@
+"""The suites: one entry each in `SUITES`. A suite's code is imported when it is run or shown."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from actmat.errors import RecipeError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["SUITES", "RunRequest", "Suite", "TableRequest", "get_suite"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What `actmat experiment run` asks of a suite; None means the suite's own choice.
+
+    Args:
+        suite: its name.
+        cache: folder of all stages, logs and scores.
+        models: architectures, or checkpoints of the base.
+        tasks: names of tasks.
+        methods: rows to compare.
+        regimes: how experts are trained: "full", "lora".
+        seeds: one run each.
+        data: folder of local data sets; None: from the hub.
+        device: where models compute.
+        threads: workers of the merges.
+        settings: the suite's own settings, by name.
+        console: where progress and tables go.
+    """
+
+    suite: str
+    cache: Path
+    models: Sequence[str] | None = None
+    tasks: Sequence[str] | None = None
+    methods: Sequence[str] | None = None
+    regimes: Sequence[Literal["full", "lora"]] = ("full",)
+    seeds: Sequence[int] = (0,)
+    data: Path | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    console: Console | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableRequest:
+    """What `actmat experiment table` asks of a suite.
+
+    Args:
+        suite: its name.
+        cache: folder that `run` has filled.
+        markdown: Markdown instead of a table for the terminal.
+        figures: folder for figures; None: no figures.
+        console: where it goes.
+    """
+
+    suite: str
+    cache: Path
+    markdown: bool = False
+    figures: Path | None = None
+    console: Console | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A named set of experiments.
+
+    Args:
+        name: as on the command line.
+        summary: one line.
+        run: trains, merges, evaluates; writes scores below the cache.
+        table: shows the scores of earlier runs.
+        study: compares variants of the interference family on subsets of the tasks; None: the suite has none.
+    """
+
+    name: str
+    summary: str
+    run: Callable[[RunRequest], object]
+    table: Callable[[TableRequest], object]
+    study: Callable[[RunRequest], object] | None = None
+
+
+def _lazy(module: str, function: str) -> Callable[[Any], object]:
+    """A function that is imported when it is called."""
+
+    def call(request: Any) -> object:
+        return getattr(importlib.import_module(f"actmat_experiments.{module}"), function)(request)
+
+    return call
+
+
+SUITES: tuple[Suite, ...] = (
+    Suite(
+        "vision",
+        "CLIP ViTs on eight image tasks: the vision tables of the paper",
+        run=_lazy("vision.suite", "run"),
+        table=_lazy("vision.suite", "table"),
+        study=_lazy("vision.suite", "study"),
+    ),
+    Suite(
+        "vision-small",
+        "the same on a laptop: a small ViT, local images of 32 x 32 pixels",
+        run=_lazy("vision.small", "run"),
+        table=_lazy("vision.small", "table"),
+        study=_lazy("vision.small", "study"),
+    ),
+    Suite(
+        "language",
+        "T5 on seven tasks with several choices: the language tables of the paper",
+        run=_lazy("language.suite", "run"),
+        table=_lazy("language.suite", "table"),
+    ),
+    Suite(
+        "language-small",
+        "the same on a laptop: a small T5 from its tokenizer on, seven classification tasks",
+        run=_lazy("language.small.suite", "run"),
+        table=_lazy("language.small.suite", "table"),
+        study=_lazy("language.small.suite", "study"),
+    ),
+    Suite(
+        "reasoning",
+        "OLMo-3-7B and its experts of reinforcement learning: the reasoning table",
+        run=_lazy("reasoning.suite", "run"),
+        table=_lazy("reasoning.suite", "table"),
+    ),
+    Suite(
+        "reasoning-small",
+        "three experts by reinforcement learning on a small decoder, on two cores",
+        run=_lazy("reasoning.small.suite", "run"),
+        table=_lazy("reasoning.small.suite", "table"),
+    ),
+    Suite(
+        "forecast",
+        "which numbers forecast what an expert loses? Tried on small models of digits",
+        run=_lazy("forecast.suite", "run"),
+        table=_lazy("forecast.suite", "show"),
+    ),
+)
+
+
+def get_suite(name: str) -> Suite:
+    """The suite called `name`.
+
+    Raises:
+        RecipeError: there is none; offers the near name and lists all.
+    """
+    for suite in SUITES:
+        if suite.name == name:
+            return suite
+    known = [s.name for s in SUITES]
+    raise RecipeError(f"There is no suite '{name}'.{did_you_mean(name, known)} Suites: {', '.join(known)}")

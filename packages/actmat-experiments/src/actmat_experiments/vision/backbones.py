@@ -1,0 +1,113 @@
+"""Encoders: images to features. A checkpoint of one is a folder that `from_pretrained` loads.
+
+Shapes: `N` images, `S` pixels a side, `D` features, `P` width of CLIP's joint space, `C` classes.
+
+* `vit`: `ViTModel`; the feature is the class token after the last norm; the head is linear.
+* `clip`: `CLIPVisionModel`; the feature is the class token after `post_layernorm`; the head projects it into the joint
+  space with the base's projection, normalises it there, and compares it with the texts of the classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actmat.demo.heads import Head
+from actmat_experiments.harness.loading import LOADING
+from actmat_experiments.vision.images import PixelScale
+
+__all__ = ["CLIP_SCALE", "PLAIN_SCALE", "Backbone", "ClipHead", "load_head", "read_tensors", "save_head"]
+
+CLIP_SCALE = PixelScale((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+PLAIN_SCALE = PixelScale((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+@dataclass(frozen=True, slots=True)
+class Backbone:
+    """A family of encoders.
+
+    Args:
+        kind: which model, see the module.
+        size: pixels a side of its images.
+        scale: how pixels become numbers.
+    """
+
+    kind: Literal["vit", "clip"]
+    size: int
+    scale: PixelScale
+
+    def load(self, folder: Path) -> Any:
+        """The encoder of a checkpoint, in evaluation mode."""
+        with LOADING:
+            return self._model_type().from_pretrained(folder, **self._extra()).eval()
+
+    def from_tensors(self, folder: Path, tensors: Mapping[str, Tensor]) -> Any:
+        """The encoder of the folder's config with other weights, named as in its file."""
+        cls = self._model_type()
+        config = cls.config_class.from_pretrained(folder)
+        with LOADING:
+            return cls.from_pretrained(None, config=config, state_dict=dict(tensors), **self._extra()).eval()
+
+    def features(self, model: Any, images_N3SS: Tensor) -> Tensor:
+        """`N 3 S S -> N D`."""
+        output = model(pixel_values=images_N3SS)
+        features_ND: Tensor = output.last_hidden_state[:, 0] if self.kind == "vit" else output.pooler_output
+        return features_ND
+
+    def _model_type(self) -> Any:
+        import transformers
+
+        return transformers.ViTModel if self.kind == "vit" else transformers.CLIPVisionModel
+
+    def _extra(self) -> dict[str, Any]:
+        return {"add_pooling_layer": False} if self.kind == "vit" else {}
+
+
+@dataclass(frozen=True, slots=True)
+class ClipHead:
+    """`logits = text . normalise(projection z)`; the scale `exp(logit_scale)` is in the texts."""
+
+    projection_PD: Tensor
+    text_CP: Tensor
+
+    def __call__(self, features_ND: Tensor) -> Tensor:
+        """`N D -> N C`."""
+        joint_NP = torch.nn.functional.normalize(features_ND @ self.projection_PD.mT, dim=-1)
+        return joint_NP @ self.text_CP.mT
+
+    def to(self, device: str) -> ClipHead:
+        """The same head elsewhere."""
+        return ClipHead(self.projection_PD.to(device), self.text_CP.to(device))
+
+
+def save_head(head: Head | ClipHead, path: Path) -> None:
+    """One head in a safetensors file."""
+    if isinstance(head, ClipHead):
+        tensors = {"projection": head.projection_PD, "text": head.text_CP}
+    else:
+        tensors = {"weight": head.weight_CD, "bias": head.bias_C}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def load_head(path: Path) -> Head | ClipHead:
+    """What `save_head` wrote."""
+    tensors = load_file(path)
+    if "text" in tensors:
+        return ClipHead(tensors["projection"], tensors["text"])
+    return Head(tensors["weight"], tensors["bias"])
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's safetensors files, sharded or not."""
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return {name: tensor for file in sorted(files) for name, tensor in load_file(folder / file).items()}

@@ -1,0 +1,228 @@
+"""CLIP: the base's image encoder, and zero-shot heads from the texts of the classes.
+
+Shapes: `C` classes, `K` templates, `P` width of the joint space.
+
+A task's file, `tasks/<task>.json`, holds where its data are, how long its expert trains, its prompt templates, and the
+words for its classes where the data set's own names are not what CLIP was asked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from actmat.errors import CheckpointError, RecipeError, did_you_mean
+from actmat_experiments.harness.cache import Cache, file_digest, library_versions
+from actmat_experiments.vision.backbones import ClipHead, save_head
+from actmat_experiments.vision.images import ImageTask
+from actmat_experiments.vision.open_clip import clip_model, from_package, is_open_clip, read_open_clip
+from actmat_experiments.vision.sources import HubSet
+
+__all__ = [
+    "ClipTask",
+    "class_words",
+    "clip_base",
+    "clip_head",
+    "clip_source",
+    "clip_tasks",
+    "public_expert",
+    "source_of",
+]
+
+_VERSION = 1
+_TEXT_BATCH = 64
+_TOKENIZER = "openai/clip-vit-base-patch32"
+"""Of models that bring none: all of open_clip's plain models share it."""
+_WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model")
+
+
+@dataclass(frozen=True, slots=True)
+class ClipTask:
+    """What is known of a task.
+
+    Args:
+        name: of the task.
+        hub: where its data are.
+        expert: last part of the hub id of its public expert.
+        epochs: of full fine-tuning, about 2,000 steps.
+        templates: prompts, with `{}` for the class.
+        classes: words for the classes; None: those of the data set.
+    """
+
+    name: str
+    hub: HubSet
+    expert: str
+    epochs: int
+    templates: tuple[str, ...]
+    classes: tuple[str, ...] | None
+
+
+def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
+    """The paper's eight tasks, or some of them.
+
+    Raises:
+        RecipeError: a name is unknown.
+    """
+    found = {}
+    for file in sorted(files("actmat_experiments.vision").joinpath("tasks").iterdir(), key=lambda f: f.name):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        name = file.name.removesuffix(".json")
+        found[name] = ClipTask(
+            name=name,
+            hub=HubSet(**fields["hub"]),
+            expert=fields["expert"],
+            epochs=fields["epochs"],
+            templates=tuple(fields["templates"]),
+            classes=tuple(fields["classes"]) if "classes" in fields else None,
+        )
+    if unknown := [n for n in names or () if n not in found]:
+        problems = [f"there is no task '{n}'.{did_you_mean(n, found)} Tasks: {', '.join(found)}" for n in unknown]
+        raise RecipeError("These tasks are not known.", problems)
+    return list(found.values()) if names is None else [found[n] for n in names]
+
+
+def class_words(name: str) -> str:
+    """A data set's name of a class as words: `/a/abbey` -> "abbey", `baseball_diamond` -> "baseball diamond"."""
+    return re.sub(r"[_/]+", " ", re.sub(r"^/\w/", "", name)).strip()
+
+
+def source_of(location: str, patterns: Sequence[str] = _WEIGHTS) -> tuple[Path, str]:
+    """A model's folder and what identifies its content: the commit on the hub, or the hash of local files.
+
+    Args:
+        location: folder, or hub id `org/name[@revision]`.
+        patterns: of the files that are needed.
+
+    Raises:
+        CheckpointError: it is neither a folder nor a model on the hub that can be reached.
+    """
+    folder = Path(location)
+    if folder.is_dir():
+        return folder, file_digest(p for pattern in patterns for p in folder.glob(pattern))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    repo, _, revision = location.partition("@")
+    try:
+        found = Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"'{location}' is no folder, and it could not be had from the hub: {error}. Give a local folder, or check "
+            "the name and the network."
+        ) from error
+    return found, f"{repo}@{found.name}"
+
+
+def clip_source(cache: Cache, location: str) -> tuple[Path, str]:
+    """`source_of`, with models of open_clip turned into folders of transformers first; see `open_clip`."""
+    packaged = location.startswith("open_clip:")
+    folder, identity = (Path(), location) if packaged else source_of(location)
+    if not packaged and not is_open_clip(folder):
+        return folder, identity
+    packages = ("transformers", "open_clip_torch") if packaged else ("transformers",)
+    key = {"version": _VERSION, "source": identity, "libraries": library_versions(*packages)}
+
+    def make(out: Path) -> None:
+        from transformers import AutoTokenizer
+
+        sizes, tensors = from_package(location) if packaged else read_open_clip(folder)
+        model = clip_model(sizes, tensors)
+        model.save_pretrained(out)
+        words = folder if not packaged and (folder / "tokenizer_config.json").is_file() else _TOKENIZER
+        tokenizer = AutoTokenizer.from_pretrained(words)
+        if len(tokenizer) != (n_tokens := model.config.text_config.vocab_size):
+            raise CheckpointError(
+                f"'{location}' has {n_tokens} tokens, the tokenizer '{words}' {len(tokenizer)}. "
+                "Put the model's own tokenizer (tokenizer.json, tokenizer_config.json) into its folder."
+            )
+        tokenizer.save_pretrained(out)
+
+    made = cache.get("open-clip", key, make)
+    return made, made.name
+
+
+def clip_base(cache: Cache, location: str) -> Path:
+    """The image encoder of a CLIP checkpoint, as a checkpoint of its own, with the projection and text parts beside it.
+
+    Returns:
+        The stage's folder: `encoder/`, `text/` (the whole model, for the heads), `projection.safetensors`.
+    """
+    folder, identity = clip_source(cache, location)
+    key = {"version": _VERSION, "source": identity, "libraries": library_versions("transformers")}
+
+    def make(out: Path) -> None:
+        from transformers import CLIPModel, CLIPVisionModel
+
+        CLIPVisionModel.from_pretrained(folder).float().save_pretrained(out / "encoder")
+        whole = CLIPModel.from_pretrained(folder)
+        tensors = {"projection": whole.visual_projection.weight.detach().float().contiguous()}
+        tensors["scale"] = whole.logit_scale.detach().float().exp().reshape(1)
+        save_file(tensors, out / "projection.safetensors")
+
+    return cache.get("clip-base", key, make)
+
+
+def public_expert(cache: Cache, location: str) -> Path:
+    """A ready-made expert, stored under the same names as the base's encoder."""
+    folder, identity = clip_source(cache, location)
+    key = {"version": _VERSION, "source": identity, "libraries": library_versions("transformers")}
+
+    def make(out: Path) -> None:
+        from transformers import CLIPVisionModel
+
+        CLIPVisionModel.from_pretrained(folder).float().save_pretrained(out)
+
+    return cache.get("public-expert", key, make)
+
+
+def clip_head(cache: Cache, location: str, base: Path, task: ImageTask, known: ClipTask, device: str = "cpu") -> Path:
+    """The frozen zero-shot head of a task: per class the mean over templates of the normalised text features,
+    normalised again, times `exp(logit_scale)`.
+
+    Args:
+        cache: keeps the head.
+        location: of the CLIP model, for its text encoder and tokenizer.
+        base: what `clip_base` made of it.
+        task: for the data set's names of the classes.
+        known: templates and words.
+        device: where the text encoder runs.
+    """
+    words = known.classes or tuple(class_words(c) for c in task.class_names)
+    if len(words) != len(task.class_names):
+        raise CheckpointError(
+            f"The task '{task.name}' has {len(task.class_names)} classes, but words for {len(words)}."
+        )
+    key = {"version": _VERSION, "base": base.name, "words": words, "templates": known.templates}
+
+    def make(out: Path) -> None:
+        from transformers import AutoTokenizer, CLIPModel
+
+        folder, _ = clip_source(cache, location)
+        model, tokenizer = CLIPModel.from_pretrained(folder).eval().to(device), AutoTokenizer.from_pretrained(folder)
+        stored = load_file(base / "projection.safetensors")
+        rows = [text_feature([t.format(word) for t in known.templates], model, tokenizer, device) for word in words]
+        text_CP = torch.nn.functional.normalize(torch.stack(rows), dim=-1) * stored["scale"]
+        save_head(ClipHead(stored["projection"], text_CP), out / "head.safetensors")
+
+    return cache.get("clip-head", key, make)
+
+
+@torch.inference_mode()
+def text_feature(prompts_K: Sequence[str], model: Any, tokenizer: Any, device: str) -> Tensor:
+    """Mean of the normalised features of the prompts: `K -> P`."""
+    found = []
+    for start in range(0, len(prompts_K), _TEXT_BATCH):
+        batch = list(prompts_K[start : start + _TEXT_BATCH])
+        tokens = tokenizer(batch, padding=True, return_tensors="pt").to(device)
+        features_KP = model.text_projection(model.text_model(**tokens).pooler_output)
+        found.append(torch.nn.functional.normalize(features_KP, dim=-1).float().cpu())
+    return torch.cat(found).mean(0)

@@ -1,0 +1,217 @@
+"""`vision-small`: the vision experiments on a laptop. A ViT of 32 x 32 pixels is pretrained on CIFAR-100; experts of at
+least seven other tasks are merged. Local data, see `sources`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from actmat.demo.heads import fit_head
+from actmat.demo.training import Schedule, steps_of
+from actmat.errors import RecipeError
+from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.processes import one_thread_on
+from actmat_experiments.harness.progress import Watch, quiet_libraries
+from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.settings import changed
+from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, save_head
+from actmat_experiments.vision.compare import compare
+from actmat_experiments.vision.compare import study as study_variants
+from actmat_experiments.vision.evaluate import features
+from actmat_experiments.vision.experiment import Vision
+from actmat_experiments.vision.images import ImageTask, Limits, prepare_task
+from actmat_experiments.vision.pretrain import VitSizes, pretrain
+from actmat_experiments.vision.sources import local_task
+from actmat_experiments.vision.tables import show
+
+__all__ = ["TASKS", "SmallSettings", "prepared", "run", "study", "table"]
+
+TASKS = ("mnist", "eurosat", "gtsrb", "dtd10", "sign_digits", "usps", "cifar10")
+_BASE_TASK = "cifar100"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SmallSettings:
+    """Settings of the suite, for `--set name=value`.
+
+    Args:
+        train, validation, test: largest number of examples per task.
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, patch_size: of the ViT.
+        base_epochs, base_rate: pretraining.
+        epochs, rate, lora_epochs, lora_rate: fine-tuning; the same for all tasks.
+        batch_size: of all runs.
+        rank: of LoRA.
+        ridge, logit_scale: of the heads, see `harness.heads`.
+        samples: training images per task that statistics are measured on.
+        subsets: subsets of experts per size, for the figure of accuracy against their number; 0 for none.
+    """
+
+    train: int = 2000
+    validation: int = 200
+    test: int = 1000
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    patch_size: int = 8
+    base_epochs: int = 60
+    base_rate: float = 1e-3
+    epochs: int = 10
+    rate: float = 1e-4
+    lora_epochs: int = 10
+    lora_rate: float = 1e-3
+    batch_size: int = 64
+    rank: int = 16
+    ridge: float = 0.1
+    logit_scale: float = 10.0
+    samples: int = 320
+    subsets: int = 0
+
+    @property
+    def sizes(self) -> VitSizes:
+        """Of the encoder."""
+        return VitSizes(
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_hidden_layers,
+            self.num_attention_heads,
+            self.patch_size,
+        )
+
+
+def run(request: RunRequest) -> None:
+    """See `suites.Suite`; regimes, seeds and tasks are those of the request.
+
+    Raises:
+        RecipeError: no data folder was given, or a setting cannot be.
+        CheckpointError: the folder lacks a task.
+    """
+    with Watch(request.console, request.cache / "logs") as watch:
+        for seed in request.seeds:
+            vision = prepared(request, seed, watch)
+            left_out = compare(vision, request, subsets=changed(SmallSettings(), request.settings).subsets)
+    for name, why in left_out.items():
+        watch.console.print(f"left out: {name} ({why})", highlight=False)
+
+
+def prepared(request: RunRequest, seed: int, watch: Watch) -> Vision:
+    """Everything up to the experts, for one seed: images, base, heads."""
+    settings = changed(SmallSettings(), request.settings)
+    if request.models:
+        raise RecipeError("The suite vision-small has one architecture; change its sizes with --set.")
+    if request.data is None:
+        raise RecipeError(
+            "The suite vision-small takes its images from a folder: give --data DIR with cifar100.npz and one "
+            ".npz file, or folder of images, per task."
+        )
+    quiet_libraries()
+    cache = Cache(request.cache)
+    cache.root.mkdir(parents=True, exist_ok=True)
+    backbone = Backbone("vit", 32, PLAIN_SCALE)
+    limits = Limits(settings.train, settings.validation, settings.test)
+    names = request.tasks or TASKS
+    tasks = [prepare_task(cache, local_task(request.data, name), backbone.size, watch, limits) for name in names]
+    source = prepare_task(cache, local_task(request.data, _BASE_TASK), backbone.size, watch)
+    base = _base(cache, watch, backbone, settings, source, seed, request.device)
+    schedules: dict[Regime, dict[str, Schedule]] = {
+        "full": {n: Schedule(settings.epochs, settings.batch_size, settings.rate) for n in names},
+        "lora": {n: Schedule(settings.lora_epochs, settings.batch_size, settings.lora_rate) for n in names},
+    }
+    return Vision(
+        suite=request.suite,
+        model="",
+        backbone=backbone,
+        tasks=tasks,
+        base=base,
+        heads={task.name: _head(cache, backbone, settings, base, task, request.device) for task in tasks},
+        schedules=schedules,
+        seed=seed,
+        settings=_settings_digest(settings, tasks, source),
+        cache=cache,
+        watch=watch,
+        rank=settings.rank,
+        samples=settings.samples,
+        device=request.device,
+        threads=request.threads or os.cpu_count() or 1,
+    )
+
+
+def study(request: RunRequest) -> str:
+    """See `suites.Suite`."""
+    return study_variants(request, lambda seed, watch: prepared(request, seed, watch))
+
+
+def table(request: TableRequest) -> None:
+    """See `suites.Suite`."""
+    show(request, models=("",))
+
+
+def _base(
+    cache: Cache,
+    watch: Watch,
+    backbone: Backbone,
+    settings: SmallSettings,
+    source: ImageTask,
+    seed: int,
+    device: str,
+) -> Path:
+    schedule = Schedule(settings.base_epochs, 2 * settings.batch_size, settings.base_rate, weight_decay=0.05)
+    key = {
+        "version": _VERSION,
+        "sizes": settings.sizes,
+        "size": backbone.size,
+        "data": source.content["train"],
+        "schedule": schedule,
+        "seed": seed,
+        "device": device.split(":")[0],
+        "libraries": library_versions("torch", "transformers"),
+    }
+
+    def make(out: Path) -> None:
+        with (
+            watch.stage(f"base: seed {seed}", total=steps_of(schedule, len(source.train))) as stage,
+            one_thread_on(device),
+        ):
+            pretrain(
+                *(backbone, settings.sizes, source, schedule, out / "encoder"),
+                seed=seed,
+                device=device,
+                on_step=stage.advance,
+            )
+
+    return cache.get("base", key, make, resumable=True) / "encoder"
+
+
+def _head(cache: Cache, backbone: Backbone, settings: SmallSettings, base: Path, task: ImageTask, device: str) -> Path:
+    key = {
+        "version": _VERSION,
+        "base": base.parent.name,
+        "data": task.content["train"],
+        "ridge": settings.ridge,
+        "scale": settings.logit_scale,
+    }
+
+    def make(out: Path) -> None:
+        with one_thread_on(device):
+            features_ND = features(backbone, backbone.load(base), task.train, device)
+            head = fit_head(
+                features_ND,
+                task.train.labels_N,
+                len(task.class_names),
+                ridge=settings.ridge,
+                scale=settings.logit_scale,
+            )
+        save_head(head, out / "head.safetensors")
+
+    return cache.get("head", key, make)
+
+
+def _settings_digest(settings: SmallSettings, tasks: Sequence[ImageTask], source: ImageTask) -> str:
+    """Stands for all but seed, regime and row; the number of subsets changes no score."""
+    plain = {name: value for name, value in asdict(settings).items() if name != "subsets"}
+    return digest([plain, source.content, [[t.name, t.content] for t in tasks]])

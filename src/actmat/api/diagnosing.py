@@ -1,0 +1,79 @@
+"""Measure a merge without making it, or one that was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actmat.api.merging import Location, make_arguments
+from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
+from actmat.progress import Progress
+from actmat.recipe import Recipe, make_recipe
+from actmat.report.inputs import input_location
+from actmat.report.manifest import read_manifest
+from actmat.run import diagnose_recipe
+from actmat.settings import RunSettings
+
+__all__ = ["diagnose", "diagnose_output", "recipe_of_output"]
+
+
+def diagnose(
+    base: Location | None = None,
+    experts: Sequence[Location | Mapping[str, Any]] = (),
+    *,
+    method: str = "actmat",
+    weights: Sequence[float] | None = None,
+    statistics: Mapping[str, Location] | Sequence[Location] | None = None,
+    progress: Progress | None = None,
+    **fields: Any,
+) -> Diagnosis:
+    """Measure what `merge` with the same arguments would do to every matrix; nothing is written.
+
+    Args:
+        base, experts, method, weights, statistics, progress, fields: as for `merge`. `exact=True` measures without
+            probes, see docs/diagnostics.md; it takes several times as long.
+
+    Returns:
+        Measures per matrix and the outcome of every check.
+
+    Raises:
+        MergeError: whatever `merge` would raise for the same inputs.
+    """
+    recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
+    return diagnose_recipe(recipe, settings, progress)
+
+
+def recipe_of_output(directory: str | Path) -> Recipe:
+    """The recipe of a merged model, from its manifest; inputs where they are now.
+
+    Raises:
+        CheckpointError: no manifest, or a damaged one.
+        RecipeError: its recipe is not one of this version.
+    """
+    folder = Path(directory)
+    manifest = read_manifest(folder)
+    fields = dict(manifest["recipe"])
+    if manifest["base"] is not None:
+        fields["base"] = input_location(manifest["base"], folder)
+    rows = zip(fields.get("experts", ()), manifest["experts"], strict=False)
+    fields["experts"] = [{**e, "name": row["name"], "path": input_location(row, folder)} for e, row in rows]
+    return make_recipe(fields)
+
+
+def diagnose_output(
+    directory: str | Path, settings: RunSettings | None = None, progress: Progress | None = None
+) -> Diagnosis:
+    """The report of a merged model: the one that lies in it, else its merge is measured again from the manifest.
+
+    Args:
+        directory: output of `merge`.
+        settings, progress: of the measurement.
+
+    Raises:
+        MergeError: it has neither, or its inputs are gone.
+    """
+    folder = Path(directory)
+    if (folder / REPORT_NAME).is_file():
+        return read_diagnosis(folder)
+    return diagnose_recipe(recipe_of_output(folder), settings, progress)

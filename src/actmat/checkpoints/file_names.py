@@ -1,0 +1,40 @@
+"""Names of files that are no weights of a full model, though they look like it, or are of formats that are not read."""
+
+from __future__ import annotations
+
+__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "NOT_WEIGHTS", "foreign_format"]
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+NOT_WEIGHTS = (
+    *ADAPTER_WEIGHTS,
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scheduler.bin",
+    "rng_state.pth",
+    "scaler.pt",
+)
+"""Files of adapters and of training, which have the suffixes of weights."""
+
+FOREIGN = {
+    ".gguf": "a GGUF file: quantised or laid out for llama.cpp",
+    ".ggml": "a GGML file: quantised or laid out for llama.cpp",
+    ".h5": "a TensorFlow checkpoint",
+    ".ckpt.index": "a TensorFlow checkpoint",
+    ".msgpack": "a Flax checkpoint",
+    ".onnx": "an ONNX graph",
+    ".npz": "a NumPy archive",
+    ".tflite": "a TensorFlow Lite graph",
+}
+"""Suffix of weight files in formats that are not read -> description."""
+
+
+def foreign_format(name: str) -> str:
+    """Description of a file in a format that is not read, by its suffix; empty for any other file.
+
+    >>> foreign_format("flax_model.msgpack")
+    'a Flax checkpoint'
+    """
+    return next((text for suffix, text in FOREIGN.items() if name.endswith(suffix)), "")

@@ -1,0 +1,28 @@
+"""`Format`: a way of storing tensors in files, and how to open it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.source import Source
+
+__all__ = ["Format"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Declaration of a format, one entry of `FORMATS`.
+
+    Args:
+        name: in handles.
+        patterns: its weight files as error messages list them, such as `*.safetensors`.
+        claims: true if `Source.weights` has files of this format, maybe among others.
+        open: the checkpoint in a source that is claimed; reads headers, no tensor.
+    """
+
+    name: str
+    patterns: tuple[str, ...]
+    claims: Callable[[Source], bool]
+    open: Callable[[Source], Checkpoint]

@@ -1,0 +1,196 @@
+"""Safetensors checkpoints: one file, or a folder of shards.
+
+The weights of a folder or repository, in this order:
+
+1. `model.safetensors.index.json`: the shards it names. A local folder that also holds a `model.safetensors` which the
+   index does not name is ambiguous, and refused.
+2. `model.safetensors`.
+3. exactly one other `*.safetensors`: that file.
+4. several without an index: read as one checkpoint when they are one complete numbered set
+   (`name-00001-of-00003.safetensors` ...), which says what the missing index would; refused otherwise.
+
+Tensors are read with positional reads straight into their destination: no mapping, no copy. A shard that is not local
+is downloaded when a tensor of it is first read.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import MappingProxyType
+
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.files import FileReader
+from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
+from actmat.checkpoints.formats.contract import Format
+from actmat.checkpoints.header import read_header
+from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.source import Source, StoredCheckpoint
+from actmat.errors import CheckpointError
+
+__all__ = ["INDEX_NAME", "SAFETENSORS", "SINGLE_NAME", "SafetensorsCheckpoint"]
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+PARALLEL_REQUESTS = 8
+
+
+class SafetensorsCheckpoint(StoredCheckpoint):
+    """Tensors of one or several safetensors files; opening reads only the headers.
+
+    Args:
+        source: the files.
+        labels: names of the weight files.
+        weight_map: tensor -> label, where an index gave one; headers must agree with it.
+
+    Raises:
+        CheckpointError: with every problem of every header.
+    """
+
+    format = "safetensors"
+
+    def __init__(self, source: Source, labels: Sequence[str], weight_map: Mapping[str, str] | None = None) -> None:
+        super().__init__(source, labels)
+        self.aliases = MappingProxyType({})
+        paths = {label: source.local(label) for label in labels}
+        self._reader = FileReader({label: path for label, path in paths.items() if path is not None})
+        self._remote = {label for label, path in paths.items() if path is None}
+        self._downloads = {label: threading.Lock() for label in self._remote}
+        try:
+            headers = self._request_specs() if self._remote else self._all_specs()
+            self.specs = MappingProxyType(join_shards(headers, weight_map, location=self.location))
+        except CheckpointError:
+            self._reader.close()
+            raise
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, read into fresh memory."""
+        spec = find_spec(self, name)
+        tensor = empty_tensor(spec)
+        self._fill(spec, 0, raw_bytes(tensor))
+        return tensor
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` from byte `start` of the tensor, straight from the file."""
+        spec = find_spec(self, name)
+        check_range(spec, start, out)
+        self._fill(spec, start, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Ask the system to read these tensors ahead; downloads nothing."""
+        for spec in (self.specs[name] for name in names if name in self.specs):
+            if spec.file not in self._remote:
+                self._reader.prefetch(spec.file, spec.offset, spec.nbytes)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+    def _fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        if spec.file in self._remote and not self._reader.closed:
+            self._download(spec.file)
+        self._reader.read_into(spec.file, spec.offset + start, out, tensor=spec.name)
+
+    def _download(self, label: str) -> None:
+        """Download a shard, and check it against the header that was read when the checkpoint was opened."""
+        with self._downloads[label]:  # one download per shard, however many threads want it
+            if label not in self._remote:
+                return
+            self._reader.add(label, self.source.fetch(label))
+            if self._local_specs(label) != {name: spec for name, spec in self.specs.items() if spec.file == label}:
+                raise CheckpointError(
+                    f"{self.location}: {label} as downloaded is not what the hub announced. "
+                    f"Fix: remove it from the cache ({self.source.cache_dir}) and run again."
+                )
+            self._remote.discard(label)
+
+    def _local_specs(self, label: str) -> Mapping[str, TensorSpec]:
+        return read_header(partial(self._reader.read, label), self._reader.size(label), file=label).specs
+
+    def _all_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
+        """Specs of every file by label; the problems of all files are raised together."""
+        found: dict[str, Mapping[str, TensorSpec]] = {}
+        problems: list[str] = []
+        for label in self.labels:
+            try:
+                found[label] = self._local_specs(label)
+            except CheckpointError as error:
+                problems.extend(error.problems)
+        if problems:
+            raise CheckpointError(f"{self.location}: weight files that cannot be used", problems)
+        return found
+
+    def _request_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
+        """Specs of every file by label, through parallel requests; the first error is raised."""
+
+        def specs_of(label: str) -> Mapping[str, TensorSpec]:
+            if label not in self._remote:
+                return self._local_specs(label)
+            read_at, size = self.source.read_remote(label)
+            return read_header(read_at, size, file=label).specs
+
+        with ThreadPoolExecutor(min(PARALLEL_REQUESTS, len(self.labels))) as pool:
+            return dict(zip(self.labels, pool.map(specs_of, self.labels), strict=True))
+
+
+def _claims(source: Source) -> bool:
+    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in source.weights)
+
+
+def _open(source: Source) -> SafetensorsCheckpoint:
+    """Open the weights in a source, chosen as the module's text says.
+
+    Raises:
+        CheckpointError: nothing usable there, ambiguous, incomplete, or invalid headers.
+    """
+    names, named = source.weights, source.named
+    index = INDEX_NAME if INDEX_NAME in names else None
+    if named is not None:
+        index = named if named.endswith(INDEX_SUFFIX) else None
+    if index is not None:
+        weight_map = source.weight_map(index)
+        labels = sorted(set(weight_map.values()))
+        is_local_folder = named is None and source.cache_dir is None
+        if is_local_folder and SINGLE_NAME in names and SINGLE_NAME not in labels:
+            raise CheckpointError(
+                f"{source.location}: holds both {INDEX_NAME} and a {SINGLE_NAME} that the index does not name. Likely "
+                "cause: two saves into one folder. Fix: remove the older one, or give the path of the one you mean."
+            )
+        return SafetensorsCheckpoint(source, labels, weight_map)
+    if named is not None:
+        return SafetensorsCheckpoint(source, [named])
+    labels = [SINGLE_NAME] if SINGLE_NAME in names else _unindexed_files(names, source.location)
+    return SafetensorsCheckpoint(source, labels)
+
+
+SAFETENSORS = Format(SafetensorsCheckpoint.format, ("*.safetensors",), _claims, _open)
+
+
+def _unindexed_files(names: Sequence[str], location: str) -> list[str]:
+    """Weight files of a folder without index and without `model.safetensors`, given the sorted names in it.
+
+    Raises:
+        CheckpointError: none, or several that are not one complete numbered set.
+    """
+    names = [name for name in names if name.endswith(".safetensors")]
+    if len(names) == 1:
+        return names
+    if not names:
+        raise CheckpointError(f"{location}: no safetensors file in this folder")
+    matches = [NUMBERED.fullmatch(name) for name in names]
+    sets = {(m["stem"], m["count"]) for m in matches if m}
+    numbers = [int(m["number"]) for m in matches if m]
+    if len(sets) == 1 and all(matches) and numbers == list(range(1, int(next(iter(sets))[1]) + 1)):
+        return names
+    raise CheckpointError(
+        f"{location}: expected {SINGLE_NAME}, {INDEX_NAME}, one safetensors file or one complete numbered set, found "
+        f"{len(names)} files: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. Likely cause: several "
+        "checkpoints in one folder, or shards whose index or siblings are missing. Fix: give the path of one file, or "
+        "fetch what is missing."
+    )

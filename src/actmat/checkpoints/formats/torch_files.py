@@ -1,0 +1,191 @@
+"""Checkpoints of `torch.save`: `pytorch_model.bin`, `.pt`, `.pth`, single or sharded.
+
+These files are pickles, which can run code when loaded. They are opened by torch's restricted unpickler
+(`weights_only=True`), which builds tensors and plain containers and refuses anything else before it runs.
+
+Zip files (torch >= 1.6) are mapped into memory, so that opening reads no tensor. Legacy files cannot be mapped:
+the whole file is loaded when it is opened, and refused if it is larger than the machine's memory.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.files import CHANGED, file_identity
+from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
+from actmat.checkpoints.formats.contract import Format
+from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
+from actmat.checkpoints.source import Source, StoredCheckpoint
+from actmat.errors import CheckpointError
+
+__all__ = ["DAMAGED", "TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint"]
+
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+BIN_NAME = "pytorch_model.bin"
+BIN_INDEX_SUFFIX = ".bin.index.json"
+BIN_INDEX_NAME = "pytorch_model.bin.index.json"
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which training scripts put the state dict."""
+
+ZIP_MAGIC = b"PK\x03\x04"
+BLOCKED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+DAMAGED = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    struct.error,
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    MemoryError,
+)
+"""Errors of torch's reader on damaged or hostile bytes; it has no error class of its own."""
+
+
+class TorchCheckpoint(StoredCheckpoint, HeldTensors):
+    """Tensors of files written by `torch.save`, downloaded when the checkpoint is opened.
+
+    A mapped file must not shrink while it is open (the system would end the process); a file that changed is refused at
+    the next read.
+
+    Args:
+        source: the files.
+        labels: names of the weight files.
+        weight_map: tensor -> label, where an index gave one.
+
+    Raises:
+        CheckpointError: code in the pickle, damage, entries that are not tensors, disagreement with the index.
+    """
+
+    format = "torch"
+
+    def __init__(self, source: Source, labels: Sequence[str], weight_map: Mapping[str, str] | None = None) -> None:
+        super().__init__(source, labels)
+        self._files = {label: source.fetch(label) for label in labels}
+        self._opened = {label: file_identity(path) for label, path in self._files.items()}
+        self._tensors = {}
+        shards: dict[str, Mapping[str, TensorSpec]] = {}
+        aliases: dict[str, str] = {}
+        for label, path in self._files.items():
+            state = _load(path, label, self.location)
+            shards[label] = tensor_specs(state, label, location=self.location)
+            self._tensors.update({name: tensor.detach() for name, tensor in state.items()})
+            aliases.update(shared_storage(state))
+        self.specs = MappingProxyType(join_shards(shards, weight_map, location=self.location))
+        self.aliases = MappingProxyType(aliases)
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = super()._tensor(name)
+        label = self.specs[name].file
+        before, now = self._opened[label], file_identity(self._files[label])
+        if (before.size, before.modified_ns) != (now.size, now.modified_ns):
+            raise CheckpointError(f"tensor {name!r} in {label}: the file changed since it was opened. {CHANGED}")
+        return tensor
+
+
+def _torch_names(source: Source) -> list[str]:
+    return [name for name in source.weights if name.endswith((*TORCH_SUFFIXES, BIN_INDEX_SUFFIX))]
+
+
+def _claims(source: Source) -> bool:
+    return bool(_torch_names(source))
+
+
+def _open(source: Source) -> TorchCheckpoint:
+    """Open the named file, else the main file of the source, with the shards that an index names."""
+    name = source.named or _main_file(_torch_names(source), source.location)
+    if not name.endswith(INDEX_SUFFIX):
+        return TorchCheckpoint(source, [name])
+    weight_map = source.weight_map(name)
+    return TorchCheckpoint(source, sorted(set(weight_map.values())), weight_map)
+
+
+TORCH_FILES = Format(TorchCheckpoint.format, (BIN_NAME, "*.pt", "*.pth"), _claims, _open)
+
+
+def _main_file(found: Sequence[str], location: str) -> str:
+    """The index, else `pytorch_model.bin`, else the only one of the torch files found.
+
+    Raises:
+        CheckpointError: none, or several candidates.
+    """
+    for name in (BIN_INDEX_NAME, BIN_NAME):
+        if name in found:
+            return name
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{location}: expected {BIN_INDEX_NAME}, {BIN_NAME} or one torch file, found "
+            f"{', '.join(found[:8]) or 'none'}. Fix: give the path of the file that holds the weights."
+        )
+    return found[0]
+
+
+def _load(path: Path, label: str, location: str) -> Mapping[Any, Any]:
+    """The state dict of one file."""
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == ZIP_MAGIC
+    except OSError as error:
+        raise CheckpointError(f"{location}: {label} cannot be read: {error.strerror}") from error
+    size, memory = path.stat().st_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not is_zip and size > memory:
+        raise CheckpointError(
+            f"{location}: {label} is a legacy torch file of {size} bytes, which cannot be mapped and does not fit the "
+            f"{memory} bytes of memory. Fix: convert it to safetensors on a larger machine."
+        )
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except DAMAGED as error:
+        raise _refusal(error, label, location) from error
+    return _unwrap(content, label, location)
+
+
+def _refusal(error: BaseException, label: str, location: str) -> CheckpointError:
+    blocked = BLOCKED_GLOBAL.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    if blocked or "TorchScript" in str(error):
+        found = f"code in it ('{blocked[1]}')" if blocked else "a TorchScript program"
+        return CheckpointError(
+            f"{location}: expected tensors in {label}, found {found}. Nothing of it was run. Likely cause: a whole "
+            "module or trainer state was saved, or the file is hostile. Fix: if you trust it, save its state_dict as "
+            "safetensors in a place where running it does no harm, and merge that."
+        )
+    return CheckpointError(
+        f"{location}: {label} is not a readable torch file ({str(error).splitlines()[0][:160] if str(error) else ''}). "
+        "Likely cause: an interrupted download, or a Git LFS pointer. Fix: fetch the file again."
+    )
+
+
+def _unwrap(content: Any, label: str, location: str) -> Mapping[Any, Any]:
+    """The state dict in the saved object: itself, or the only mapping of tensors under a usual key."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{location}: expected a state dict in {label}, found {type(content).__name__}. "
+            "Fix: save {name: tensor} (model.state_dict())."
+        )
+    if any(isinstance(value, Tensor) for value in content.values()):
+        return content
+    inner = [k for k, v in content.items() if isinstance(v, Mapping) and any(isinstance(t, Tensor) for t in v.values())]
+    if len(inner) == 1 and inner[0] in WRAPPERS:
+        wrapped: Mapping[Any, Any] = content[inner[0]]
+        return wrapped
+    raise CheckpointError(
+        f"{location}: expected a state dict in {label}, or one under one of {', '.join(WRAPPERS)}; found the keys "
+        f"{', '.join(str(k)[:40] for k in list(content)[:8]) or 'of an empty mapping'}"
+        f"{f', of which {len(inner)} hold tensors' if inner else ''}. Fix: save the state dict you mean on its own."
+    )

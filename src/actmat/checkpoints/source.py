@@ -1,0 +1,176 @@
+"""`Source`: the files of one location by name, wherever they are, and checkpoints in such files.
+
+A location is a local folder, a local file, or a commit of a hub repository (`hub.HubRepository`). A format opens a
+checkpoint from a source without asking which of them it is.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
+from actmat.checkpoints.file_names import NOT_WEIGHTS
+from actmat.checkpoints.files import file_identity
+from actmat.checkpoints.folder import INDEX_SUFFIX, member, read_config, read_index
+from actmat.errors import CheckpointError
+
+__all__ = ["LocalSource", "Source", "StoredCheckpoint"]
+
+
+class Source(abc.ABC):
+    """Files by name.
+
+    Attributes:
+        location: what the user called it, for messages.
+        names: names of the files at the top level, sorted.
+        named: the file, where the user named a file; None for a folder or a repository.
+        cache_dir: folder of downloads; None where all files are local.
+    """
+
+    location: str
+    names: Sequence[str]
+    named: str | None = None
+    cache_dir: Path | None = None
+
+    @property
+    def weights(self) -> list[str]:
+        """Names of files that may be weights: the named file, or all but those of adapters and of training."""
+        return [name for name in self.names if name == self.named or name not in NOT_WEIGHTS]
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> str:
+        """Text that names the same files in any process: an absolute path, or `hf://org/name@commit`."""
+
+    @property
+    @abc.abstractmethod
+    def directory(self) -> Path | None:
+        """Local folder of `config.json`, or None."""
+
+    @abc.abstractmethod
+    def local(self, name: str) -> Path | None:
+        """Path of a file, or None where it would have to be downloaded."""
+
+    @abc.abstractmethod
+    def fetch(self, name: str) -> Path:
+        """Path of a file, downloaded first where it is not local.
+
+        Raises:
+            CheckpointError: missing, or not allowed.
+        """
+
+    @abc.abstractmethod
+    def weight_map(self, index: str) -> dict[str, str]:
+        """Tensor name -> file name, from an index file; every file named there exists.
+
+        Raises:
+            CheckpointError: with every file that is missing or outside the source.
+        """
+
+    @abc.abstractmethod
+    def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
+        """Identity of files; reads and downloads none."""
+
+    def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
+        """`read_at(offset, length)` and the size of a file that is not local, to read its header."""
+        raise NotImplementedError(f"{self.location}: {name} is local")
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of config, tokenizer and processor files, downloaded first where they are not local."""
+        return self.directory
+
+
+class LocalSource(Source):
+    """A folder or a file on this machine.
+
+    Args:
+        path: folder, weight file or index file.
+        location: what the user called it; the path if None.
+    """
+
+    def __init__(self, path: Path, location: str | None = None) -> None:
+        self.location = str(path) if location is None else location
+        self._path = path
+        is_folder = path.is_dir()
+        self._folder = path if is_folder else path.parent
+        self.named = None if is_folder else path.name
+        self.names = sorted(entry.name for entry in path.iterdir()) if is_folder else [path.name]
+        self._members: dict[str, Path] = {}
+
+    @property
+    def address(self) -> str:
+        """Absolute path, links kept."""
+        return str(self._path.absolute())
+
+    @property
+    def directory(self) -> Path | None:
+        """The folder, also that of an index file; None for a weight file."""
+        return self._folder if self.named is None or self.named.endswith(INDEX_SUFFIX) else None
+
+    def local(self, name: str) -> Path:
+        """Path of a file."""
+        return self.fetch(name)
+
+    def fetch(self, name: str) -> Path:
+        """Path of a file, checked once: it exists, and no link leads out of the folder."""
+        if name == self.named:
+            return self._path
+        if name not in self._members:
+            self._members[name] = member(self._folder, name)
+        return self._members[name]
+
+    def weight_map(self, index: str) -> dict[str, str]:
+        """Content of an index file of the folder."""
+        weight_map = read_index(self._folder / index)
+        problems: list[str] = []
+        for name in sorted(set(weight_map.values())):
+            try:
+                self.fetch(name)
+            except CheckpointError as error:
+                problems.extend(error.problems)
+        if problems:
+            raise CheckpointError(f"{self.location}: shards that {index} names cannot be used", problems)
+        return weight_map
+
+    def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
+        """Size and times of files."""
+        return tuple(file_identity(self.fetch(name)) for name in names)
+
+
+class StoredCheckpoint(Checkpoint):
+    """Base of checkpoints in files: config, identity, sidecars and handle come from the source.
+
+    Args:
+        source: the files.
+        labels: names of the weight files.
+    """
+
+    format: ClassVar[str]
+    """Name of the `Format` that opens it."""
+
+    def __init__(self, source: Source, labels: Sequence[str]) -> None:
+        self.source = source
+        self.labels = tuple(labels)
+        self.location = source.location
+        self.directory = source.directory
+
+    @cached_property
+    def config(self) -> Mapping[str, Any] | None:
+        """Parsed `config.json` of the source."""
+        return read_config(self.directory)
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of every weight file."""
+        return self.source.identity(self.labels)
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of config, tokenizer and processor files."""
+        return self.source.fetch_sidecars()
+
+    def handle(self) -> CheckpointHandle:
+        """Address of the source, and the format."""
+        return CheckpointHandle(self.source.address, self.format, self.location, str(self.source.cache_dir or ""))

@@ -1,0 +1,109 @@
+"""Shards of an output: files, headers and offsets as a pure function of names, shapes and dtypes.
+
+The safetensors format: 8 bytes little-endian header length, JSON header, tensor bytes without gaps. Sizes are known
+before any tensor is computed, so headers are written first and tensors are written to their offsets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from actmat.checkpoints.base import DTYPES, TensorSpec
+from actmat.errors import RecipeError
+
+__all__ = ["Extent", "Shard", "index_json", "parse_size", "plan_shards"]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of `"5GB"` (powers of ten), `"4GiB"` (powers of two) or a plain number.
+
+    >>> parse_size("4GiB")
+    4294967296
+
+    Raises:
+        RecipeError: not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or (size := int(float(match[1]) * unit)) <= 0:
+        raise RecipeError(f"A size looks like 5GB, 500MB or 4GiB; got {str(text)!r}.")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Shard, offset in it and size in bytes of one output tensor."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One output file: its header bytes (length prefix included), its size, and the extent of each tensor."""
+
+    file: str
+    header: bytes
+    size: int
+    extents: dict[str, Extent]
+
+
+def plan_shards(
+    specs: Sequence[TensorSpec], max_bytes: int, *, stem: str = "model", metadata: Mapping[str, str] | None = None
+) -> tuple[Shard, ...]:
+    """Fill shards greedily in the given order, none above `max_bytes` unless a single tensor is.
+
+    Within a shard, wider dtypes come first, so that every tensor starts at a multiple of its item size (readers
+    that map the file need that). One shard is called `model.safetensors`, several
+    `model-00001-of-0000N.safetensors`, as `from_pretrained` expects; `stem` replaces `model`. `metadata` is written
+    to every header.
+
+    >>> specs = [TensorSpec("w", (4, 4), "float32", ""), TensorSpec("b", (4,), "float32", "")]
+    >>> [(shard.file, list(shard.extents)) for shard in plan_shards(specs, max_bytes=64)]
+    [('model-00001-of-00002.safetensors', ['w']), ('model-00002-of-00002.safetensors', ['b'])]
+    """
+    groups: list[list[TensorSpec]] = [[]]
+    used = 0
+    for spec in specs:
+        if groups[-1] and used + spec.nbytes > max_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(spec)
+        used += spec.nbytes
+    n = len(groups)
+    names = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    return tuple(_shard(name, group, metadata or {}) for name, group in zip(names, groups, strict=True))
+
+
+def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> Shard:
+    ordered = sorted(specs, key=lambda s: -s.itemsize)  # stable: the given order within one width
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    position = 0
+    starts: dict[str, int] = {}
+    for spec in ordered:
+        entries[spec.name] = {
+            "dtype": DTYPES[spec.dtype][1],
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.nbytes],
+        }
+        starts[spec.name] = position
+        position += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    extents = {s.name: Extent(file, len(header) + starts[s.name], s.nbytes) for s in ordered}
+    return Shard(file, header, len(header) + position, extents)
+
+
+def index_json(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> str:
+    """Text of `model.safetensors.index.json` for several shards."""
+    weight_map = {name: shard.file for shard in shards for name in shard.extents}
+    metadata = {"total_size": sum(s.nbytes for s in specs), "total_parameters": sum(s.numel for s in specs)}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

@@ -1,0 +1,266 @@
+"""Staging of an output: a partial directory with a journal and a lock, renamed when it is complete.
+
+`OUT` is built in its sibling `.OUT.actmat-partial` and renamed at the end, so that no directory of the final name
+exists that a loader would take for finished. A journal in the partial directory lists finished tensors with the hash
+of their bytes; a later run with the same fingerprint verifies those bytes and continues. A journal of another
+fingerprint (other recipe, changed input) is deleted with everything it describes.
+
+The process that builds or renames holds the lock on `.OUT.actmat-lock`, a sibling too because the directories are
+renamed. Renaming siblings stays within one file system and is atomic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from actmat.errors import OutputError, format_size
+
+__all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_path", "disk_errors"]
+
+JOURNAL_NAME = "journal.jsonl"
+MANIFEST_NAME = "actmat_manifest.json"
+LONGEST_NAME = 255
+
+
+def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
+    """Problems of writing to `out`, as sentences; empty if there are none.
+
+    `overwrite` replaces only an output of actmat (a directory with a manifest): a mistyped path must not delete a
+    folder of other files. An input is never replaced.
+    """
+    if len(os.fsencode(_sibling(out, "previous").name)) > LONGEST_NAME:
+        return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
+    problems = []
+    resolved = out.resolve()
+    for label, path in inputs.items():
+        source = path.resolve()
+        if source == resolved or resolved in source.parents:
+            problems.append(f"{out} is, or contains, an input of this merge ({label}); write somewhere else")
+        elif source in resolved.parents and source.is_dir():
+            problems.append(f"{out} lies inside an input of this merge ({label}); write somewhere else")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        problems.append(f"{out} exists and is not a directory; choose another place")
+    else:
+        problems += _occupied(out, overwrite=overwrite)
+    parent = resolved.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        problems.append(f"{parent} is a file, {out} cannot lie in it; choose another place")
+    elif not os.access(parent, os.W_OK):
+        problems.append(f"{parent} is not writable; choose a place you may write to")
+    return problems
+
+
+def _occupied(out: Path, *, overwrite: bool) -> list[str]:
+    previous = _sibling(out, "previous")
+    if not out.exists() and previous.exists() and not overwrite:
+        return [
+            f"{out} was being replaced when an earlier run was killed; its old content is in {previous}. Give the "
+            "same command with --overwrite again, or rename that folder back"
+        ]
+    if not out.is_dir() or not any(out.iterdir()):
+        return []
+    if not overwrite:
+        return [f"{out} exists and is not empty; choose another place or pass --overwrite"]
+    if not (out / MANIFEST_NAME).is_file():
+        return [
+            f"{out} was not written by actmat (it has no {MANIFEST_NAME}), so --overwrite will not delete it; "
+            "remove it yourself or choose another place"
+        ]
+    return []
+
+
+def _sibling(out: Path, suffix: str) -> Path:
+    return out.parent / f".{out.name}.actmat-{suffix}"
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk, an exceeded quota or a read-only file system into an `OutputError` with the fix."""
+    try:
+        yield
+    except OSError as error:
+        causes = {
+            errno.ENOSPC: "the disk is full",
+            errno.EDQUOT: "the disk quota is used up",
+            errno.EROFS: "the file system is read-only",
+            errno.EACCES: "permission denied",
+            errno.EFBIG: "the file system does not take a file of this size",
+            errno.EIO: "the disk reports an input/output error",
+            errno.ENOLCK: "the file system offers no locks",
+        }
+        cause = causes.get(error.errno or 0)
+        if cause is None:
+            raise
+        free = shutil.disk_usage(path if path.exists() else path.parent).free
+        raise OutputError(
+            f"Cannot write to {path}: {cause} ({format_size(free)} free). Free some space or choose another place "
+            "with --out; the inputs are untouched."
+        ) from error
+
+
+class Staging:
+    """The partial directory of one output: lock, journal, final rename.
+
+    Args:
+        out: the final directory.
+        fingerprint: of the plan; only a journal with the same fingerprint is resumed.
+        overwrite: replace an earlier output of actmat at `out`.
+    """
+
+    def __init__(self, out: Path, fingerprint: str, *, overwrite: bool = False) -> None:
+        self.out = out
+        self.fingerprint = fingerprint
+        self.overwrite = overwrite
+        self.path = _sibling(out, "partial")
+        self._previous = _sibling(out, "previous")
+        self._lock_path = _sibling(out, "lock")
+        self._lock_file: IO[bytes] | None = None
+        self._journal: IO[bytes] | None = None
+        self._made: list[Path] = []
+        self._mutex = threading.Lock()
+
+    def open(self) -> dict[str, dict[str, Any]]:
+        """Take the lock and read the journal: tensor name -> its entry, for tensors finished earlier.
+
+        Raises:
+            OutputError: another process is writing the same output, or `out` cannot be written.
+        """
+        with disk_errors(self.out.parent):
+            self._made = [p for p in (self.out.parent, *self.out.parent.parents) if not p.exists()]
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            if self._previous.exists() and not self.out.exists():
+                os.rename(self._previous, self.out)  # killed between the two renames of `commit`
+            done = self._read_journal()
+            if done is None:
+                if self.path.exists():
+                    shutil.rmtree(self.path)
+                self.path.mkdir()
+                done = {}
+            fresh = not (self.path / JOURNAL_NAME).exists()
+            self._journal = (self.path / JOURNAL_NAME).open("ab", buffering=0)  # a buffer would fail again when closed
+            if fresh:
+                self._append({"actmat_journal": 1, "fingerprint": self.fingerprint})
+        return done
+
+    def record(self, entry: Mapping[str, Any]) -> None:
+        """Append one finished tensor; called after its last byte is written. Thread-safe."""
+        with disk_errors(self.path):
+            self._append(entry)
+
+    def commit(self) -> None:
+        """Delete the journal, flush the directory and rename it to the final name, when everything is written.
+
+        Raises:
+            OutputError: other files were put at `out` meanwhile; the finished tensors are kept.
+        """
+        assert self._journal is not None
+        with disk_errors(self.out.parent):
+            if problems := _occupied(self.out, overwrite=self.overwrite):
+                raise OutputError(f"{problems[0]}; all tensors are done, and the same command then finishes at once.")
+            self._journal.close()
+            (self.path / JOURNAL_NAME).unlink()
+            _sync_directory(self.path)
+            if self.out.exists() and any(self.out.iterdir()):
+                if self._previous.exists():
+                    shutil.rmtree(self._previous)
+                os.rename(self.out, self._previous)
+            os.rename(self.path, self.out)
+            _sync_directory(self.out.parent)
+            if self._previous.exists():
+                shutil.rmtree(self._previous)
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock and keep the partial directory for a later run. May be called twice."""
+        if self._journal is not None:
+            self._journal.close()
+        if self._lock_file is not None:
+            self._lock_path.unlink(missing_ok=True)  # while locked: later it may be of another process
+            self._lock_file.close()
+            self._lock_file = None
+
+    def discard(self) -> None:
+        """Remove the partial directory, if `open` took the lock, and the empty folders above it that `open` made."""
+        if self._lock_file is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+        with contextlib.suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
+
+    def _lock(self) -> None:
+        while self._lock_file is None:
+            file = self._lock_path.open("ab")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise OutputError(
+                    f"Another actmat is writing {self.out} right now (it holds {self._lock_path}). Wait for it, or "
+                    "choose another place with --out."
+                ) from None
+            if _is_at(file, self._lock_path):
+                self._lock_file = file
+            else:  # its owner removed it between our opening and our locking
+                file.close()
+
+    def _read_journal(self) -> dict[str, dict[str, Any]] | None:
+        """Entries of the journal; None if there is none with the fingerprint of this run."""
+        journal = self.path / JOURNAL_NAME
+        if not journal.exists():
+            return None
+        lines = journal.read_text(encoding="utf-8", errors="replace").split("\n")
+        whole = lines[:-1]  # a line without its newline was being written when the process died
+        entries = list(_entries(whole))
+        if not entries or entries[0].get("fingerprint") != self.fingerprint:
+            return None
+        if lines[-1] or len(entries) < len(whole):
+            journal.write_text("".join(json.dumps(e) + "\n" for e in entries), encoding="utf-8")
+        return {e["name"]: e for e in entries[1:]}
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        assert self._journal is not None
+        with self._mutex:
+            line = memoryview((json.dumps(entry) + "\n").encode())
+            while line:
+                line = line[self._journal.write(line) :]
+
+
+def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Entries before the first damaged line."""
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            return
+        if not isinstance(entry, dict) or (number and not {"name", "hash"} <= entry.keys()):
+            return
+        yield entry
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """True if `path` names the open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,157 @@
+"""Writer of safetensors shards: headers first, then tensors to their offsets from several threads, hashed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.formats.safetensors import INDEX_NAME
+from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.writing.shards import Extent, Shard, index_json
+from actmat.checkpoints.writing.staging import disk_errors
+from actmat.errors import OutputError
+
+__all__ = ["ShardWriter", "TensorSink"]
+
+_CHECK_BYTES = 1 << 22
+_FLUSH_BYTES = 1 << 26
+
+
+class TensorSink:
+    """Receives the bytes of one output tensor in row-major order, from one thread; tied tensors get the same bytes."""
+
+    def __init__(self, writer: ShardWriter, extents: Sequence[Extent]) -> None:
+        self._writer = writer
+        self._extents = extents
+        self._hash = ContentHash()
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes to the tensor."""
+        self._hash.update(data)
+        for extent in self._extents:
+            if self._hash.size > extent.nbytes:
+                raise ValueError(f"more bytes than the {extent.nbytes} that the header promises")
+            self._writer.pwrite(extent.file, data, extent.offset + self._hash.size - len(data))
+
+    @property
+    def digest(self) -> str:
+        """Content hash of the whole tensor; all of its bytes must have been written."""
+        if self._hash.size != self._extents[0].nbytes:
+            raise ValueError(f"{self._hash.size} bytes written, the header promises {self._extents[0].nbytes}")
+        return self._hash.hexdigest()
+
+
+class ShardWriter:
+    """The open shard files of one output directory.
+
+    Args:
+        directory: existing directory (the partial one).
+        shards: from `plan_shards`; files that already have the right size and header are kept.
+        durable: flush to disk in the background while tensors are written and wait for the disk in `finish`, so that
+            a power failure after the final rename cannot leave gaps in a model that looks finished.
+
+    Raises:
+        OutputError: disk full, no permission.
+    """
+
+    def __init__(self, directory: Path, shards: Sequence[Shard], *, durable: bool = True) -> None:
+        self.directory = directory
+        self.shards = tuple(shards)
+        self.durable = durable
+        self._handles: dict[str, int] = {}
+        self._unflushed = 0
+        self._wake = threading.Event()
+        self._closing = False
+        self._flusher: threading.Thread | None = None
+        self._flush_error: OSError | None = None
+        self._extents: Mapping[str, Extent] = {n: e for s in shards for n, e in s.extents.items()}
+        try:
+            for shard in shards:
+                self._prepare(shard)
+        except (OSError, OutputError):
+            self.close()
+            raise
+        if durable:
+            self._flusher = threading.Thread(target=self._flush_loop, name="actmat-flush", daemon=True)
+            self._flusher.start()
+
+    def _prepare(self, shard: Shard) -> None:
+        with disk_errors(self.directory):
+            handle = os.open(self.directory / shard.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._handles[shard.file] = handle
+            if os.fstat(handle).st_size != shard.size or os.pread(handle, len(shard.header), 0) != shard.header:
+                os.ftruncate(handle, 0)
+                os.ftruncate(handle, shard.size)
+                self.pwrite(shard.file, memoryview(shard.header), 0)
+
+    def sink(self, name: str, aliases: Sequence[str] = ()) -> TensorSink:
+        """Sink of tensor `name`, which also writes the tensors tied to it."""
+        return TensorSink(self, [self._extents[n] for n in (name, *aliases)])
+
+    def holds(self, name: str, digest: str) -> bool:
+        """True if the bytes now on disk for `name` have this content hash (to resume a run)."""
+        extent = self._extents.get(name)
+        if extent is None:  # a damaged journal
+            return False
+        seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(extent.nbytes, 1))))
+        while seen.size < extent.nbytes:
+            chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]
+            if os.preadv(self._handles[extent.file], [chunk], extent.offset + seen.size) != len(chunk):
+                return False
+            seen.update(chunk)
+        return seen.hexdigest() == digest
+
+    def pwrite(self, file: str, data: memoryview, offset: int) -> None:
+        """Write `data` at `offset` of `file`."""
+        handle = self._handles[file]
+        with disk_errors(self.directory):
+            done = 0
+            while done < len(data):
+                done += os.pwrite(handle, data[done:], offset + done)
+        self._unflushed += len(data)  # only paces the flusher: a lost update between threads does no harm
+        if self._unflushed >= _FLUSH_BYTES:
+            self._unflushed = 0
+            self._wake.set()
+
+    def finish(self, specs: Sequence[TensorSpec]) -> None:
+        """Flush all shards to disk, then write the index if there are several shards."""
+        self._stop_flusher()
+        with disk_errors(self.directory):
+            if self._flush_error is not None:
+                raise self._flush_error
+            if self.durable:
+                for handle in self._handles.values():
+                    os.fsync(handle)
+            self.close()
+            if len(self.shards) > 1:
+                (self.directory / INDEX_NAME).write_text(index_json(self.shards, specs), encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the files; may be called twice."""
+        self._stop_flusher()
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+    def _flush_loop(self) -> None:
+        """Push dirty pages to disk while tensors are computed, so that `finish` finds little left to do."""
+        while True:
+            self._wake.wait()
+            if self._closing:
+                return
+            self._wake.clear()
+            for handle in tuple(self._handles.values()):
+                try:
+                    os.fdatasync(handle)
+                except OSError as error:
+                    # the system reports a lost write only once: the fsync in `finish` would succeed
+                    self._flush_error = error
+
+    def _stop_flusher(self) -> None:
+        if self._flusher is not None:
+            self._closing = True
+            self._wake.set()
+            self._flusher.join()
+            self._flusher = None

@@ -1,0 +1,107 @@
+"""Recipes from the flags of a command, and from the recipe file that they complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from actmat.errors import RecipeError
+
+if TYPE_CHECKING:
+    from actmat.recipe import Recipe
+
+__all__ = ["RecipeFlags", "statistics_of"]
+
+
+@dataclass(frozen=True)
+class RecipeFlags:
+    """Flags that describe recipes.
+
+    Args:
+        values: by field of `Recipe` and `ExpertRef`; None for a flag that is not given.
+    """
+
+    values: Mapping[str, Any]
+
+    def __contains__(self, field: str) -> bool:
+        return self.values.get(field) not in (None, [])
+
+    def recipes(self, file: Path | None) -> list[Recipe]:
+        """The recipe, or one for each combination of methods and listed option values, each with its own `out`.
+
+        Args:
+            file: a recipe file; flags replace its fields.
+
+        Raises:
+            RecipeError: the flags or the file do not make a recipe.
+        """
+        from actmat.recipe import load_recipe, make_recipe, parse_option, variants
+
+        given = {name: value for name, value in self.values.items() if name in self}
+        weights, statistics = given.pop("weight", None), given.pop("statistics", None)
+        methods, options = given.pop("method", []), given.pop("options", [])
+        if "experts" in given:
+            given["experts"] = _experts(given["experts"], weights)
+        elif weights:
+            raise RecipeError("--weight goes with --expert, one each; in a recipe file each expert has its 'weight'.")
+        if "out" in given:
+            given["out"] = str(given["out"])
+        if len(methods) == 1:
+            given["method"] = methods[0]
+        if file is None:
+            _check_complete(given)
+        recipe = make_recipe(given) if file is None else load_recipe(file, given)
+        if statistics:
+            recipe = _with_statistics(recipe, statistics)
+        choices = dict(parse_option(text) for text in options)
+        if len(choices) < len(options):
+            raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
+        return variants(recipe, methods, choices)
+
+
+def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
+    """Values of --statistics: a mapping if all are NAME=PATH, else the paths in their order.
+
+    Raises:
+        RecipeError: a name is given twice.
+    """
+    pairs = [text.partition("=") for text in given]
+    by_name = all(equals and "/" not in name for name, equals, _ in pairs)
+    if by_name and len({name for name, _, _ in pairs}) < len(pairs):
+        raise RecipeError("--statistics is given twice for one expert.")
+    return {name: path for name, _, path in pairs} if by_name else list(given)
+
+
+def _check_complete(given: Mapping[str, Any]) -> None:
+    """Refuse flags without experts, or without a base where the experts need one."""
+    missing = [flag for flag, field in (("--base", "base"), ("--expert", "experts")) if not given.get(field)]
+    if missing == ["--base"] and given.get("to") != "model":
+        from actmat.checkpoints.adapter_open import is_adapter
+
+        if all(is_adapter(e["path"]) for e in given["experts"]):
+            return
+    if missing:
+        raise typer.BadParameter(f"give {' and '.join(missing)}, or a recipe file (actmat merge RECIPE.yaml)")
+
+
+def _experts(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
+    if weights and len(weights) != len(given):
+        raise RecipeError(f"There are {len(given)} experts and {len(weights)} weights; give one --weight each.")
+    experts: list[dict[str, Any]] = []
+    for i, text in enumerate(given):
+        name, equals, path = text.partition("=")
+        named = bool(equals) and not Path(text).exists() and "/" not in name
+        expert: dict[str, Any] = {"path": path, "name": name} if named else {"path": text}
+        experts.append(expert | ({"weight": weights[i]} if weights else {}))
+    return experts
+
+
+def _with_statistics(recipe: Recipe, given: Sequence[str]) -> Recipe:
+    from actmat.recipe import ExpertRef, add_statistics
+
+    experts = add_statistics([e.model_dump() for e in recipe.experts], statistics_of(given))
+    return recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})

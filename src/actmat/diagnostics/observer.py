@@ -1,0 +1,258 @@
+"""Measures an item while it is merged: cuts what a method was given into logical matrices and measures each.
+
+Matrices are measured; of other merged tensors (tables, norms, biases) only norms are taken. An elementwise method is
+given chunks of any size: they are gathered until a matrix is whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import torch_dtype
+from actmat.diagnostics.checks import check_codes
+from actmat.diagnostics.measure import Kept, against_base, measure_dense, measure_lowrank, tidy
+from actmat.diagnostics.model import Measure
+from actmat.diagnostics.sample import take_sample
+from actmat.engine.needs import generator_for
+from actmat.engine.observer import Merged
+from actmat.linalg.interference.moments import Reduced
+from actmat.linalg.interference.solver import State
+from actmat.linalg.lowrank import LowRank
+from actmat.methods import get_method
+from actmat.plan.choose import depth_of
+from actmat.plan.model import Item, MethodCall
+from actmat.plan.parts import Part, cut
+from actmat.recipe import Recipe
+
+__all__ = ["ItemObserver", "Observers", "check_mutes", "sums_plainly"]
+
+WORKSPACE_ROWS = 512
+"""Rows for which `Observers.memory` makes room on top of the matrices: probes, panels, chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """Implements `engine.observer.ObserverFactory`.
+
+    Args:
+        seed: of the recipe, for the probes.
+        exact: measure everything without probes.
+    """
+
+    seed: int
+    exact: bool = False
+
+    def observer(self, item: Item) -> ItemObserver:
+        """The observer of one item."""
+        return ItemObserver(item, self.seed, exact=self.exact)
+
+    def memory(self, item: Item, itemsize: int) -> int:
+        """Bytes on top of merging an item: all deltas of one part at once, `S`, probes, copies."""
+        if item.call is None or item.factors is not None or not item.base_dtype:
+            return 0
+        experts, method = len(item.sources), get_method(item.call.method)
+        streams = method.streams(item.call.options)
+        whole = 3 * item.numel if streams else 0  # base, base converted and result, of which a plan may count chunks
+        if not item.layout.role.is_matrix:  # nothing is measured, but deltas that the plan counts one by one are held
+            once = method.acts_on == "tensor" and (method.one_pass or streams)
+            return itemsize * (experts * item.numel + whole) if once else 0
+        largest = max(cut(item.shape, item.layout, "matrix"), key=lambda p: p.numel)
+        rows, columns = max(largest.layout.matrix_shapes(largest.shape), key=math.prod)[-2:]
+        side = min(max(rows, columns), experts * rows)
+        entries = (2 * experts + 2) * largest.numel + 3 * side * side
+        entries += WORKSPACE_ROWS * ((experts + 1) * columns + rows)
+        return itemsize * (entries + whole)
+
+
+def check_mutes(recipes: Iterable[Recipe]) -> None:
+    """Refuse muted codes that no check has.
+
+    Raises:
+        RecipeError: lists all.
+    """
+    check_codes(tuple(dict.fromkeys(code for r in recipes for code in r.mute)))
+
+
+def sums_plainly(call: MethodCall) -> bool:
+    """Whether the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate."""
+    method = get_method(call.method)
+    return method.sums_own_grams(call.options) and all(w == 1.0 for w in call.weights or ())
+
+
+class ItemObserver:
+    """Implements `engine.observer.Observer`.
+
+    Args:
+        item: its plan.
+        seed: of the recipe, for the probes.
+        exact: measure everything without probes.
+    """
+
+    def __init__(self, item: Item, seed: int, *, exact: bool = False) -> None:
+        assert item.call is not None
+        self.name, self.call = item.name, item.call
+        self.role = str(item.layout.role) if item.factors is None else item.factors.kind
+        self.plain = sums_plainly(item.call)
+        self._item, self._seed, self._exact = item, seed, exact
+        whole = item.factors is None and item.layout.role.is_matrix
+        self._regions = cut(item.shape, item.layout, "matrix") if whole else []
+        self._next = 0
+        self._buffers: list[Tensor] = []
+        self._measures: list[dict[str, Any]] = []
+        self._sample: dict[str, Any] = {}
+        self._squares = [0.0] * len(item.sources)
+        self._base_square = self._merged_square = 0.0
+        self._seconds = 0.0
+
+    def part(self, merged: Merged) -> None:
+        """Measure what is whole, gather what is not."""
+        began = time.perf_counter()
+        if not self._sample and merged.factors is None:
+            self._sample = take_sample(self._item, merged)
+        if isinstance(merged.value, LowRank):
+            self._measure_module(merged, merged.value)
+        elif not self._regions:
+            self._add_norms(merged, merged.value)
+        elif merged.factors is not None:
+            self._measure_factors(merged, merged.value, merged.factors)
+        else:
+            self._gather(merged, merged.value)
+        self._seconds += time.perf_counter() - began
+
+    def finish(self) -> dict[str, Any]:
+        """Measures, or norms; results of the sample; the time taken."""
+        out: dict[str, Any] = {"measures": self._measures, "seconds": round(self._seconds, 6)}
+        if self._sample:
+            out["sample"] = self._sample
+        if not self._regions and self._item.factors is None:
+            out["norms"] = [tidy(math.sqrt(s)) for s in self._squares]
+            out["base_norm"] = tidy(math.sqrt(self._base_square))
+            out["merged_norm"] = tidy(math.sqrt(self._merged_square) * abs(self.call.scale))
+        return out
+
+    def _kept(self, stats: Mapping[str, Any], label: str) -> Kept | None:
+        found = stats.get("parts", {}).get(label, {}) if label else stats
+        if "cutoff" not in found or "rank" not in found:
+            return None
+        return Kept(int(found["rank"]), float(found["cutoff"]))
+
+    def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:
+        if not any(numbers["norms"]):
+            return
+        depth = depth_of(self.name)
+        fields = {"snr": None, "relative_norms": None, **numbers}
+        measure = Measure(self.name, label, depth, self.role, (shape[0], shape[1]), factored, **fields)
+        self._measures.append(dataclasses.asdict(measure))
+
+    def _measure_module(self, merged: Merged, value: LowRank) -> None:
+        """Measure one map of a module, or each of a stack."""
+        assert merged.factors is not None
+        label, stacked = merged.part.label, len(value.shape) > 2
+        for index in range(math.prod(value.shape[:-2])):
+            mine = f"{index}/{label}" if label else str(index)
+            numbers = measure_lowrank(
+                [_member(d, index) for d in merged.factors[0]],
+                _member(value, index),
+                scale=self.call.scale,
+                kept=None if stacked else self._kept(merged.stats, label),
+                plain=self.plain,
+            )
+            self._add(mine if stacked else label, value.shape[-2:], True, numbers)
+
+    def _add_norms(self, seen: Merged, value: Tensor) -> None:
+        for t, delta in enumerate(seen.deltas):
+            self._squares[t] += _square(delta)
+        self._base_square += _square(_base(seen).to(value.dtype))
+        self._merged_square += _square(value)
+
+    def _gather(self, seen: Merged, value: Tensor) -> None:
+        """Match the part with the matrices that it covers, wholly or in part."""
+        flat = [*(d.reshape(-1) for d in seen.deltas), value, _base(seen)]
+        start = seen.part.start
+        while start < seen.part.stop:
+            region = self._regions[self._next]
+            stop = min(region.stop, seen.part.stop)
+            here = slice(start - seen.part.start, stop - seen.part.start)
+            whole = start == region.start and stop == region.stop
+            if not whole:
+                if not self._buffers:
+                    self._buffers = [x.new_empty(region.numel) for x in flat]
+                for buffer, x in zip(self._buffers, flat, strict=True):
+                    buffer[start - region.start : stop - region.start].copy_(x[here])
+            if stop == region.stop:
+                self._measure_dense(region, [x[here] for x in flat] if whole else self._buffers, seen)
+                self._buffers = []
+                self._next += 1
+            start = stop
+
+    def _measure_dense(self, region: Part, flat: Sequence[Tensor], seen: Merged) -> None:
+        *deltas, merged, base = ([*region.layout.to_matrices(x.view(region.shape))] for x in flat)
+        for k, merged_OI in enumerate(merged):
+            if merged_OI.ndim != 2:
+                continue
+            label = _label(region, k)
+            seed = None if self._exact else generator_for(self._seed, self.name, f"probes {label}")
+            rule = _reduced(seen.stage(k))
+            numbers = measure_dense(
+                [d[k] for d in deltas],
+                merged_OI,
+                scale=self.call.scale,
+                generator=seed,
+                kept=self._kept(seen.stats, label) if rule is not None else None,
+                rule=rule,
+                plain=self.plain,
+            )
+            beside = against_base(numbers["norms"], merged_OI.numel(), _norm(base[k]), self._eps())
+            self._add(label, merged_OI.shape, False, numbers | beside)
+
+    def _measure_factors(self, seen: Merged, value: Tensor, factors: Sequence[Sequence[LowRank]]) -> None:
+        region = seen.part
+        merged = region.layout.to_matrices(value.view(region.shape))
+        base = region.layout.to_matrices(_base(seen).view(region.shape))
+        for k, deltas in enumerate(factors):
+            label = _label(region, k)
+            kept = self._kept(seen.stats, label)
+            numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale, kept=kept, plain=self.plain)
+            beside = against_base(numbers["norms"], merged[k].numel(), _norm(base[k]), None)
+            self._add(label, merged[k].shape, True, numbers | beside)
+
+    def _eps(self) -> list[float]:
+        """eps of the coarser of the base's and the expert's dtype, per expert."""
+        mine = torch.finfo(torch_dtype(self._item.base_dtype)).eps
+        return [max(mine, torch.finfo(torch_dtype(d)).eps) for d in self._item.expert_dtypes]
+
+
+def _base(merged: Merged) -> Tensor:
+    assert merged.base is not None, "a stored tensor has a base"
+    return merged.base
+
+
+def _reduced(stage: object) -> Reduced | None:
+    """What the method solved for one matrix, where it belongs to the interference family."""
+    return stage.items[0] if isinstance(stage, State) and len(stage.items) == 1 else None
+
+
+def _member(delta: LowRank, index: int) -> LowRank:
+    return LowRank(delta.b_OR.flatten(0, -3)[index], delta.a_RI.flatten(0, -3)[index]) if delta.b_OR.ndim > 2 else delta
+
+
+def _label(part: Part, k: int) -> str:
+    blocks = part.layout.blocks
+    return "/".join(x for x in (part.label, blocks[k].name if blocks else "") if x)
+
+
+def _norm(tensor: Tensor) -> float:
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(tensor.to(wide)))
+
+
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor)) ** 2

@@ -1,0 +1,38 @@
+"""The open inputs of a merge: base, experts, statistics. Thread-safe for reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.experts.base import Expert
+from actmat.plan.model import Item
+from actmat.plan.statistics import ExpertStatistics
+
+__all__ = ["Inputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Inputs that all outputs of one run share.
+
+    Args:
+        labels: names of the experts, for messages.
+        base: None where adapters are merged into an adapter.
+        experts: in the order of the recipe.
+        statistics: of the experts, for methods that need them.
+    """
+
+    labels: tuple[str, ...]
+    base: Checkpoint | None
+    experts: Sequence[Expert]
+    statistics: ExpertStatistics
+
+    def prefetch(self, item: Item) -> None:
+        """Ask the system to read ahead what the item needs."""
+        if self.base is not None:
+            self.base.prefetch([item.name])
+        for expert, source in zip(self.experts, item.sources, strict=False):
+            if source is not None:
+                expert.prefetch([source.name])

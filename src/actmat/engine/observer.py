@@ -1,0 +1,95 @@
+"""The observer of a merge: receives a method's inputs and output, and measures them; and the sinks of its bytes.
+
+An observer belongs to one item of one output and to one thread at a time. What it returns goes, as it is, into the
+item's record, so that an interrupted merge keeps what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from actmat.linalg.lowrank import LowRank
+from actmat.plan.model import Item
+from actmat.plan.parts import Part
+
+__all__ = ["Merged", "NoWriter", "Observer", "ObserverFactory", "Sink", "SinkSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """One part of an item, after its method; nothing of it may be kept or changed.
+
+    Args:
+        part: which entries.
+        deltas: one per expert, shaped like the part; empty where the method worked on factors.
+        factors: per logical matrix of the part, the experts' factors; None where the method took dense deltas.
+        base: the base's entries as stored, flat; None where there is no base.
+        value: the merged delta before its scale: flat, or as factors of the one logical matrix of the part.
+        stage: logical matrix -> what the first stage of the method gave for it; None where it has none.
+        stats: what the method reported of this item so far.
+    """
+
+    part: Part
+    deltas: Sequence[Tensor]
+    factors: Sequence[Sequence[LowRank]] | None
+    base: Tensor | None
+    value: Tensor | LowRank
+    stage: Callable[[int], Any]
+    stats: dict[str, Any]
+
+
+class Observer(Protocol):
+    """Measures the parts of one item, in order."""
+
+    def part(self, merged: Merged) -> None:
+        """One part is merged."""
+
+    def finish(self) -> dict[str, Any]:
+        """Plain data for the record; called once, after the last part."""
+
+
+class ObserverFactory(Protocol):
+    """Makes observers; picklable, so that any worker can make its own."""
+
+    def observer(self, item: Item) -> Observer:
+        """The observer of one item."""
+
+    def memory(self, item: Item, itemsize: int) -> int:
+        """Bytes that observing an item takes, on top of merging it; `itemsize`: of the compute dtype."""
+
+
+class Sink(Protocol):
+    """Receives the bytes of one tensor."""
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+
+    @property
+    def digest(self) -> str:
+        """Content hash of all bytes."""
+
+
+class SinkSource(Protocol):
+    """Gives sinks."""
+
+    def sink(self, name: str, aliases: Sequence[str] = ()) -> Sink:
+        """The sink of tensor `name`; `aliases` get the same bytes."""
+
+
+class NoWriter:
+    """Sinks of a merge that is only measured: nothing is kept, nothing is hashed."""
+
+    def sink(self, name: str, aliases: Sequence[str] = ()) -> Sink:
+        """A sink that drops its bytes."""
+        return _Nowhere()
+
+
+class _Nowhere:
+    digest = ""
+
+    def write(self, data: memoryview) -> None:
+        """Drop the bytes."""

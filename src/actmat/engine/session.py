@@ -1,0 +1,227 @@
+"""A session merges units: opened once per worker from plans, it returns records and findings as values.
+
+    session = Session.open(spec)
+    result = session.merge(unit)
+
+No callbacks and no state shared with other sessions: a session in another process, on another machine, gives the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.engine.deltas import Deltas
+from actmat.engine.findings import Findings
+from actmat.engine.inputs import Inputs
+from actmat.engine.memory import Scratch
+from actmat.engine.module import merge_full_tensor, merge_module, module_deltas
+from actmat.engine.observer import NoWriter, ObserverFactory, SinkSource
+from actmat.engine.pool import merge_pool
+from actmat.engine.reader import TensorReader
+from actmat.engine.statistics import foreign_tensors
+from actmat.engine.task import Record, Task
+from actmat.engine.tensor import TensorMerge
+from actmat.engine.ties import broken_ties
+from actmat.engine.units import Member, Unit
+from actmat.experts.base import ExpertHandle
+from actmat.experts.resolve import open_handle
+from actmat.methods import get_method
+from actmat.plan.model import Item, MergePlan, MethodCall
+from actmat.plan.parts import cut
+from actmat.plan.statistics import opened_statistics
+
+__all__ = ["Session", "SessionSpec", "SurveyKey", "UnitResult", "survey_key"]
+
+SurveyKey = tuple[int, str, str, str]
+"""Items whose calls agree in this are surveyed together: plan, method, options and weights, but not the scale."""
+
+
+def survey_key(plan: int, call: MethodCall) -> SurveyKey:
+    """Key of the survey that an item of this plan with this call takes part in."""
+    return plan, call.method, str(sorted(call.options.items())), str(call.weights)
+
+
+@dataclass(frozen=True)
+class SessionSpec:
+    """What a worker needs to open a session; picklable.
+
+    Args:
+        plans: of all outputs of the run; they share inputs and compute dtype.
+        base: location of the base, or None.
+        experts: handles of the experts.
+        outputs: per plan, the folder of the files to write; None: nothing is written.
+        observers: makes observers, for a run that is measured.
+        surveys: results of surveys of whole models.
+        device: where matrix methods compute.
+        room: bytes that a worker may keep mapped between tensors.
+    """
+
+    plans: tuple[MergePlan, ...]
+    base: str | None
+    experts: tuple[ExpertHandle, ...]
+    outputs: tuple[Path | None, ...]
+    observers: ObserverFactory | None = None
+    surveys: Mapping[SurveyKey, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    room: int = 0
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """What became of one unit; picklable.
+
+    Args:
+        unit: which one.
+        records: (position of the plan, record) for every output whose bytes are written.
+        findings: problems with the values that were read.
+    """
+
+    unit: Unit
+    records: tuple[tuple[int, Record], ...]
+    findings: Findings
+
+
+class Session:
+    """Merges units, one at a time.
+
+    Args:
+        spec: what is to be done.
+        inputs: opened.
+        writers: per plan, receives the output's bytes.
+
+    Attributes:
+        inspect_only: set it when the run has failed and values are read only to find all problems.
+    """
+
+    def __init__(self, spec: SessionSpec, inputs: Inputs, writers: Sequence[SinkSource]) -> None:
+        self.spec = spec
+        self.inputs = inputs
+        self.inspect_only = False
+        self._writers = writers
+        self._compute = torch_dtype(spec.plans[0].recipe.compute_dtype)
+        self._device = torch.device(spec.device)
+        self._tolerant = spec.plans[0].recipe.allow_nonfinite
+        self._scratch = Scratch(keep=spec.room)
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, spec: SessionSpec) -> Iterator[Session]:
+        """A session with inputs and output files of its own, for a worker in another process.
+
+        Raises:
+            MergeError: an input cannot be opened.
+        """
+        recipe = spec.plans[0].recipe
+        with contextlib.ExitStack() as stack:
+            base = None if spec.base is None else stack.enter_context(open_checkpoint(spec.base))
+            experts = [stack.enter_context(open_handle(handle)) for handle in spec.experts]
+            statistics = stack.enter_context(opened_statistics(recipe))
+            writers: list[SinkSource] = []
+            for plan, folder in zip(spec.plans, spec.outputs, strict=True):
+                if folder is None:
+                    writers.append(NoWriter())
+                    continue
+                writer = ShardWriter(folder, plan.shards, durable=False)  # the driver waits for the disk in the end
+                stack.callback(writer.close)
+                writers.append(writer)
+            yield cls(spec, Inputs(recipe.labels, base, experts, statistics), writers)
+
+    def merge(self, unit: Unit) -> UnitResult:
+        """Merge and write one unit.
+
+        Raises:
+            NumericalError, RecipeError: from a method, with the name of the item.
+            CheckpointError, OutputError: an input or the output cannot be read or written.
+        """
+        findings = Findings(tolerated=self._tolerant)
+        groups = [[self._task(member) for member in group] for group in unit.groups]
+        with torch.no_grad():
+            records = self._merge(groups, unit, findings)
+            for group, of_group in zip(groups, records, strict=False):
+                self._check(group, of_group, findings)
+        written = () if findings.fatal or self.inspect_only else tuple(
+            (member[0], record)
+            for group, of_group in zip(unit.groups, records, strict=True)
+            for member, record in zip(group, of_group, strict=True)
+        )  # fmt: skip
+        return UnitResult(unit, written, findings)
+
+    def prefetch(self, unit: Unit) -> None:
+        """Ask the system to read ahead what a unit needs."""
+        for group in unit.groups:
+            self.inputs.prefetch(self._leader([self._item(member) for member in group]))
+
+    def survey_deltas(self, item: Item) -> Iterator[Sequence[Tensor]]:
+        """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
+        if item.factors is not None:
+            yield from module_deltas(item, self.inputs, self._compute)
+            return
+        assert item.call is not None
+        acts_on = get_method(item.call.method).acts_on
+        reader = self._reader(item, Findings(tolerated=True), self._scratch)
+        for part in cut(item.shape, item.layout, acts_on):
+            deltas = Deltas(reader, part, reader.read_base(part), "held").held()
+            split = [part.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
+            for k in range(len(split[0])):
+                yield [s[k] for s in split]
+
+    def _merge(self, groups: Sequence[Sequence[Task]], unit: Unit, findings: Findings) -> list[list[Record]]:
+        """Records per item, per task."""
+        first = groups[0][0]
+        if first.item.factors is not None:
+            return [[merge_module(task, self.inputs) for task in groups[0]]]
+        if not first.item.base_dtype:
+            return [[merge_full_tensor(task, self.inputs) for task in groups[0]]]
+        if len(groups) == 1 and not first.item.pool:
+            reader = self._reader(self._leader([t.item for t in groups[0]]), findings, self._scratch)
+            merge = TensorMerge(groups[0], reader, findings, self.inspect_only)
+            room = merge.room_bytes()
+            with self._scratch.room.opened(room, beside=max(0, unit.host_bytes - room)):
+                return [merge.run()]
+        readers = [self._reader(self._leader([t.item for t in group]), findings, Scratch()) for group in groups]
+        by_plan = list(zip(*groups, strict=True))
+        records = merge_pool(by_plan, readers, findings, inspect_only=self.inspect_only)
+        return [list(of_item) for of_item in zip(*records, strict=True)]
+
+    def _check(self, group: Sequence[Task], records: Sequence[Record], findings: Findings) -> None:
+        """Compare the content that was read with ties and with what statistics were measured on."""
+        item = self._leader([t.item for t in group])
+        if not records or not item.base_dtype:
+            return
+        record = next(r for t, r in zip(group, records, strict=True) if t.item is item)
+        findings.foreign_statistics += foreign_tensors(item, self.inputs, record.base_hash, record.expert_hashes)
+        findings.broken_ties += broken_ties(item, self.inputs, record.base_hash, record.expert_hashes)
+
+    def _task(self, member: Member) -> Task:
+        plan, item = self.spec.plans[member[0]], self._item(member)
+        observed = self.spec.observers is not None and item.call is not None and item.is_observed
+        return Task(
+            plan=plan,
+            item=item,
+            writer=self._writers[member[0]],
+            survey=self.spec.surveys.get(survey_key(member[0], item.call)) if item.call is not None else None,
+            observer=self.spec.observers.observer(item) if observed and self.spec.observers is not None else None,
+        )
+
+    def _item(self, member: Member) -> Item:
+        return self.spec.plans[member[0]].items[member[1]]
+
+    def _leader(self, items: Sequence[Item]) -> Item:
+        """The item that decides what is read: one that merges, where there is one; else only the base is read."""
+        return next((i for i in items if i.call is not None), items[0])
+
+    def _reader(self, item: Item, findings: Findings, scratch: Scratch) -> TensorReader:
+        # elementwise methods cost less than the way to an accelerator and back
+        moves = item.call is not None and get_method(item.call.method).acts_on != "elementwise"
+        device = self._device if moves else torch.device("cpu")
+        return TensorReader(item, self.inputs, self._compute, device, scratch, findings)

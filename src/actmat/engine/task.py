@@ -1,0 +1,139 @@
+"""One output of one item while it is merged, and the record of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from actmat.engine.observer import Observer, Sink, SinkSource
+from actmat.linalg.lapack import retry_stats
+from actmat.methods import MergeMethod, get_method
+from actmat.plan.model import Item, MergePlan, MethodCall
+from actmat.plan.parts import Part, cut, granularity
+from actmat.recipe import Postprocess
+
+__all__ = ["OBSERVED", "Record", "Task", "join_stats"]
+
+OBSERVED = "watched"
+"""Key of a record's JSON under which lies what its observer measured."""
+
+
+@dataclass
+class Task:
+    """One output of one item.
+
+    Args:
+        plan, item: what is wanted.
+        writer: receives the output's bytes.
+        survey: result of the method's survey of the whole model, if it has one.
+        observer: measures the merge, if one was asked for.
+        stats: what the method reported so far.
+    """
+
+    plan: MergePlan
+    item: Item
+    writer: SinkSource
+    survey: Any = None
+    observer: Observer | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def call(self) -> MethodCall:
+        """The method with its options; only for items that have one."""
+        assert self.item.call is not None
+        return self.item.call
+
+    @property
+    def method(self) -> MergeMethod:
+        """Declaration of the method."""
+        return get_method(self.call.method)
+
+    @property
+    def caps(self) -> Postprocess:
+        """Limits on merged deltas."""
+        return self.plan.recipe.postprocess
+
+    @cached_property
+    def sink(self) -> Sink:
+        """Receives the bytes of the item's tensor, and of those tied to it."""
+        return self.writer.sink(self.item.name, self.item.aliases)
+
+    @property
+    def kind(self) -> str:
+        """Word for the item in messages."""
+        return "tensor" if self.item.factors is None else "module"
+
+    @property
+    def merges(self) -> bool:
+        """Whether a method is called; else the base is copied."""
+        return self.item.call is not None
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What one call of the method sees, in storage order; none for a copy, which takes any."""
+        if not self.merges:
+            return ()
+        return tuple(cut(self.item.shape, self.item.layout, granularity(self.method, self.caps)))
+
+    def note(self, label: str, stats: Mapping[str, Any]) -> None:
+        """Keep what the method reported of the part with this label."""
+        if not stats:
+            return
+        if label:
+            parts = self.stats.setdefault("parts", {})
+            parts[label] = join_stats(parts.get(label, {}), stats)
+        else:
+            self.stats = join_stats(self.stats, stats)
+
+
+def join_stats(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both records in one; the retries of both."""
+    retries = [name for stats in (one, other) if "retries" in stats for name in stats["retries"].split(", ")]
+    return {**one, **other, **retry_stats(retries)}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What happened to one item of one output; goes into the journal and the manifest.
+
+    Args:
+        name: of the item.
+        hash: content hash of the output (over the hashes of all outputs, for a module).
+        hashes: content hash of every tensor written.
+        base_hash, expert_hashes: content hashes of the inputs' tensors.
+        stats: what the method reported.
+        unchanged: no expert changed the tensor.
+        nonfinite: NaN and Inf of the inputs that counted as unchanged.
+        seconds: time it took; an item's share where several variants shared the reading.
+        observed: what the observer measured.
+    """
+
+    name: str
+    hash: str
+    hashes: Mapping[str, str]
+    base_hash: str = ""
+    expert_hashes: tuple[str, ...] = ()
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    unchanged: bool = False
+    nonfinite: int = 0
+    seconds: float = 0.0
+    observed: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the journal."""
+        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "observed"}
+        out |= {"hashes": dict(self.hashes), "expert_hashes": list(self.expert_hashes), "stats": dict(self.stats)}
+        out["seconds"] = round(self.seconds, 6)
+        return out if self.observed is None else out | {OBSERVED: dict(self.observed)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Record | None:
+        """The record of a journal's line; None for a line that is none."""
+        names = {f.name for f in dataclasses.fields(cls)} - {"observed"}
+        if not names <= data.keys() or not isinstance(data["hashes"], dict):
+            return None
+        fields = {n: data[n] for n in names} | {"expert_hashes": tuple(data["expert_hashes"])}
+        return cls(**fields, observed=data.get(OBSERVED))

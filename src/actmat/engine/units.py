@@ -1,0 +1,87 @@
+"""Units of work: items that are merged together, each with the variants that share its reading."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from actmat.checkpoints.base import torch_dtype
+from actmat.engine.observer import ObserverFactory
+from actmat.methods import get_method
+from actmat.plan.model import Item, MergePlan
+
+__all__ = ["Unit", "plan_units"]
+
+Member = tuple[int, int]
+"""Position of a plan in the run, and of an item in that plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One item, or the items of a pool; plain data.
+
+    Args:
+        groups: per item, the plans that want it, each with its own item.
+        name: of the first item, for messages.
+        traffic: bytes read and written.
+        host_bytes: peak memory of one worker.
+    """
+
+    groups: tuple[tuple[Member, ...], ...]
+    name: str
+    traffic: int
+    host_bytes: int
+
+
+def plan_units(
+    plans: Sequence[MergePlan], done: Sequence[Collection[str]], observers: ObserverFactory | None
+) -> list[Unit]:
+    """Everything that is still to do, in the order of the plans; ties go with their tensor, a pool is done whole.
+
+    Args:
+        done: per plan, names of the items that an earlier run finished.
+        observers: of a run that is measured.
+    """
+    groups: dict[tuple[str, str], list[Member]] = {}
+    for p, (plan, finished) in enumerate(zip(plans, done, strict=True)):
+        todo = {i.pool or i.name for i in plan.items if i.action != "tie" and i.name not in finished}
+        for n, item in enumerate(plan.items):
+            if item.action != "tie" and (item.pool or item.name) in todo:
+                groups.setdefault((item.pool, item.name), []).append((p, n))
+    units: dict[str, list[tuple[Member, ...]]] = {}
+    for (pool, name), group in groups.items():
+        units.setdefault(pool or name, []).append(tuple(group))
+    return [_unit(plans, unit, observers) for unit in units.values()]
+
+
+def _unit(plans: Sequence[MergePlan], groups: Sequence[tuple[Member, ...]], observers: ObserverFactory | None) -> Unit:
+    ordered = sorted(groups, key=lambda group: _item(plans, group[0]).name)
+    items = [[_item(plans, member) for member in group] for group in ordered]
+    width = torch_dtype(plans[0].recipe.compute_dtype).itemsize
+    observing = 0 if observers is None else sum(observers.memory(i, width) for group in items for i in group)
+    return Unit(
+        groups=tuple(ordered),
+        name=items[0][0].name,
+        traffic=sum(max(i.cost.read_bytes + i.cost.write_bytes for i in group) for group in items),
+        host_bytes=max(_host_bytes(group, width) for group in items) + observing,
+    )
+
+
+def _item(plans: Sequence[MergePlan], member: Member) -> Item:
+    return plans[member[0]].items[member[1]]
+
+
+def _host_bytes(group: Sequence[Item], itemsize: int) -> int:
+    """Memory for one item: its plan's; where several variants share the deltas, all of these are in memory.
+
+    A method that streams, and so counts no base and no result in its plan, is then given both.
+    """
+    largest = max(i.cost.host_bytes for i in group)
+    if len(group) == 1 or group[0].factors is not None:
+        return largest
+    merging = [i for i in group if i.call is not None]
+    together = len(merging[0].sources) if len(merging) > 1 else 0
+    if any(get_method(i.call.method).streams(i.call.options) for i in merging if i.call is not None):
+        together += 2
+        largest += merging[0].numel * torch_dtype(merging[0].base_dtype).itemsize
+    return largest + (merging[0].numel * together * itemsize if merging else 0)

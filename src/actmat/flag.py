@@ -1,0 +1,24 @@
+"""`Flag`: marks a field that the command line offers, next to the field's type and default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Flag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Annotation of a field that commands take as a flag: `seed: Annotated[int, Flag()] = 0`.
+
+    Args:
+        names: spellings, such as `("--base", "-b")`, or `("--on/--off",)` for a switch; default: from the field's name.
+        help: a sentence; default: the field's description. What follows "; default: " is the text for the default.
+        type: type of the value on the command line; default: from the field's type.
+        repeated: the flag may be given several times, although the field holds one value.
+    """
+
+    names: tuple[str, ...] = ()
+    help: str = ""
+    type: type | None = None
+    repeated: bool = False

@@ -1,0 +1,163 @@
+"""Classify a tensor by its name and shape, with rules that hold for any architecture.
+
+Order of the rules: entries that are not floating point; names of biases and norms; tables of vectors; stacked
+experts; convolutions; linear layers. Any other tensor is a `vector` (entry by entry), with a reason that says so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.layout.fused import GATED, QKV, RECURRENT, TRANSPOSED_PARAMETER, linear_layout
+from actmat.layout.stacked import is_stacked, stacked_layout
+from actmat.layout.towers import Tower
+from actmat.layout.types import Role, TensorLayout
+
+__all__ = ["classify", "owner_of"]
+
+# modules that wrap a layer; not part of the layer's name
+_WRAPPERS = frozenset({"base_layer", "parametrizations", "module", "_orig_mod", "original_module"})
+_WEIGHTS = frozenset({"weight", "weight_v", "weight_orig", "original1", "original", "kernel"})
+_MAGNITUDES = frozenset({"weight_g", "original0"})
+
+_NORM = re.compile(
+    r"(?:\w*_)?(?:(?:layer|batch|group|rms|instance|l2)_?)?norm(?:alization)?s?\d*|ln_?\w*|grn|bn\d*", re.I
+)
+_BIAS = re.compile(r"(?:\w*_)?bias(?:es)?(?:_[a-z])?\d*")
+_STATISTICS = re.compile(r"running_(?:mean|var)")
+
+_SCALE = re.compile(
+    r"A_log|D|gamma\w*|beta|lambda\w*|alpha\w*|\w*scale\w*|\w*_decay|time_(?:mix|decay|first|maa)\w*|sinks"
+)
+
+# linear layers and convolutions that are named like tables
+_NOT_A_TABLE = re.compile(
+    r"\w*patch_embed\w*|embed_(?:out|proj|patches|action|return|state)\w*|\w*embeddings?_proj\w*|vision_embed_tokens|"
+    r"embedding_hidden_mapping_in|(?:class|bbox|score)_embed|pos_conv_embed|"
+    r"(?:predictor|relative_pos|box_linear|xpath_unitseq2)_embeddings|"
+    r"(?:time|timestep|cond|value|guidance|pooled)_(?:emb|embed|embedding|embedder)"
+)
+_TABLE = re.compile(
+    r"(?:\w*_)?(?:wte|wpe|emb|embeds?|embeddings?|codebooks?|codevectors)(?:_\d+|_table|_window)?|embed_\w+|shared|"
+    r"\w*embed_tokens\w*|tokens_embed|\w*_embeds_layers?|(?:row|column|queries)_embedder|relative_attention_bias|"
+    r"\w*position_bias_table|rel_pos_[hw]|emb_rel_[kv]|query_feat|queries_features"
+)
+_TOKEN = re.compile(r"\w+_tokens?|class_embedding|latents(?:_\dd)?|latent_query|probe|masked_spec_embed|image_newline")
+_INDEXED_TABLE = re.compile(r"embed_tokens|\w*embeddings|\w*_embeds_layers|codebooks?|emb|point_embed")
+
+_HEAD = re.compile(
+    r"lm_head|embed_out|score|classifier|qa_outputs|proj_out|output|head|fc|vocab_projector|generator_lm_head|lm_loss|"
+    r"decoder|output_projection"
+)
+_ROUTER = re.compile(r"gate|router|wg|shared_expert_gate")
+_LONGEST_UNNAMED_KERNEL = 16
+
+
+def owner_of(name: str) -> tuple[str, str, bool]:
+    """The layer that a tensor belongs to, the tensor's name in it, and whether an index stands between them.
+
+    >>> owner_of("h.0.attn.c_attn.weight"), owner_of("codebooks.3.weight")
+    (('c_attn', 'weight', False), ('codebooks', 'weight', True))
+    >>> owner_of("attn.in_proj_weight")  # a bare parameter is its own layer
+    ('in_proj_weight', '', False)
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    if len(parts) > 2 and parts[-2] == "weight" and parts[-1] in ("original0", "original1", "original"):
+        del parts[-2]  # a parametrisation: layer.parametrizations.weight.original1
+    leaf = parts[-1]
+    if len(parts) == 1 or not (leaf in _WEIGHTS or leaf in _MAGNITUDES or leaf == "bias"):
+        return leaf, "", False
+    named = [part for part in parts[:-1] if not part.isdigit()]
+    return (named[-1] if named else leaf), leaf, parts[-2].isdigit()
+
+
+def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) -> TensorLayout:
+    """Layout of one tensor.
+
+    Args:
+        spec: name, shape and dtype.
+        partner: stored shape of its partner layer (`fused.PARTNERS`), if there is one.
+        tower: its part of the model.
+    """
+    owner, leaf, indexed = owner_of(spec.name)
+    shape = spec.shape
+    if not spec.is_floating:
+        return TensorLayout(Role.BUFFER, _buffer_reason(spec, leaf or owner))
+    if len(shape) <= 1:
+        return _vector_or_token(shape, owner, leaf)
+    table = _is_table(owner, tower) and (not indexed or _INDEXED_TABLE.fullmatch(owner) is not None)
+    if leaf == "bias" or leaf in _MAGNITUDES or (not leaf and _BIAS.fullmatch(owner) and not table):
+        what = "weight-norm magnitudes" if leaf in _MAGNITUDES else "a bias, or a mask named like one"
+        return TensorLayout(Role.VECTOR, f"{len(shape)}-D, but {what}, by the name {leaf or owner}")
+    if _NORM.fullmatch(owner):
+        return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale of a norm, by the name {owner}")
+    if table and (len(shape) == 2 or not leaf):
+        return TensorLayout(Role.EMBEDDING, f"table of vectors, by the name {owner}")
+    if is_stacked(spec.name, owner, shape):
+        return stacked_layout(owner, shape, partner, tower)
+    if len(shape) >= 3:
+        return _convolution_or_unknown(spec, owner, leaf)
+    if not leaf and _SCALE.fullmatch(owner):
+        return TensorLayout(Role.VECTOR, f"2-D scale or decay, by the name {owner}")
+    if not leaf and not _is_matrix_parameter(owner, tower):
+        return TensorLayout(
+            Role.VECTOR, f"2-D parameter named {owner}, of unknown use: entry by entry unless the recipe sets its role"
+        )
+    layout = linear_layout(owner, not leaf, shape, partner, tower)
+    word = "output head, " if _HEAD.fullmatch(owner) else "router of a mixture, " if _ROUTER.fullmatch(owner) else ""
+    return replace(layout, reason=word + layout.reason)  # people look for heads and routers in a plan
+
+
+def _is_table(owner: str, tower: Tower) -> bool:
+    if owner in tower.family.tables:
+        return True
+    if _NOT_A_TABLE.fullmatch(owner):
+        return False
+    return _TOKEN.fullmatch(owner) is not None or _TABLE.fullmatch(owner) is not None
+
+
+def _is_matrix_parameter(owner: str, tower: Tower) -> bool:
+    """Return True for names of bare 2-D parameters that are linear maps."""
+    return (
+        owner in QKV
+        or owner in GATED
+        or owner in tower.family.transposed
+        or TRANSPOSED_PARAMETER.fullmatch(owner) is not None
+        or RECURRENT.fullmatch(owner) is not None
+        or re.fullmatch(r"[qkv]_proj_weight|(?:gate|up|down)_proj|[wv]\d", owner) is not None
+    )
+
+
+def _vector_or_token(shape: tuple[int, ...], owner: str, leaf: str) -> TensorLayout:
+    if not leaf and shape and _TOKEN.fullmatch(owner):
+        return TensorLayout(Role.EMBEDDING, f"a single token's vector, by the name {owner}")
+    if _STATISTICS.fullmatch(owner):
+        return TensorLayout(Role.VECTOR, f"buffer statistics of a BatchNorm ({owner}), float, so merged like a vector")
+    if not shape:
+        return TensorLayout(Role.VECTOR, "a scalar")
+    kind = "bias" if leaf == "bias" or _BIAS.fullmatch(owner) else "norm" if _NORM.fullmatch(owner) else "parameter"
+    return TensorLayout(Role.VECTOR, f"1-D {kind}")
+
+
+def _convolution_or_unknown(spec: TensorSpec, owner: str, leaf: str) -> TensorLayout:
+    shape = spec.shape
+    by_name = re.search(r"conv|patch_embed", spec.name, re.I) is not None
+    by_shape = len(shape) >= 4 or shape[-1] <= _LONGEST_UNNAMED_KERNEL
+    if leaf and (by_name or by_shape):
+        depthwise = ", depthwise (one input channel per group)" if shape[1] == 1 else ""
+        kernel = " x ".join(map(str, shape[2:]))
+        return TensorLayout(Role.CONVOLUTION, f"{len(shape)}-D weight, kernel {kernel}{depthwise}")
+    if not leaf and _SCALE.fullmatch(owner):
+        return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale or decay, by the name {owner}")
+    return TensorLayout(
+        Role.VECTOR,
+        f"{len(shape)}-D tensor named {owner}, of unknown use: entry by entry unless the recipe sets its role",
+    )
+
+
+def _buffer_reason(spec: TensorSpec, leaf: str) -> str:
+    if len(spec.shape) >= 2 and re.search(r"weight|proj|blocks|scales|qzeros", spec.name):
+        return f"{spec.dtype} entries (packed quantised weights?): copied from the base, not merged"
+    return f"{spec.dtype} entries ({leaf}): copied from the base"

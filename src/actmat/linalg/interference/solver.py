@@ -1,0 +1,251 @@
+"""One solver for the interference family: ACTMat, TACT, ACE, WUDI, SWUDI, ASWUDI, RegMean, LOT.
+
+    S = sum_t w_t K_t = V diag(l) V^T          B = sum_t w_t D_t K_t
+    D* = N (I - V f(l) V^T) + B V (f(l)/l) V^T  =  N + (B - N S) V (f(l)/l) V^T
+
+A member is a point on five axes (`Rule`): the estimator of `K_t`, its normaliser, the target (always the full
+delta), the spectral filter `f`, and `N`, which fills the directions that the filter leaves out.
+
+`prepare` accumulates, `finish` solves; rules with equal `Rule.moments_key()` share one `prepare` and, through it, one
+eigendecomposition. Everything that is chosen for speed is an exact re-arrangement: primal or dual form, order of
+products, and a Cholesky solve where it is proven that the cut-off removes nothing.
+
+Maps that read the same input can share one `S` (query, key and value of one attention layer): stack their deltas
+along `O`, merge the tall matrix, split the result. The Gram of stacked rows is the sum of the Grams, and the rows
+of `B` are independent, so nothing else is needed.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced problem (see
+`moments`), `B` batch items. Leading batch axes are allowed; every item is a separate problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actmat.errors import NumericalError, StatisticsError
+from actmat.linalg.inner import frobenius_norm64
+from actmat.linalg.interference.inputs import batch_items, checked_deltas, checked_grams
+from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, StackedMoments
+from actmat.linalg.interference.rule import ZERO_MEAN, Rule
+from actmat.linalg.interference.spectral_solve import Stats, solve
+from actmat.linalg.lapack import Retries, retry_stats
+
+__all__ = ["Solution", "State", "finish", "prepare"]
+
+
+@dataclass(slots=True)
+class State:
+    """Accumulated sums of one tensor; belongs to one thread.
+
+    Args:
+        items: one reduced problem per batch item.
+        shape: `*batch O I`.
+        like: a tensor of the compute dtype and device.
+        left_BOI: buffer of all primal numerators, which a consuming `finish` turns into the result; or None.
+        sum_BOI: `sum_t v_t D_t`, where the rule's fill needs it.
+        weight_sum: `sum_t v_t`.
+        width: in_features of the layer; more than `I` when the problem was compressed to a smaller basis.
+        squared_norms: `||D_t||_F^2` per expert, over the whole batch.
+        retries: of the decompositions made so far.
+    """
+
+    items: list[Reduced]
+    shape: torch.Size
+    like: Tensor
+    left_BOI: Tensor | None
+    sum_BOI: Tensor | None
+    weight_sum: float
+    width: int
+    squared_norms: list[float]
+    retries: Retries
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A merged delta `*batch O I` and its record."""
+
+    value: Tensor
+    stats: Stats
+
+
+def prepare(
+    deltas: Sequence[Tensor],
+    rule: Rule,
+    *,
+    weights: Sequence[float] | None = None,
+    grams: Sequence[Tensor] | None = None,
+    factors: Sequence[Tensor] | None = None,
+    width: int | None = None,
+) -> State:
+    """Accumulate the sums of one tensor: one pass over the deltas, one alive at a time.
+
+    Args:
+        deltas: `*batch O I` each, float32 or float64. Entries below 1e-12 underflow in float32 when cubed.
+        rule: the member of the family.
+        weights: non-negative, one per expert; they multiply `K_t` and, in the fill, `D_t`.
+        grams: `I x I` or `*batch I I`, one per expert, in place of the estimates.
+        factors: `*batch R I`, one per expert: the estimator's input in place of the delta, already trimmed and centred.
+        width: in_features of the layer where `I` is the size of a compressed basis.
+
+    Raises:
+        ValueError: no deltas, or weights of the wrong number, negative or not finite.
+        StatisticsError: Gram matrices of the wrong number or shape.
+        NumericalError: a delta holds NaN or infinity.
+
+    >>> deltas = [torch.diag(torch.tensor([1.0, 0.0])), torch.diag(torch.tensor([0.0, 2.0]))]
+    >>> finish(prepare(deltas, Rule()), Rule()).value.tolist()
+    [[1.0, 0.0], [0.0, 2.0]]
+    """
+    if grams is not None and len(grams) != len(deltas):
+        raise StatisticsError(f"expected one Gram matrix per expert ({len(deltas)}), found {len(grams)}")
+    state: State | None = None
+    moments: list[PrimalMoments | StackedMoments] = []
+    for index, (delta, share, squared_norms) in enumerate(checked_deltas(deltas, weights)):
+        if state is None:
+            factor_rows = rule.estimator.rows(*(delta if factors is None else factors[0]).shape[-2:])
+            form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
+            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None)
+            state.width = width or delta.shape[-1]
+        gram_BII = None if grams is None else checked_grams(grams, delta, index)
+        factor_BRI = None if factors is None else batch_items(factors[index])
+        for item, delta_OI in enumerate(batch_items(delta)):
+            accumulator = moments[item]
+            if gram_BII is not None:
+                assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
+                weight = share * rule.gram_weight(gram_BII[item])
+                accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal)
+            else:
+                weight = share * rule.estimator.weight(squared_norms[item])
+                state.retries += _add_estimate(
+                    accumulator, rule, delta_OI, None if factor_BRI is None else factor_BRI[item], weight
+                )
+            if state.sum_BOI is not None:
+                state.sum_BOI[item].add_(delta_OI, alpha=share)
+        state.weight_sum += share
+        state.squared_norms.append(sum(squared_norms))
+    assert state is not None
+    for accumulator in moments:
+        if isinstance(accumulator, PrimalMoments):
+            state.items.append(accumulator.reduced())
+        else:
+            assert form != "primal", "the primal form has accumulators of its own"
+            state.items.append(accumulator.reduced(form))
+    return state
+
+
+def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: bool = False) -> Solution:
+    """Solve the accumulated problems.
+
+    Args:
+        state: from `prepare` with a rule of the same `moments_key`.
+        rule: the member of the family.
+        base: `W_0`, for a rule that fills with `-W_0`.
+        consume: write the result over the state's numerators (the state is spent), which saves one `O x I` matrix.
+
+    Raises:
+        NumericalError: the result is not finite, or an eigensolver did not converge.
+        ValueError: a fill with the mean, of weights that sum to zero.
+    """
+    rows, columns = state.shape[-2:]
+    fill = _fill(state, rule, base)
+    if consume and state.left_BOI is not None:
+        out_BOI = state.left_BOI
+    else:
+        out_BOI = state.like.new_empty(len(state.items), rows, columns)
+    records: list[Stats] = []
+    retries = state.retries
+    for item, reduced in enumerate(state.items):
+        fill_OI = None if fill is None else (fill[0].reshape(-1, rows, columns)[item], fill[1])
+        record, new = solve(reduced, rule.spectral, state.width, out_BOI[item], fill_OI, rule.solver == "auto")
+        if rule.bounded and fill_OI is not None:
+            record |= _bound(out_BOI[item], fill_OI[1] * frobenius_norm64(fill_OI[0]))
+        records.append(record)
+        retries += new
+        if consume:  # frees the item's Gram matrix and spectrum before the next item makes its own
+            state.items[item] = Reduced(reduced.left_ON[:0], None, None, reduced.form)
+    value = out_BOI.view(state.shape)
+    return Solution(value, {**_summary(records, state, value), **retry_stats(retries)})
+
+
+def _start(
+    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], has_grams: bool
+) -> tuple[State, list[PrimalMoments | StackedMoments]]:
+    """An empty state, and one accumulator per batch item (`stack`: experts, rows of each factor)."""
+    rows, columns = delta.shape[-2:]
+    count = math.prod(delta.shape[:-2])
+    moments: list[PrimalMoments | StackedMoments]
+    left_BOI = None
+    if form == "primal":
+        left_BOI = delta.new_empty(count, rows, columns)
+        needs_term = has_grams or PrimalMoments.needs_term(stack[1], columns)
+        term_II = delta.new_empty(columns, columns) if needs_term else None
+        moments = [PrimalMoments(left_BOI[item], term_II) for item in range(count)]
+    else:
+        moments = [StackedMoments(rows, *stack, delta) for _ in range(count)]
+    sum_BOI = delta.new_zeros(count, rows, columns) if rule.needs_sum else None
+    return State([], delta.shape, delta.new_empty(0), left_BOI, sum_BOI, 0.0, columns, [], ()), moments
+
+
+def _add_estimate(
+    accumulator: PrimalMoments | StackedMoments,
+    rule: Rule,
+    delta_OI: Tensor,
+    factor_RI: Tensor | None,
+    weight: float,
+) -> Retries:
+    """Add one delta with its estimate; returns the retries of the decomposition."""
+    if factor_RI is None:
+        a_RI, retries = rule.estimator.factor(delta_OI)
+    else:
+        a_RI, retries = rule.estimator.powered(factor_RI)
+    accumulator.add(delta_OI, a_RI, weight)
+    return retries
+
+
+def _fill(state: State, rule: Rule, base: Tensor | None) -> tuple[Tensor, float] | None:
+    """`(X, a)` for `N = a X`, or None for `N = 0`."""
+    if rule.null == "zero":
+        return None
+    if rule.null == "minus_base":
+        assert base is not None, "a rule that fills with the base is given it"
+        return base, -1.0
+    assert state.sum_BOI is not None, "the state was prepared for a rule that fills with the sum"
+    if rule.null == "mean" and state.weight_sum == 0:
+        raise ValueError(ZERO_MEAN)
+    return state.sum_BOI, 1.0 if rule.null == "sum" else 1.0 / state.weight_sum
+
+
+def _bound(merged_OI: Tensor, limit: float) -> Stats:
+    """Scale the matrix down, in place, to a norm of at most `limit`; returns both norms."""
+    norm = frobenius_norm64(merged_OI)
+    if norm > limit:
+        merged_OI.mul_(limit / norm)
+    return {"norm_before_bound": norm, "norm_bound": limit}
+
+
+def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:
+    """One record for the tensor: that of its only item, or the extremes over the batch."""
+    out: Stats = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        found = [r[name] for r in records if name in r]
+        numbers = [float(x) for x in found if not isinstance(x, str)]
+        if len(numbers) == len(found) and min(numbers) != max(numbers):
+            out[name], out[f"{name}_max"] = min(numbers), max(numbers)
+        elif len(set(found)) > 1:
+            out[name] = " | ".join(sorted({str(x) for x in found}))
+        else:
+            out[name] = found[0]
+    norm = frobenius_norm64(value)
+    if not math.isfinite(norm):
+        raise NumericalError(
+            f"expected a finite merged delta, found norm {norm} from finite deltas. Likely cause: products of "
+            "their entries overflow the compute dtype, or the statistics hold NaN. Fix: compute in float64."
+        )
+    out["norm"] = norm
+    out["mean_expert_norm"] = sum(math.sqrt(n) for n in state.squared_norms) / len(state.squared_norms)
+    return out

@@ -1,0 +1,74 @@
+"""Peak memory of the interference solver, from a count of its buffers.
+
+In elements of float32, the usual compute dtype; a float64 matrix counts twice. Counted on top of the given deltas,
+including the result, for the most expensive of the paths that the data may choose.
+
+Shapes: `O` out_features, `I` in_features, `R` rows of one factor, `N = T R` rows of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.interference.moments import PrimalMoments
+from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.spectral_solve import PANEL_ROWS
+from actmat.linalg.masks.threshold import selection_workspace
+
+__all__ = ["workspace"]
+
+
+def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool = False) -> int:
+    """Peak of `finish(prepare(...), consume=True)` for deltas `*batch O I`, in elements."""
+    rows, width = shape[-2:]
+    batch = math.prod(shape[:-2])
+    factor_rows = rule.estimator.rows(rows, width)
+    form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
+    fill = batch * rows * width if rule.needs_sum else 0
+    panel = min(rows, PANEL_ROWS) * width * (3 if rule.needs_sum else 2)
+    estimate = 0 if has_grams else _estimate(rows, width, rule.estimator)
+    if form == "primal":
+        held = fill + batch * (rows * width + width * width)
+        needs_term = has_grams or PrimalMoments.needs_term(factor_rows, width)
+        adding = estimate + (width * width if needs_term else rows * factor_rows)
+        return held + max(adding, _solving(rows, width, rule, panel))
+    stack = n_experts * factor_rows
+    held = fill + batch * (stack * width + rows * stack)
+    if form == "dual":
+        held += batch * stack * stack
+        return held + max(estimate, batch * rows * width + _solving(rows, stack, rule, panel))
+    kept = min(stack, width)
+    solved = kept * (rows + width)  # left and right of one item
+    decomposing = stack * width + 2 * kept * (stack + width) + 4 * kept * kept
+    finishing = batch * rows * width + panel
+    return held + batch * solved + max(estimate, decomposing, finishing)
+
+
+def _solving(rows: int, size: int, rule: Rule, panel: int) -> int:
+    """Peak of one solve on top of its moments and its result."""
+    square = size * size
+    # LAPACK's divide and conquer in float64: input, vectors and 2 N^2 of work; afterwards only rounded vectors,
+    # scaled vectors and their product
+    spectrum = max(8 * square, 3 * square + panel)
+    if rule.solver != "auto" or rule.spectral.kind not in ("hard", "tikhonov"):
+        return spectrum
+    # float64: the shifted copy and its factor; then the factor and either its inverse or panels of right-hand sides
+    factorising = 4 * square
+    if rows > size:
+        return max(spectrum, factorising, 5 * square, square + panel)
+    return max(spectrum, factorising, 2 * square + 5 * min(rows, PANEL_ROWS) * size + panel)
+
+
+def _estimate(rows: int, width: int, estimator: Estimator) -> int:
+    """Peak of computing the factor of one delta, including the factor."""
+    entries, peak = rows * width, 0
+    if estimator.trim is not None:
+        peak = 2 * entries + selection_workspace(entries)  # a contiguous copy and the result
+    if estimator.centre:
+        peak = max(peak, entries * (1 if estimator.trim is None else 2))
+    if estimator.power != 1.0:
+        small = min(rows, width)
+        peak = max(peak, entries + small * (rows + 2 * width) + 4 * small * small)
+    return peak

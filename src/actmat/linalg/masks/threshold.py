@@ -1,0 +1,275 @@
+"""Exact order statistics of magnitudes in a few passes, without sorting.
+
+The bits of a non-negative float, read as an integer, order like the float. So the k-th largest magnitude is found
+digit by digit: count the leading 15 bits of every entry, pick the bin in which rank k falls, count the next 16 bits
+of the entries of that bin, and so on: one round for 16-bit floats, two for float32, four for float64. Counts are
+integers and add up in any order, so chunks may come from many tensors and many threads. NaN ranks above infinity.
+
+Measured on one CPU core: 0.7 ns per float32 entry for the first round (`torch.bincount` on chunks that stay in the
+cache) and 1.2 ns for the second; `torch.argsort` takes 160 ns.
+
+Shapes: `N` entries of a flattened tensor, `P` entries of one chunk of it, `B` bins of a histogram, `W` words of eight
+flags, `S` words with a true flag, `C` true flags in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.chunks import CHUNK_ENTRIES, chunks_of
+
+__all__ = ["Cut", "StreamedCut", "kth_magnitudes", "outer_cut", "selection_workspace", "true_indices"]
+
+DIGIT = 16
+"""Bits of a digit."""
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The k-th largest magnitude of `total` entries.
+
+    Args:
+        value: that magnitude; `inf` for `k = 0`, 0 for `k >= total`.
+        rank: the requested `k`, clamped to `[0, total]`.
+        above: number of entries with a strictly larger magnitude, `above <= rank`.
+        equal: number of entries with exactly this magnitude, `above + equal >= rank`.
+        total: number of all entries.
+    """
+
+    value: float
+    rank: int
+    above: int
+    equal: int
+    total: int
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the entries whose magnitude reaches `value` (0 for an empty tensor)."""
+        return (self.above + self.equal) / max(self.total, 1)
+
+
+def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
+    """The `k`-th largest `|x|` for every `k` of `ranks`; the ranks share the first pass.
+
+    Args:
+        flat_N: 1-D, float16, bfloat16, float32 or float64, any stride.
+        ranks: `k >= 1` counts from the largest; see `Cut` for `k <= 0` and `k >= N`.
+
+    Returns:
+        One `Cut` per rank, exact for every input (ties, zeros, subnormal numbers).
+
+    >>> (cut,) = kth_magnitudes(torch.tensor([1.0, -3.0, 2.0, -2.0]), [2])
+    >>> cut.value, cut.above, cut.equal
+    (2.0, 1, 2)
+    """
+    total, shifts = flat_N.numel(), _shifts(flat_N.dtype)
+    top_counts = _counts(flat_N, shifts[0], None) if any(0 < k < total for k in ranks) else None
+    cuts = []
+    for k in ranks:
+        if top_counts is None or not 0 < k < total:
+            cuts.append(outer_cut(k, total))
+            continue
+        counts = top_counts
+        bits, above = _locate(counts, k)
+        for shift in shifts[1:]:
+            counts = _counts(flat_N, shift, bits)
+            digit, larger = _locate(counts, k - above)
+            bits, above = (bits << DIGIT) | digit, above + larger
+        equal = int(counts[bits & (counts.numel() - 1)])
+        cuts.append(Cut(_from_bits(bits, flat_N.dtype), k, above, equal, total))
+    return cuts
+
+
+@dataclass(slots=True)
+class StreamedCut:
+    """The same selection over a stream that is too large to hold: one pass over it per round.
+
+    Call `observe` with every chunk, then `advance`; repeat while that returns True, then read `cut`.
+    `observe` may be called from several threads; the order of chunks does not matter. Once `cut` is known, both
+    methods do nothing, so that selections with different numbers of rounds may share their passes.
+
+    Args:
+        rank: maps the total number of entries to `k`; called once the first round has counted them.
+    """
+
+    rank: Callable[[int], int]
+    cut: Cut | None = None
+    _dtype: torch.dtype | None = None
+    _round: int = 0
+    _bits: int = 0
+    _above: int = 0
+    _total: int = 0
+    _histogram: _Histogram | None = None
+    _lock: Lock = field(default_factory=Lock)
+
+    def observe(self, flat_N: Tensor) -> None:
+        """Count one chunk for the digit of this round.
+
+        Raises:
+            ValueError: the chunk has another dtype than those before it (its digits would not be comparable).
+        """
+        if self.cut is not None:
+            return
+        with self._lock:
+            self._dtype = self._dtype or flat_N.dtype
+        if flat_N.dtype != self._dtype:
+            raise ValueError(
+                f"a stream of magnitudes needs one dtype: expected {self._dtype}, got {flat_N.dtype}; "
+                "convert all deltas to the compute dtype first"
+            )
+        shift = _shifts(flat_N.dtype)[self._round]
+        histogram = _Histogram(shift, None if self._round == 0 else self._bits)
+        histogram.add(flat_N)
+        with self._lock:
+            if self._histogram is None:
+                self._histogram = histogram
+            else:
+                self._histogram.join(histogram)
+
+    def advance(self) -> bool:
+        """End a round: True when another pass is needed, False when `cut` is known."""
+        if self.cut is not None:
+            return False
+        if self._round == 0:
+            self._total = 0 if self._histogram is None else int(self._histogram.counts().sum())
+            k = self.rank(self._total)
+            if not 0 < k < self._total:
+                self.cut = outer_cut(k, self._total)
+                return False
+        assert self._histogram is not None, "every round sees the same chunks"
+        assert self._dtype is not None
+        k, counts = self.rank(self._total), self._histogram.counts()
+        digit, larger = _locate(counts, k - self._above)
+        equal = int(counts[digit])
+        self._bits, self._above = (self._bits << DIGIT) | digit, self._above + larger
+        self._round, self._histogram = self._round + 1, None
+        if self._round < len(_shifts(self._dtype)):
+            return True
+        self.cut = Cut(_from_bits(self._bits, self._dtype), k, self._above, equal, self._total)
+        return False
+
+
+def selection_workspace(entries: int) -> int:
+    """Elements of float32 that `kth_magnitudes` holds at its peak: four histograms of 64-bit counts, three chunks."""
+    return 4 * 2 * (1 << DIGIT) + 3 * min(entries, CHUNK_ENTRIES)
+
+
+def _shifts(dtype: torch.dtype) -> range:
+    """Position of each digit, the most significant first; that one has 15 bits, because the sign is masked out."""
+    return range(8 * dtype.itemsize - DIGIT, -1, -DIGIT)
+
+
+def _magnitude_bits(chunk_P: Tensor) -> Tensor:
+    kind = INTEGERS[chunk_P.dtype.itemsize]
+    return chunk_P.view(kind) & torch.iinfo(kind).max
+
+
+class _Histogram:
+    """Histogram of the digit at `shift`, of all entries or of those whose higher bits are `prefix`; on the CPU.
+
+    Entries with the prefix are usually few, so they are gathered from several chunks before they are counted, except
+    those whose digit is 0: differences of 16-bit floats are short numbers, so that a bin may hold a tenth of all
+    entries, each with digit 0 (or all of them, in a delta that is mostly zero). These are counted in place.
+    """
+
+    def __init__(self, shift: int, prefix: int | None) -> None:
+        self._shift = shift
+        self._prefix = prefix
+        self._bins = 1 << (DIGIT - 1) if prefix is None else 1 << DIGIT
+        self._counts: Tensor | None = None
+        self._with_digit_0 = 0
+        self._waiting: list[Tensor] = []
+
+    def add(self, flat_N: Tensor) -> None:
+        """Count the entries of a tensor."""
+        for _, chunk_P in chunks_of(flat_N):
+            bits_P = _magnitude_bits(chunk_P)
+            if self._prefix is None:
+                self._tally(bits_P.bitwise_right_shift_(self._shift))
+                continue
+            above = self._shift + DIGIT
+            offset_P = bits_P.sub_(self._prefix << above)  # from the first number of the bin on
+            self._with_digit_0 += int(_at_least(offset_P, 0) - _at_least(offset_P, 1 << self._shift))
+            digit_P = offset_P.clamp_(0, 1 << above).bitwise_right_shift_(self._shift).bitwise_and_(0xFFFF)
+            self._waiting.append(digit_P[true_indices(digit_P.bool())])  # outside the bin both ends have digit 0
+            self._flush(CHUNK_ENTRIES)
+
+    def join(self, other: _Histogram) -> None:
+        """Add the counts of another histogram of the same digit and prefix, which must not be used afterwards."""
+        if other._counts is not None:
+            self._counts = other._counts if self._counts is None else self._counts.add_(other._counts)
+        self._with_digit_0 += other._with_digit_0
+        self._waiting += other._waiting
+        self._flush(CHUNK_ENTRIES)
+
+    def counts(self) -> Tensor:
+        """Entries per digit, so far."""
+        self._flush(0)
+        found = torch.zeros(self._bins, dtype=torch.int64) if self._counts is None else self._counts.cpu().clone()
+        found[0] += self._with_digit_0
+        return found
+
+    def _flush(self, limit: int) -> None:
+        if self._waiting and sum(w.numel() for w in self._waiting) >= limit:
+            self._tally(torch.cat(self._waiting))
+            self._waiting.clear()
+
+    def _tally(self, digits_P: Tensor) -> None:
+        found = torch.bincount(digits_P, minlength=self._bins)
+        self._counts = found if self._counts is None else self._counts.add_(found)
+
+
+def _counts(flat_N: Tensor, shift: int, prefix: int | None) -> Tensor:
+    histogram = _Histogram(shift, prefix)
+    histogram.add(flat_N)
+    return histogram.counts()
+
+
+def _at_least(numbers_P: Tensor, low: int) -> Tensor:
+    """Number of integers `>= low`, computed in integers because comparisons that give booleans are not vectorised."""
+    return torch.ge(numbers_P, low, out=torch.empty_like(numbers_P)).sum(dtype=numbers_P.dtype)
+
+
+def true_indices(flags_N: Tensor) -> Tensor:
+    """Indices of the true entries of a 1-D tensor, ascending; a fraction of the cost of `nonzero` where few are true.
+
+    Flags are bytes, so eight at a time are tested as one word, and single flags only in words that are not zero.
+
+    >>> true_indices(torch.tensor([False] * 9 + [True])).tolist()
+    [9]
+    """
+    whole = flags_N.numel() // 8 * 8
+    words_W = flags_N[:whole].view(torch.int64)
+    some_S = words_W.nonzero().squeeze(1)
+    inside_C = words_W.index_select(0, some_S).view(torch.bool).nonzero().squeeze(1)  # index within these words
+    near_C = some_S.index_select(0, inside_C >> 3).mul_(8).add_(inside_C.bitwise_and_(7))
+    if whole == flags_N.numel():
+        return near_C
+    return torch.cat([near_C, flags_N[whole:].nonzero().squeeze(1) + whole])
+
+
+def _locate(counts_B: Tensor, k: int) -> tuple[int, int]:
+    """Bin that holds the k-th entry from the top, and the number of entries in the bins above it."""
+    from_top_B = counts_B.flip(0).cumsum(0)
+    index = int(torch.searchsorted(from_top_B, k))
+    digit = counts_B.numel() - 1 - index
+    return digit, int(from_top_B[index] - counts_B[digit])
+
+
+def _from_bits(bits: int, dtype: torch.dtype) -> float:
+    return float(torch.tensor([bits], dtype=INTEGERS[dtype.itemsize]).view(dtype).item())
+
+
+def outer_cut(k: int, total: int) -> Cut:
+    """The `Cut` of a rank that does not depend on the data: nothing is kept (`k <= 0`), or everything."""
+    if k <= 0:
+        return Cut(math.inf, 0, 0, 0, total)
+    return Cut(0.0, total, total, 0, total)

@@ -1,0 +1,208 @@
+"""One output of a run: where it is built, what is done, and how it is finished."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.staging import Staging, check_output_place, disk_errors
+from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.diagnostics.build import build_diagnosis
+from actmat.diagnostics.model import Diagnosis
+from actmat.engine.inputs import Inputs
+from actmat.engine.observer import NoWriter, SinkSource
+from actmat.engine.task import Record
+from actmat.errors import MergeError, OutputError, format_size
+from actmat.plan import MergePlan
+from actmat.recipe import Recipe
+from actmat.report import build_manifest, model_card, write_manifest
+from actmat.report.write import write_report
+from actmat.settings import RunSettings
+
+__all__ = ["StagedOutput", "check_outputs", "check_room", "staged_outputs"]
+
+
+@dataclass
+class StagedOutput:
+    """An output that is being built.
+
+    Args:
+        plan: what is to be done.
+        writer: receives its bytes.
+        records: of everything that is done, by item.
+        stage: its partial folder; None where nothing is written.
+        done: items that an earlier run finished.
+    """
+
+    plan: MergePlan
+    writer: SinkSource
+    records: dict[str, Record] = field(default_factory=dict)
+    stage: Staging | None = None
+    done: frozenset[str] = frozenset()
+
+    @classmethod
+    def unwritten(cls, plan: MergePlan, skip: Iterable[str]) -> StagedOutput:
+        """An output that is only measured; the items `skip` need no work."""
+        return cls(plan, NoWriter(), {name: Record(name, "", {}) for name in skip})
+
+    @property
+    def out(self) -> Path:
+        """The final folder."""
+        return self._staging.out
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that is written to."""
+        return None if self.stage is None else self.stage.path
+
+    @property
+    def _staging(self) -> Staging:
+        assert self.stage is not None, "an output that is only measured has no place"
+        return self.stage
+
+    def keep(self, record: Record) -> None:
+        """Add a finished item to the journal."""
+        self.records[record.name] = record
+        if self.stage is not None:
+            self.stage.record(record.to_json())
+
+    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> dict[str, Any]:
+        """Close the shards, write everything that goes with them; returns the manifest.
+
+        Args:
+            inputs: opened.
+            seconds: wall time so far.
+            sha256: hash the finished files as the hub does.
+
+        Raises:
+            OutputError: the disk.
+        """
+        stage = self._staging
+        assert isinstance(self.writer, ShardWriter)
+        self.writer.finish(self.plan.specs)
+        folders = self._sidecar_folders(inputs)
+        with disk_errors(stage.path):
+            copied: Sequence[str] = ()
+            if self.plan.adapter_config is not None:
+                config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
+                (stage.path / "adapter_config.json").write_text(config, encoding="utf-8")
+            else:
+                copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype)
+            (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
+            manifest = build_manifest(
+                self.plan, self.records, inputs.experts, out=stage.out, seconds=seconds, files=copied
+            )
+            write_manifest(stage.path, manifest, sha256=sha256)
+        return manifest
+
+    def write_report(self, seconds: float) -> Diagnosis:
+        """The diagnosis of a measured merge, written into the output."""
+        stage = self._staging
+        diagnosis = build_diagnosis(self.plan, self.records, out=str(stage.out), seconds=seconds)
+        with disk_errors(stage.path):
+            write_report(diagnosis, stage.path)
+        return diagnosis
+
+    def _sidecar_folders(self, inputs: Inputs) -> tuple[Path | None, Path | None]:
+        """Folders with the config and tokenizer files of the base, and of the input that the recipe names."""
+        if inputs.base is None:
+            return None, None
+        base, wanted = inputs.base.fetch_sidecars(), self.plan.recipe.files_from
+        if wanted == "base":
+            return base, base
+        return base, inputs.experts[inputs.labels.index(wanted)].fetch_sidecars()
+
+
+@contextlib.contextmanager
+def staged_outputs(
+    outs: Sequence[Path], plans: Sequence[MergePlan], settings: RunSettings
+) -> Iterator[list[StagedOutput]]:
+    """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
+
+    After an error of ours nothing is kept: the same command would fail again, another would not use what is done.
+
+    Raises:
+        OutputError: another process writes the same output, or the place cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        stages = [
+            Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)
+        ]
+        journals = []
+        for stage in stages:
+            journals.append(stage.open())
+            stack.callback(stage.close)
+        try:
+            outputs = []
+            for stage, plan, journal in zip(stages, plans, journals, strict=True):
+                writer = ShardWriter(stage.path, plan.shards, durable=settings.durable)
+                stack.callback(writer.close)
+                records = dict(_intact(plan, journal, writer, observed=settings.diagnose))
+                outputs.append(StagedOutput(plan, writer, records, stage, frozenset(records)))
+            yield outputs
+        except MergeError:
+            for stage in reversed(stages):  # the first one made the folder of all
+                stage.discard()
+            raise
+        for stage in stages:
+            stage.commit()
+
+
+def _intact(
+    plan: MergePlan, journal: dict[str, dict[str, Any]], writer: ShardWriter, *, observed: bool
+) -> Iterator[tuple[str, Record]]:
+    """Records of items that an earlier run finished and whose bytes are as they were; measured ones if wanted."""
+    for name, entry in journal.items():
+        record, item = Record.from_json(entry), plan.by_name.get(name)
+        if record is None or item is None:
+            continue
+        if observed and record.observed is None and item.call is not None and item.is_observed:
+            continue
+        if all(writer.holds(n, digest) for n, digest in record.hashes.items()):
+            yield name, record
+
+
+def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool) -> None:
+    """Refuse places that outputs may not be written to.
+
+    Raises:
+        OutputError: in use, an input, or wanted twice; all problems in one.
+    """
+    inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
+    inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
+    existing = {k: p for k, p in inputs.items() if p.exists()}
+    problems = [p for out in outs for p in check_output_place(out, overwrite=overwrite, inputs=existing)]
+    twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
+    problems += [f"several merges are to be written to {o}" for o in twice]
+    if problems:
+        raise OutputError("The output cannot be written there.", problems)
+
+
+def check_room(outputs: Sequence[StagedOutput]) -> None:
+    """Refuse a disk without room for all outputs that go there; what an interrupted run left counts.
+
+    Raises:
+        OutputError: too little; says how many bytes are wanted and how many there are.
+    """
+    by_disk: dict[int, list[tuple[Staging, int]]] = {}
+    for output in outputs:
+        if output.stage is not None:
+            row = (output.stage, output.plan.write_bytes)
+            by_disk.setdefault(output.stage.path.stat().st_dev, []).append(row)
+    for rows in by_disk.values():
+        there = sum(f.stat().st_blocks * 512 for stage, _ in rows for f in stage.path.iterdir() if f.is_file())
+        with disk_errors(rows[0][0].path):
+            free = shutil.disk_usage(rows[0][0].path).free
+        needed = sum(nbytes for _, nbytes in rows)
+        if free + there < needed:
+            names = ", ".join(str(stage.out) for stage, _ in rows)
+            raise OutputError(
+                f"{names}: needs {format_size(needed)}, but the disk has only {format_size(free + there)} free. "
+                "Free some space or choose another place with --out; the inputs are untouched."
+            )

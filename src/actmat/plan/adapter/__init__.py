@@ -1,0 +1,1 @@
+"""Plans of merged adapters: their modules, their config, who can load them."""

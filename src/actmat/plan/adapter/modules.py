@@ -1,0 +1,360 @@
+"""Items of a merged adapter: its modules, and the tensors trained in full beside them. Needs no base."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.errors import AlignmentError, RecipeError
+from actmat.experts.base import Source
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.modules import AdapterModule
+from actmat.layout.fused import GATED
+from actmat.layout.types import Block, Role, TensorLayout
+from actmat.methods import get_method
+from actmat.plan.adapter.config import output_config
+from actmat.plan.adapter.notes import plan_notes
+from actmat.plan.adapter.problems import (
+    adapter_problems,
+    problems_of_full_tensors,
+    recipe_problems,
+    why_not_factored,
+)
+from actmat.plan.choose import Chooser, Decision, depth_factors
+from actmat.plan.cost import factored_bytes, method_flops, statistics_bytes
+from actmat.plan.draft import Draft
+from actmat.plan.model import Cost, FactorPlan, Item, MethodCall
+from actmat.plan.roles import resolve_roles
+from actmat.plan.statistics import ExpertStatistics, module_statistics
+from actmat.recipe import Recipe
+
+__all__ = ["plan_modules"]
+
+ONE_FILE = 1 << 62
+"""Bytes: PEFT reads one file only, so an adapter is never sharded."""
+
+
+def plan_modules(
+    recipe: Recipe,
+    adapters: Sequence[Adapter],
+    base_config: Mapping[str, Any] | None,
+    statistics: ExpertStatistics,
+) -> Draft:
+    """Decide what happens to every module of every adapter.
+
+    Raises:
+        AlignmentError: the adapters or the recipe do not fit; carries all problems.
+    """
+    problems = adapter_problems(recipe, adapters)
+    problems += statistics.kind_problems([True] * len(adapters))
+    chooser = Chooser(recipe, statistics.kinds)
+    kept: dict[str, str] = {}
+    found = _collect(adapters, chooser, kept, problems)
+    layouts, layout_problems = resolve_roles(recipe, {m.spec.name: m.spec for m in found}, base_config)
+    dtype = recipe.dtype or _widest([a.dtype for a in adapters])
+    planner = _ModulePlanner(recipe, adapters, chooser, dtype)
+    for module in found:
+        layout = layouts.tensors[module.spec.name]
+        module.decision = planner.decide(module, layout)
+        blocks = _blocks(module.decision.layout, module.first)
+        module.decision, module.grams = module_statistics(
+            module.decision, module.spec.name, module.first, blocks, statistics, chooser, problems
+        )
+    extras, extra_problems, notes = _extras(recipe, adapters, chooser, kept, dtype)
+    problems += chooser.problems + layout_problems
+    problems += recipe_problems(recipe, {m.name: m.decision for m in found if m.decision is not None})
+    problems += extra_problems
+    known = {*(m.spec.name for m in found), *kept, *(n for a in adapters for n in a.extras)}
+    problems += [f"the pattern '{p}' matches no module of the adapters" for p in chooser.unused_patterns(known)]
+    problems += problems_of_full_tensors(recipe, adapters, kept)
+    if kept and not found and not extras:
+        problems.append("'keep' leaves nothing to merge: every module of the adapters matches")
+    if problems:
+        raise AlignmentError(f"The adapters cannot be merged: {len(problems)} problem(s).", problems)
+    modules = planner.items(found)
+    config = output_config(recipe, adapters, modules, extras)
+    return Draft(
+        items=(*modules, *extras),
+        specs=tuple(s for item in (*modules, *extras) for s in item.outputs),
+        max_shard_bytes=ONE_FILE,
+        stem="adapter_model",
+        adapter_config=config,
+        kept=kept,
+        notes=tuple(notes + plan_notes(recipe, adapters, [m.name for m in found], modules, config)),
+    )
+
+
+@dataclass
+class _Found:
+    """A module of the adapters: one entry per expert, the tensor that its delta belongs to, what was decided."""
+
+    name: str
+    modules: tuple[AdapterModule | None, ...]
+    spec: TensorSpec
+    transposed: bool
+    decision: Decision | None = None
+    grams: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def first(self) -> AdapterModule:
+        return next(m for m in self.modules if m is not None)
+
+
+def _collect(
+    adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str], problems: list[str]
+) -> list[_Found]:
+    """Modules of all adapters, in the order of their first occurrence; those that the recipe keeps go to `kept`."""
+    out = []
+    for name in {name: None for a in adapters for name in a.modules}:
+        found = tuple(a.modules.get(name) for a in adapters)
+        shapes = {m.shape: None for m in found if m is not None}
+        if len(shapes) > 1:
+            problems.append(f"module '{name}' has deltas of shapes {_shapes(shapes)}; are the adapters of one base?")
+        spec = _stored_spec(name, found, adapters)
+        pattern = chooser.keeps(spec.name)
+        if pattern is None:
+            out.append(_Found(name, found, spec, _is_transposed(found, adapters)))
+        else:
+            kept[spec.name] = pattern
+    return out
+
+
+@dataclass
+class _ModulePlanner:
+    """Makes the items of modules, with their ranks and costs."""
+
+    recipe: Recipe
+    adapters: Sequence[Adapter]
+    chooser: Chooser
+    dtype: str
+
+    def decide(self, module: _Found, layout: TensorLayout) -> Decision:
+        """Action and method; an average counts only the experts that have the module."""
+        decision = self.chooser.decide(module.spec, layout)
+        having = [m is not None for m in module.modules]
+        if decision.action == "average" and decision.call is not None and not all(having):
+            return self.chooser.average_over(decision, having)
+        return decision
+
+    def items(self, found: Sequence[_Found]) -> tuple[Item, ...]:
+        """One item per module, in the given order."""
+        depth: dict[str, float] = {}
+        if self.recipe.postprocess.lines is not None:
+            merged = [m.name for m in found if m.decision is not None and m.decision.action == "merge"]
+            depth = depth_factors(merged, *self.recipe.postprocess.lines)
+        reasons: dict[str, str] = {}
+        out = []
+        for module in found:
+            decision = module.decision
+            assert decision is not None and decision.call is not None, "unknown methods are problems"
+            if module.name in depth:
+                decision = decision.scaled(depth[module.name])
+            assert decision.call is not None
+            key = str((decision.call.method, decision.call.options, decision.call.weights))
+            if key not in reasons:
+                reasons[key] = why_not_factored(decision.call, len(self.adapters))
+            out.append(self._item(module, decision, decision.call, reasons[key]))
+        if self.recipe.ranks == "uniform" and out:
+            top = max(i.pair.rank for i in out)
+            out = [self._with_rank(i, top) for i in out]
+        return tuple(out)
+
+    def _item(self, module: _Found, decision: Decision, call: MethodCall, why_dense: str) -> Item:
+        first = module.first
+        ranks = tuple(0 if m is None else m.rank for m in module.modules)
+        limit = min(first.shape[-2:])
+        blocks = _blocks(decision.layout, first)
+        # packed maps whose merged rows leave the joint row space of the experts share no rows: their ranks add up
+        apart = len(blocks) if blocks and not get_method(call.method).keeps_row_space else 1
+        exact = limit if why_dense else min(apart * sum(ranks), limit)
+        rank = min(exact, apart * sum(ranks)) if self.recipe.rank is None else min(self.recipe.rank, limit)
+        factors = FactorPlan(
+            kind=first.kind,
+            tensor=module.spec.name,
+            shape=module.spec.shape,
+            ranks=ranks,
+            exact_rank=exact,
+            rank=rank,
+            transposed=module.transposed,
+            kernel=first.kernel,
+            blocks=blocks,
+            grams=module.grams,
+        )
+        has_bias = any(m is not None and m.bias is not None for m in module.modules)
+        item = Item(
+            name=module.name,
+            shape=first.shape,
+            layout=decision.layout,
+            action=decision.action,
+            reason=decision.reason + (f"; on dense deltas: {why_dense}" if why_dense else ", in factored form"),
+            outputs=_outputs(first, rank, self.dtype, has_bias),
+            call=call,
+            form="dense" if why_dense else "factored",
+            sources=tuple(
+                None if m is None else _source(a, m) for a, m in zip(self.adapters, module.modules, strict=True)
+            ),
+            factors=factors,
+        )
+        return dataclasses.replace(item, cost=self._cost(item))
+
+    def _cost(self, item: Item) -> Cost:
+        assert item.call is not None
+        method, n_experts = get_method(item.call.method), len(self.adapters)
+        width = torch_dtype(self.recipe.compute_dtype).itemsize
+        peak = factored_bytes(item.shape, sum(item.pair.ranks))
+        if item.form == "dense":
+            size = item.numel
+            if method.workspace is not None:
+                size = method.workspace(item.shape, n_experts, item.call.options)
+            peak += item.numel * width * (n_experts + 6) + size * width
+            # the truncation decomposes a delta of full rank
+            peak = max(peak, factored_bytes(item.shape, min(item.shape[-2:])))
+        if item.pair.grams:
+            peak += statistics_bytes(method, [item.shape], n_experts, 8)
+        return Cost(
+            read_bytes=sum(s.nbytes for s in item.sources if s is not None),
+            write_bytes=sum(s.nbytes for s in item.outputs),
+            flops=method_flops(method, [item.shape], n_experts),
+            host_bytes=peak,
+        )
+
+    def _with_rank(self, item: Item, rank: int) -> Item:
+        """The item written with another rank; zeros fill up."""
+        first = next(m for a in self.adapters if (m := a.modules.get(item.name)) is not None)
+        outputs = _outputs(first, rank, self.dtype, len(item.outputs) > 2)
+        cost = dataclasses.replace(item.cost, write_bytes=sum(s.nbytes for s in outputs))
+        return dataclasses.replace(item, outputs=outputs, factors=dataclasses.replace(item.pair, rank=rank),
+                                   cost=cost)  # fmt: skip
+
+
+def _source(adapter: Adapter, module: AdapterModule) -> Source:
+    stored = [adapter.weights.specs[n] for n in (module.a, module.b, module.bias) if n is not None]
+    return Source(module.name, "formed", stored[0].dtype, sum(s.nbytes for s in stored), module.rank)
+
+
+def _outputs(module: AdapterModule, rank: int, dtype: str, has_bias: bool) -> tuple[TensorSpec, ...]:
+    """A, B and bias of a module as PEFT stores them, see `experts.lora`."""
+    *batch, rows, columns = module.shape
+    n = rank * math.prod(batch)
+    if module.kind == "embedding":
+        shapes: tuple[tuple[int, ...], tuple[int, ...]] = (n, rows), (columns, n)
+    elif module.kind == "convolution":
+        ones = (1,) * (len(module.kernel) - 1)
+        shapes = (n, *module.kernel), (rows, n, *ones)
+    else:
+        shapes = (n, columns), (rows, n)
+    out = [TensorSpec(module.a, shapes[0], dtype, ""), TensorSpec(module.b, shapes[1], dtype, "")]
+    if has_bias:
+        out.append(TensorSpec(module.b.removesuffix("weight") + "bias", (rows,), dtype, ""))
+    return tuple(out)
+
+
+def _blocks(layout: TensorLayout, module: AdapterModule) -> tuple[Block, ...]:
+    """Rows of packed maps, where they cover the rows of the delta exactly."""
+    rows = sum((b.stop - b.start) * b.groups for b in layout.blocks)
+    return layout.blocks if rows == module.shape[-2] and module.kind in ("linear", "parameter") else ()
+
+
+def _tensor_name(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> str:
+    """Name of the tensor that a module's delta belongs to, as the model has it."""
+    plain = name.replace(".base_layer", "")
+    for adapter, module in zip(adapters, found, strict=True):
+        if module is not None and module.kind == "parameter":
+            return f"{plain}.{_parameter_name(plain, module, adapter)}"
+    return f"{plain}.weight"
+
+
+def _parameter_name(owner: str, module: AdapterModule, adapter: Adapter) -> str:
+    """Name of the bare parameter that a module adapts.
+
+    Several parameters of one owner are told apart by their place in a nest of wrappers, whose order only the model
+    knows. Of a pair that is gated (`gate_up_proj`, `down_proj`) the shapes tell as well: the first has two rows for
+    every column of the second.
+    """
+    parameters = adapter.config.parameters_of(owner)
+    if len(parameters) == 1:
+        return parameters[0]
+    nest = [m for m in adapter.modules.values() if m.name.replace(".base_layer", "") == owner]
+    down = next((GATED[p] for p in parameters if GATED.get(p) in parameters), None)
+    if down is not None and len(parameters) == len(nest) == 2:
+        (other,) = (m for m in nest if m is not module)
+        (a, b), (c, d) = module.shape[-2:], other.shape[-2:]
+        if (a, b) in ((2 * d, c), (d, 2 * c)):
+            return next(p for p in parameters if p != down)
+        if (c, d) in ((2 * b, a), (b, 2 * a)):
+            return down
+    return module.name[len(owner) :].lstrip(".") or "weight"
+
+
+def _is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
+    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    return module.kind == "linear" and adapter.config.fan_in_fan_out
+
+
+def _stored_spec(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> TensorSpec:
+    """The base's tensor as the adapters imply it: its shape, transposed for Conv1D, opened up for convolutions."""
+    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    shape = module.shape
+    if _is_transposed(found, adapters):
+        shape = (shape[1], shape[0])
+    elif module.kind == "convolution":
+        shape = (shape[0], *module.kernel)
+    return TensorSpec(_tensor_name(name, found, adapters), shape, adapter.dtype, adapter.location)
+
+
+def _extras(
+    recipe: Recipe, adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str], dtype: str
+) -> tuple[tuple[Item, ...], list[str], list[str]]:
+    """Tensors trained in full, problems and notes; names that the recipe keeps go to `kept`."""
+    out, problems, notes = [], [], []
+    weights = recipe.weights if any(w != 1.0 for w in recipe.weights) else None
+    for name in {n: None for a in adapters for n in a.extras}:
+        if (pattern := chooser.keeps(name)) is not None:
+            kept[name] = pattern
+            continue
+        stored = [a.weights.specs[a.extras[name]] if name in a.extras else None for a in adapters]
+        shapes = {s.shape: None for s in stored if s is not None}
+        if len(shapes) > 1:
+            problems.append(f"tensor '{name}' has shapes {_shapes(shapes)} in the adapters; other numbers of classes?")
+            continue
+        missing = [label for label, s in zip(recipe.labels, stored, strict=True) if s is None]
+        reason = "trained in full: mean over the experts"
+        if missing:
+            reason += f" that have it; not in {', '.join(missing)}"
+            notes.append(f"'{name}' is not in {', '.join(missing)}: mean over the others")
+        shape = next(iter(shapes))
+        output = TensorSpec(next(s.name for s in stored if s is not None), shape, dtype, "")
+        out.append(
+            Item(
+                name=name,
+                shape=shape,
+                layout=TensorLayout(Role.VECTOR, reason),
+                action="average",
+                reason=reason,
+                outputs=(output,),
+                call=MethodCall("average", {}, 1.0, weights),
+                sources=tuple(None if s is None else Source(s.name, "stored", s.dtype, s.nbytes) for s in stored),
+                cost=Cost(
+                    read_bytes=sum(s.nbytes for s in stored if s is not None),
+                    write_bytes=output.nbytes,
+                    flops=output.numel * len(stored),
+                    host_bytes=24 * output.numel,
+                ),
+            )
+        )
+    return tuple(out), problems, notes
+
+
+def _widest(dtypes: Sequence[str]) -> str:
+    known = [d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes]
+    if not known:
+        raise RecipeError("The adapters hold no floating point tensors.")
+    return known[0]
+
+
+def _shapes(shapes: Mapping[tuple[int, ...], None]) -> str:
+    return " and ".join("x".join(map(str, s)) for s in shapes)

@@ -1,0 +1,269 @@
+"""Items of a merged model: one for every tensor of the base."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.quantisation import quantisation_problems
+from actmat.checkpoints.writing.shards import parse_size
+from actmat.errors import AlignmentError, MergeError
+from actmat.experts.base import Expert, Source
+from actmat.layout.types import Role, TensorLayout
+from actmat.methods import get_method
+from actmat.plan.adapter.problems import adapter_problems, why_not_factored
+from actmat.plan.align import Alignment, align
+from actmat.plan.choose import Chooser, Decision, depth_factors
+from actmat.plan.cost import CallShape, method_flops, tensor_peak_bytes
+from actmat.plan.draft import Draft, headline
+from actmat.plan.model import Cost, Form, Item, MethodCall
+from actmat.plan.parts import cut, granularity
+from actmat.plan.pools import assign_pools
+from actmat.plan.roles import resolve_roles
+from actmat.plan.statistics import ExpertStatistics, with_statistics
+from actmat.recipe import Recipe
+
+__all__ = ["plan_tensors"]
+
+
+def plan_tensors(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], device: str, statistics: ExpertStatistics
+) -> Draft:
+    """Decide what happens to every tensor of the base.
+
+    Raises:
+        AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
+    """
+    problems: list[str] = []
+    inputs: list[tuple[str, Checkpoint | Expert]] = [("base", base), *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True))]
+    for label, checkpoint in inputs:
+        problems += [f"{label}: {p}" for p in quantisation_problems(checkpoint.specs, checkpoint.config)]
+        if not checkpoint.specs:
+            problems.append(f"{label} ({checkpoint.location}) holds no tensors")
+    layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
+    problems += statistics.kind_problems([e.kind == "adapter" for e in experts])
+    chooser = Chooser(recipe, statistics.kinds)
+    kept = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
+    alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
+    decided: dict[str, Decision] = {}
+    for name in alignment.canonical:
+        spec, sources = base.specs[name], alignment.sources[name]
+        decision = _decide(spec, layouts.tensors[name], chooser, kept)
+        decision = with_statistics(decision, spec, sources, statistics, chooser, problems)
+        decided[name] = _of_touched(decision, [None if s is None else e.source(s)
+                                               for e, s in zip(experts, sources, strict=True)], chooser)  # fmt: skip
+    problems += layout_problems + chooser.problems + list(alignment.problems)
+    problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
+    max_shard_bytes = 1
+    try:
+        max_shard_bytes = parse_size(recipe.max_shard_size)
+    except MergeError as error:
+        problems += error.problems
+    if problems:
+        raise AlignmentError(headline(problems), problems)
+    planner = _TensorPlanner(recipe, base, experts, device)
+    items, problems = assign_pools(planner.items(alignment, decided), recipe.pool, planner.pooled_bytes)
+    problems += _adapter_problems(recipe, experts)
+    if problems:
+        raise AlignmentError(headline(problems), problems)
+    return Draft(
+        items=items,
+        specs=tuple(planner.out_spec(spec) for spec in base.specs.values()),
+        max_shard_bytes=max_shard_bytes,
+        family=layouts.family,
+        ignored=alignment.ignored,
+        notes=(
+            *alignment.notes,
+            *_dtype_notes(base, experts, recipe.labels),
+            *_adapter_notes(recipe.labels, experts, items),
+        ),
+    )
+
+
+def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapping[str, str]) -> Decision:
+    if spec.name in kept:
+        return Decision("copy", f"kept from the base by the recipe ('{kept[spec.name]}')", layout)
+    if layout.role is Role.BUFFER or not spec.is_floating:
+        return Decision("copy", f"{layout.reason}: copied from the base", layout)
+    return chooser.decide(spec, layout)
+
+
+def _of_touched(decision: Decision, sources: Sequence[Source | None], chooser: Chooser) -> Decision:
+    """A copy where no expert changes the tensor; an average counts only the experts that train it.
+
+    A copy computes nothing and rounds nothing. An adapter without a delta for a tensor says nothing about it.
+    """
+    if decision.call is None or any(s is None for s in sources):
+        return decision
+    touched = [s is not None and s.kind != "zero" for s in sources]
+    if not any(touched):
+        return Decision("copy", "no adapter changes it: copied from the base", decision.layout)
+    if decision.action == "average" and not all(touched):
+        return chooser.average_over(decision, touched)
+    return decision
+
+
+@dataclass
+class _TensorPlanner:
+    """Makes the items, with their costs."""
+
+    recipe: Recipe
+    base: Checkpoint
+    experts: Sequence[Expert]
+    device: str
+
+    def __post_init__(self) -> None:
+        self._peaks: dict[Any, int] = {}
+
+    def items(self, alignment: Alignment, decided: Mapping[str, Decision]) -> tuple[Item, ...]:
+        """One item per tensor, each followed by those tied to it."""
+        depth: dict[str, float] = {}
+        if self.recipe.postprocess.lines is not None:
+            merged = [n for n, d in decided.items() if d.action == "merge"]
+            depth = depth_factors(merged, *self.recipe.postprocess.lines)
+        out: list[Item] = []
+        for name, aliases in alignment.canonical.items():
+            decision = decided[name]
+            if decision.call is not None and name in depth:
+                decision = decision.scaled(depth[name])
+            out.append(self._item(name, aliases, decision, alignment))
+            out.extend(self._tie(alias, name, decision) for alias in aliases)
+        return tuple(out)
+
+    def out_spec(self, spec: TensorSpec) -> TensorSpec:
+        """What is written for a tensor of the base."""
+        dtype = self.recipe.dtype if self.recipe.dtype is not None and spec.is_floating else spec.dtype
+        return dataclasses.replace(spec, dtype=dtype, file="", offset=0)
+
+    def _item(self, name: str, aliases: tuple[str, ...], decision: Decision, alignment: Alignment) -> Item:
+        spec, call, reason = self.base.specs[name], decision.call, decision.reason
+        sources: tuple[Source, ...] = ()
+        form: Form = "dense"
+        if call is not None:
+            found = zip(self.experts, alignment.sources[name], strict=True)
+            sources = tuple(e.source(s) for e, s in found if s is not None)
+            if self._is_factored(call, sources):
+                form, reason = "factored", f"{reason}, in factored form"
+        outputs = tuple(self.out_spec(self.base.specs[n]) for n in (name, *aliases))
+        item = Item(
+            name=name,
+            shape=spec.shape,
+            layout=decision.layout,
+            action=decision.action,
+            reason=reason,
+            outputs=outputs,
+            call=call,
+            form=form,
+            base_dtype=spec.dtype,
+            sources=sources,
+            twins=alignment.twins[name] if call is not None else (),
+        )
+        cost = Cost(
+            read_bytes=spec.nbytes + sum(s.nbytes for s in sources),
+            write_bytes=spec.numel * torch_dtype(outputs[0].dtype).itemsize * len(outputs),
+            flops=self._flops(item),
+            host_bytes=self.peak_bytes(item),
+        )
+        return dataclasses.replace(item, cost=cost)
+
+    def _tie(self, alias: str, name: str, decision: Decision) -> Item:
+        spec = self.base.specs[alias]
+        return Item(
+            name=alias,
+            shape=spec.shape,
+            layout=decision.layout,
+            action="tie",
+            reason=f"tied to {name}: merged once, the same bytes",
+            outputs=(self.out_spec(spec),),
+            base_dtype=spec.dtype,
+            tied_to=name,
+        )
+
+    def _is_factored(self, call: MethodCall, sources: Sequence[Source]) -> bool:
+        """Whether a matrix method can work on factors: no expert stores the whole tensor."""
+        method = get_method(call.method)
+        if method.acts_on != "matrix" or self.recipe.pool:
+            return False
+        if method.survey is not None and method.survey.applies(call.options):
+            return False  # the survey of a full model sees dense deltas, and both must see the same
+        return all(s.kind != "stored" for s in sources) and not why_not_factored(call, len(sources))
+
+    def _flops(self, item: Item) -> int:
+        if item.call is None:
+            return 0
+        method = get_method(item.call.method)
+        shapes = item.layout.matrix_shapes(item.shape) if method.acts_on == "matrix" else [item.shape or (1,)]
+        return method_flops(method, shapes, len(item.sources))
+
+    def peak_bytes(self, item: Item) -> int:
+        """Memory of one worker on an item."""
+        if item.call is None:
+            return item.numel * torch_dtype(item.base_dtype).itemsize
+        call = CallShape(
+            method=get_method(item.call.method),
+            options=item.call.options,
+            n_experts=len(self.experts),
+            base_itemsize=torch_dtype(item.base_dtype).itemsize,
+            compute_dtype=self.recipe.compute_dtype,
+            caps=self.recipe.postprocess,
+            chunkable=self.device == "cpu" and item.is_chunkable,
+        )
+        key = (call.method.name, str(call.options), item.shape, item.base_dtype, item.layout, call.chunkable)
+        if key not in self._peaks:
+            parts = cut(item.shape, item.layout, granularity(call.method, self.recipe.postprocess))
+            self._peaks[key] = tensor_peak_bytes(parts, call)
+        return self._peaks[key]
+
+    def pooled_bytes(self, item: Item) -> int:
+        """Memory of one worker on the one matrix of a pool."""
+        return self.peak_bytes(item)
+
+
+def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
+    def dtypes(specs: Mapping[str, TensorSpec]) -> str:
+        return ", ".join(sorted({s.dtype for s in specs.values() if s.is_floating}))
+
+    mine = dtypes(base.specs)
+    return [
+        f"expert '{label}' is stored in {dtypes(e.specs)}, the base in {mine}: the delta of a coarser copy is part "
+        "rounding"
+        for label, e in zip(labels, experts, strict=True)
+        if dtypes(e.specs) != mine
+    ]
+
+
+def _adapter_problems(recipe: Recipe, experts: Sequence[Expert]) -> list[str]:
+    pairs = [(e, x.adapter) for e, x in zip(recipe.experts, experts, strict=True) if x.adapter is not None]
+    chosen = recipe.model_copy(update={"experts": tuple(e for e, _ in pairs)})
+    return adapter_problems(chosen, [a for _, a in pairs]) if pairs else []
+
+
+def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequence[Item]) -> list[str]:
+    """Notes about the adapters among the experts."""
+    notes = []
+    for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):
+        if expert.adapter is None:
+            continue
+        changed = sum(
+            any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items
+        )
+        notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
+        if expert.adapter.copies:
+            notes.append(f"expert '{label}' holds copies of base weights; the base's own are used")
+    free = [i for i in items if i.form == "factored" and i.call is not None and get_method(i.call.method).meets_every_expert]
+    small = [i for i in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]
+    if small and len(experts) > 1:
+        notes.append(
+            f"in {len(small)} tensors the ranks add up to no more than the inputs: where the experts' row spaces are "
+            "independent there, the merge meets every expert on its own rows and is close to the plain sum of the "
+            "deltas; --scale or another method shrinks it"
+        )
+    return notes
+
+
+def _names(item: Item, t: int) -> set[str]:
+    own = item.sources[t] if item.sources else None
+    return {item.name} | ({own.name} if own is not None else set())

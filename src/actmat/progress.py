@@ -1,0 +1,37 @@
+"""`Progress`: what a caller is told while a merge runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from actmat.plan import MergePlan
+
+__all__ = ["NoProgress", "Progress"]
+
+
+class Progress(Protocol):
+    """Callbacks of a running merge."""
+
+    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+        """Plans are made; `resumed` tensors of an interrupted run are taken over."""
+
+    def tensor(self, name: str, nbytes: int) -> None:
+        """One tensor is done; called from any thread."""
+
+    def finishing(self) -> None:
+        """All tensors are done; flushing to disk and renaming follow."""
+
+
+class NoProgress:
+    """Ignores all calls: the default."""
+
+    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+        """Do nothing."""
+
+    def tensor(self, name: str, nbytes: int) -> None:
+        """Do nothing."""
+
+    def finishing(self) -> None:
+        """Do nothing."""

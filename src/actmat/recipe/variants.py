@@ -1,0 +1,92 @@
+"""Variants of one merge: a recipe for each combination of methods and option values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actmat.errors import RecipeError
+from actmat.recipe.schema import Recipe
+
+__all__ = ["parse_option", "variants"]
+
+
+def variants(
+    recipe: Recipe, methods: Sequence[str] = (), options: Mapping[str, Sequence[Any]] | None = None
+) -> list[Recipe]:
+    """Recipes for each combination of `methods` and option values; several have an `out` each, below the recipe's.
+
+    >>> from actmat.recipe import make_recipe
+    >>> recipe = make_recipe({"base": "base", "experts": ["math"], "method": "ties", "out": "grid"})
+    >>> [(r.options, r.out) for r in variants(recipe, options={"density": [0.1, 0.3]})]
+    [({'density': 0.1}, 'grid/density=0.1'), ({'density': 0.3}, 'grid/density=0.3')]
+
+    Args:
+        recipe: the recipe to vary; its options are kept for its own method.
+        methods: default: the recipe's.
+        options: name -> values to try. With several methods, an option goes to those that have it.
+
+    Raises:
+        RecipeError: an unknown method, or an option that none of several methods has.
+    """
+    methods = list(methods) or [recipe.method]
+    recipes, labels = [], []
+    for method, choices in _options_by_method(methods, options or {}):
+        kept = recipe.options if method == recipe.method else {}
+        for values in itertools.product(*choices.values()):
+            chosen = dict(zip(choices, values, strict=True))
+            varied = [f"{n}={v}" for n, v in chosen.items() if len(choices[n]) > 1]
+            labels.append(",".join([method, *varied] if len(methods) > 1 else varied))
+            recipes.append(recipe.model_copy(update={"method": method, "options": {**kept, **chosen}}))
+    if len(recipes) == 1 or recipe.out is None:
+        return recipes
+    out = Path(recipe.out)
+    return [r.model_copy(update={"out": str(out / label)}) for r, label in zip(recipes, labels, strict=True)]
+
+
+def parse_option(text: str) -> tuple[str, list[Any]]:
+    """Name and values of an option that is written `name=value,value`; values are read as YAML, `1e-6` as a number.
+
+    >>> parse_option("rtol=1e-6,1e-4")
+    ('rtol', [1e-06, 0.0001])
+    >>> parse_option("density=[0.2, 0.4]")  # one value, a list
+    ('density', [[0.2, 0.4]])
+
+    Raises:
+        RecipeError: no `=`, or a value that is not YAML.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise RecipeError(f"An option is written name=value; got '{text}'.")
+    value = value.strip()
+    pieces = [value] if value.startswith(("[", "{")) else value.split(",")
+    try:
+        return name.strip(), [_scalar(p.strip()) for p in pieces]
+    except yaml.YAMLError:
+        raise RecipeError(f"The value of the option '{name.strip()}' cannot be read: '{value}'.") from None
+
+
+def _options_by_method(
+    methods: Sequence[str], options: Mapping[str, Sequence[Any]]
+) -> list[tuple[str, Mapping[str, Sequence[Any]]]]:
+    """Options of each method: all for a single one, since planning reports unknown names with all other problems."""
+    if len(methods) == 1:
+        return [(methods[0], options)]
+    from actmat.methods import get_method
+
+    known = {m: get_method(m).options for m in methods}
+    for name in options:
+        if not any(name in o for o in known.values()):
+            raise RecipeError(f"None of the methods has an option '{name}'.")
+    return [(m, {n: v for n, v in options.items() if n in known[m]}) for m in methods]
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return float(text) if any(c in text for c in ".eE") and text.lower() not in ("true", "false") else int(text)
+    except ValueError:
+        return yaml.safe_load(text) if text else text

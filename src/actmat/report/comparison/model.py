@@ -1,0 +1,120 @@
+"""The result of a comparison: frozen, JSON-able."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from actmat.plan.choose import depth_of
+
+__all__ = ["CheckDifference", "Comparison", "ResidualDifference", "SettingDifference", "TensorDifference"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDifference:
+    """A field of the recipe, the machine or the version that differs; None: at its default, or not there."""
+
+    field: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualDifference:
+    """The residual of one expert in both merges, over all measured matrices."""
+
+    expert: str
+    first: float
+    second: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckDifference:
+    """A check with another verdict, or another number of tensors; None: that report does not have it."""
+
+    code: str
+    title: str
+    first: str | None
+    second: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """One tensor (of adapters, one module) of both outputs.
+
+    Args:
+        name, shape: of the tensor.
+        actions: done to it in each merge; the method's name where one was used.
+        same: both outputs stored the same bytes, or factors of the same delta.
+        distance, relative, cosine: see `comparison.tensors`; the last two are None where a norm is zero or unknown.
+        norms: of the merged deltas; None without the base.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    actions: tuple[str, str]
+    same: bool
+    distance: float
+    norms: tuple[float, float] | None = None
+    relative: float | None = None
+    cosine: float | None = None
+
+    @property
+    def depth(self) -> int | None:
+        """Number of its layer, if its name has one."""
+        return depth_of(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Differences between two merges.
+
+    Args:
+        outs: the two outputs.
+        methods: their methods.
+        base: of both, as the first recipe writes it; None for adapters.
+        experts: names of the experts, in the first and in the second.
+        settings: fields of recipes, versions and device that differ.
+        tensors: every tensor (of adapters, every module), in the order of the output, without ties.
+        diagnosed: which of the two have a report.
+        residuals, checks: where both have one.
+        notes: what could not be compared, and why.
+    """
+
+    outs: tuple[str, str]
+    methods: tuple[str, str]
+    base: str | None
+    experts: tuple[tuple[str, str], ...]
+    settings: tuple[SettingDifference, ...]
+    tensors: tuple[TensorDifference, ...]
+    diagnosed: tuple[bool, bool]
+    residuals: tuple[ResidualDifference, ...] = ()
+    checks: tuple[CheckDifference, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def differing(self) -> tuple[TensorDifference, ...]:
+        """Tensors that differ, the furthest apart first: by relative distance, or by distance without a base."""
+        found = [t for t in self.tensors if not t.same]
+        known = all(t.relative is not None for t in found)
+        return tuple(sorted(found, key=lambda t: -(t.relative or 0.0) if known else -t.distance))
+
+    @property
+    def relative(self) -> float | None:
+        """Distance of all differing tensors together, relative to their deltas; None where those are not known."""
+        found = [(t.distance, t.norms) for t in self.differing if t.norms is not None]
+        if not found or len(found) < len(self.differing):
+            return None
+        apart = math.sqrt(math.fsum(d * d for d, _ in found))
+        sizes = [math.sqrt(math.fsum(n[side] ** 2 for _, n in found)) for side in (0, 1)]
+        return 2 * apart / sum(sizes) if sum(sizes) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, as `actmat compare --json` prints it."""
+        fields = dataclasses.asdict(self)
+        after = {name: fields.pop(name) for name in ("diagnosed", "residuals", "checks", "notes")}
+        return {"format": FORMAT, "kind": "comparison", **fields, "relative": self.relative, **after}

@@ -1,0 +1,372 @@
+"""The one way from recipes to finished outputs: open -> plan -> stage -> execute -> finish -> commit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.diagnostics.build import build_diagnosis
+from actmat.diagnostics.model import Diagnosis
+from actmat.diagnostics.observer import Observers, check_mutes
+from actmat.engine.executors.base import Executor
+from actmat.engine.executors.threads import ThreadExecutor
+from actmat.engine.findings import Findings
+from actmat.engine.inputs import Inputs
+from actmat.engine.resources import Resources, check_device, share_resources
+from actmat.engine.session import SessionSpec
+from actmat.engine.statistics import FOREIGN, check_adapters, check_probes
+from actmat.engine.units import plan_units
+from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsError
+from actmat.experts.base import Expert
+from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.resolve import is_adapter, open_expert
+from actmat.output import StagedOutput, check_outputs, check_room, staged_outputs
+from actmat.plan import MergePlan, build_plan
+from actmat.plan.choose import Chooser
+from actmat.plan.statistics import declared_kinds, opened_statistics
+from actmat.progress import NoProgress, Progress
+from actmat.recipe import Recipe
+from actmat.settings import RunSettings
+
+__all__ = [
+    "MergeReport",
+    "Problems",
+    "diagnose_recipe",
+    "opened_inputs",
+    "plan_recipe",
+    "plans_of",
+    "run_recipes",
+    "writes_adapter",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """Result of one merge.
+
+    Args:
+        out: directory of the merged model.
+        plan: what was planned.
+        manifest: contents of `actmat_manifest.json`.
+        seconds: wall time of this run.
+        resumed: items taken over from an interrupted run.
+        diagnosis: contents of `report.json`, where one was asked for.
+    """
+
+    out: Path
+    plan: MergePlan
+    manifest: Mapping[str, Any]
+    seconds: float
+    resumed: int = 0
+    diagnosis: Diagnosis | None = None
+
+
+@dataclass
+class Problems:
+    """Errors found so far; raised together, because one problem per run is a day lost on a large checkpoint."""
+
+    found: list[MergeError] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Go on after an error, to find the next."""
+        try:
+            yield
+        except MergeError as error:
+            self.found.append(error)
+
+    def check(self) -> None:
+        """Raise all errors as one, of the first one's kind."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            problems = list(dict.fromkeys(p for e in self.found for p in e.problems))
+            headline = f"The merge cannot be done: {len(problems)} problem{'s' * (len(problems) > 1)}."
+            raise type(self.found[0])(headline, problems)
+
+
+def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
+    """The plan of a recipe, from headers only.
+
+    Raises:
+        MergeError: the inputs do not fit; carries all problems.
+    """
+    problems = Problems()
+    with problems.noted():
+        check_device(device)
+    with opened_inputs([recipe], problems) as inputs:
+        return plans_of([recipe], inputs, device, problems)[0]
+
+
+def run_recipes(
+    recipes: Sequence[Recipe], settings: RunSettings | None = None, progress: Progress | None = None
+) -> list[MergeReport]:
+    """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
+
+    Args:
+        recipes: each with its own `out`.
+        settings: how to run them.
+        progress: receives callbacks.
+
+    Raises:
+        MergeError: nothing is left at any `out` unless that output was finished; interrupted ones can be resumed.
+    """
+    began = time.perf_counter()
+    settings, progress = settings or RunSettings(), progress or NoProgress()
+    _check_shared(recipes)
+    outs = [_out_path(r) for r in recipes]
+    problems = Problems()
+    if settings.diagnose:
+        check_mutes(recipes)
+    with problems.noted():
+        check_device(settings.device)
+    with problems.noted():
+        check_outputs(recipes, outs, overwrite=settings.overwrite)
+    with opened_inputs(recipes, problems) as inputs:
+        plans = plans_of(recipes, inputs, settings.device, problems)
+        observers = Observers(recipes[0].seed, settings.exact) if settings.diagnose else None
+        resources = share_resources(plans, settings.device, settings.max_memory, settings.threads, observers)
+        with staged_outputs(outs, plans, settings) as outputs:
+            check_room(outputs)
+            resumed = [len(o.done) for o in outputs]
+            progress.started(plans, sum(resumed), resources.workers)
+            _check_values(inputs)
+            _execute(outputs, inputs, resources, observers, progress)
+            progress.finishing()
+            manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
+            reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
+        seconds = time.perf_counter() - began
+        return [
+            MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
+            for i, (o, manifest, n) in enumerate(zip(outputs, manifests, resumed, strict=True))
+        ]
+
+
+def diagnose_recipe(
+    recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None
+) -> Diagnosis:
+    """Measure what merging a recipe would do; nothing is written, its `out` is ignored.
+
+    Raises:
+        MergeError: whatever merging it would raise.
+    """
+    began = time.perf_counter()
+    settings, progress = settings or RunSettings(), progress or NoProgress()
+    check_mutes([recipe])
+    problems = Problems()
+    with problems.noted():
+        check_device(settings.device)
+    with opened_inputs([recipe], problems) as inputs:
+        (plan,) = plans_of([recipe], inputs, settings.device, problems)
+        observers = Observers(recipe.seed, settings.exact)
+        resources = share_resources([plan], settings.device, settings.max_memory, settings.threads, observers)
+        copies = [i.name for i in plan.items if i.call is None]  # nothing to measure
+        output = StagedOutput.unwritten(plan, skip=copies)
+        progress.started([plan], 0, resources.workers)
+        _check_values(inputs)
+        _execute([output], inputs, resources, observers, progress)
+        return build_diagnosis(plan, output.records, out=None, seconds=time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def opened_inputs(recipes: Sequence[Recipe], problems: Problems | None = None) -> Iterator[Inputs]:
+    """Base, experts and statistics of recipes that share them, opened.
+
+    Raises:
+        MergeError: all inputs that cannot be opened, together with the problems found before.
+    """
+    recipe, problems = recipes[0], problems or Problems()
+    to_adapter = False
+    with problems.noted():
+        to_adapter = writes_adapter(recipe)
+    if not recipe.base and not to_adapter:
+        problems.check()
+    with contextlib.ExitStack() as stack:
+        opened = _Opening(stack)
+        base = opened(lambda: open_checkpoint(recipe.base)) if not to_adapter else None
+        experts = [opened(_opener(e.path, base, to_adapter)) for e in recipe.experts]
+        if opened.problems:
+            many = "s" * (len(opened.problems) > 1)
+            problems.found.append(CheckpointError(f"{len(opened.problems)} problem{many} with the inputs.",
+                                                  opened.problems))  # fmt: skip
+            choices = [p for r in recipes for p in Chooser(r, declared_kinds(r)).problems]
+            if choices:
+                problems.found.append(RecipeError("The recipe is not valid.", choices))
+            problems.check()
+        statistics = stack.enter_context(opened_statistics(recipe))
+        yield Inputs(recipe.labels, base, [e for e in experts if e is not None], statistics)
+
+
+T = TypeVar("T", bound=Checkpoint | Expert)
+
+
+class _Opening:
+    """Opens inputs and collects what is wrong with them."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self.problems: list[str] = []
+
+    def __call__(self, open_input: Callable[[], T]) -> T | None:
+        try:
+            opened = open_input()
+        except CheckpointError as error:
+            self.problems += error.problems if len(error.problems) > 1 else [str(error)]
+            return None
+        self._stack.callback(opened.close)
+        return opened
+
+
+def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callable[[], Expert]:
+    if base is None and not to_adapter and not is_adapter(location):  # look only for further problems
+        return lambda: CheckpointExpert(open_checkpoint(location))
+    return lambda: open_expert(location, base)
+
+
+def writes_adapter(recipe: Recipe) -> bool:
+    """Whether the recipe's output is an adapter: asked for, or every expert is one and there is no base.
+
+    Raises:
+        RecipeError: an adapter is wanted of experts that are none, a model without a base, or neither is possible.
+    """
+    if recipe.to == "model" or (recipe.to is None and recipe.base):
+        if not recipe.base:
+            raise RecipeError("A full model is merged into a base: give --base, or write an adapter (--to adapter).")
+        if recipe.rank is not None:
+            raise RecipeError("'rank' is the rank of a merged adapter; write one with --to adapter, or leave it out.")
+        return False
+    full = [e.label for e in recipe.experts if not is_adapter(e.path)]
+    if full:
+        raise RecipeError(
+            f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into "
+            "the checkpoint that all experts come from."
+            if recipe.to is None
+            else f"--to adapter needs adapters; {', '.join(full)} is none. Write a model (--base ..., --to model)."
+        )
+    return True
+
+
+def plans_of(
+    recipes: Sequence[Recipe], inputs: Inputs, device: str = "cpu", problems: Problems | None = None
+) -> list[MergePlan]:
+    """Plans of recipes over the same inputs.
+
+    Raises:
+        MergeError: all their problems, together with those found before.
+    """
+    problems = problems or Problems()
+    plans = []
+    for recipe in recipes:
+        config = None
+        with problems.noted():
+            if inputs.base is None and recipe.base:
+                with open_checkpoint(recipe.base) as base:
+                    config = base.config
+            plans.append(
+                build_plan(recipe, inputs.base, inputs.experts, device=device, statistics=inputs.statistics,
+                           base_config=config)
+            )  # fmt: skip
+    problems.check()
+    return plans
+
+
+def _execute(
+    outputs: Sequence[StagedOutput],
+    inputs: Inputs,
+    resources: Resources,
+    observers: Observers | None,
+    progress: Progress,
+) -> None:
+    """Merge everything that is not done yet; keep the journal, judge the findings.
+
+    Raises:
+        CheckpointError: NaN or Inf in the inputs (all of them listed), or a file that changed or ended early.
+        StatisticsError: statistics of another model than the one that was read.
+    """
+    plans = tuple(o.plan for o in outputs)
+    units = plan_units(plans, [o.records for o in outputs], observers)
+    if not units:
+        return
+    spec = SessionSpec(
+        plans=plans,
+        base=None if inputs.base is None else inputs.base.location,
+        experts=tuple(e.handle() for e in inputs.experts),
+        outputs=tuple(o.folder for o in outputs),
+        observers=observers,
+        device=resources.device,
+    )
+    executor: Executor = ThreadExecutor(inputs, [o.writer for o in outputs], resources)
+    spec = dataclasses.replace(spec, surveys=executor.survey(spec))
+    findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
+    for result in executor.run(spec, units):
+        findings.add(result.findings)
+        if not findings.fatal:
+            for p, record in result.records:
+                outputs[p].keep(record)
+        for group in result.unit.groups:
+            item = plans[group[0][0]].items[group[0][1]]
+            progress.tensor(item.name, item.cost.read_bytes + item.cost.write_bytes)
+    _judge(findings)
+
+
+def _judge(findings: Findings) -> None:
+    if findings.foreign_statistics:
+        raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
+    if findings.fatal:
+        problems = findings.problems()
+        raise CheckpointError(
+            f"The inputs hold values that cannot be merged: {len(problems)} problem(s). NaN and Inf would spread; find "
+            "out why the fine-tuning produced them, or pass --allow-nonfinite to treat them as unchanged.",
+            problems,
+        )
+
+
+def _check_values(inputs: Inputs) -> None:
+    """Refuse adapters with NaN or Inf, and statistics of other models, before the work begins.
+
+    Raises:
+        CheckpointError, StatisticsError: each lists all.
+    """
+    problems = [p for label, e in zip(inputs.labels, inputs.experts, strict=True) for p in e.check_values(label)]
+    if problems:
+        raise CheckpointError(f"The adapters hold values that cannot be merged: {len(problems)} problem(s).", problems)
+    check_adapters(inputs)
+    check_probes(inputs)
+
+
+_SHARED = ("base", "experts", "compute_dtype", "allow_nonfinite", "to")
+
+
+def _check_shared(recipes: Sequence[Recipe]) -> None:
+    """One reading serves all recipes of a run, so they must agree on what is read, and how.
+
+    Labels decide too: they are what manifests call the inputs. Weights of experts may differ.
+
+    Raises:
+        RecipeError: they do not.
+    """
+    for name in _SHARED:
+        found = {str(_without_weights(getattr(r, name))) for r in recipes}
+        if len(found) > 1:
+            raise RecipeError(
+                f"Recipes of one run share {', '.join(_SHARED)}, but '{name}' differs: {' and '.join(sorted(found))}. "
+                "Run them one after the other."
+            )
+
+
+def _without_weights(value: Any) -> Any:
+    return [(e.path, e.label, e.statistics) for e in value] if isinstance(value, tuple) else value
+
+
+def _out_path(recipe: Recipe) -> Path:
+    if recipe.out is None:
+        raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
+    out = Path(recipe.out)
+    return out if out.name not in ("", "..") else out.resolve()  # '.' and '..' have no siblings to build in

@@ -1,0 +1,34 @@
+"""Settings of a run: where and how a merge computes. Unlike a recipe, they do not decide what the result is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from actmat.flag import Flag
+
+__all__ = ["RunSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """Settings of a run. Only `device` can change the result, in its last bits.
+
+    The text of each flag documents its field.
+
+    >>> RunSettings(threads=4, max_memory="4GB").device
+    'cpu'
+    """
+
+    device: Annotated[str, Flag(help="Where matrix methods compute: cpu, cuda, cuda:N or mps.")] = "cpu"
+    max_memory: Annotated[str | int | None, Flag(help="Limit of memory, such as 4GB; default: what is free.")] = None
+    threads: Annotated[
+        int | None, Flag(help="Tensors merged at the same time, same bytes for any; default: all cores.")
+    ] = None
+    overwrite: Annotated[bool, Flag(help="Replace an earlier output of actmat.")] = False
+    durable: Annotated[
+        bool, Flag(("--fsync/--no-fsync",), help="Wait until the output is on the disk before it appears.")
+    ] = True
+    sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
+    diagnose: Annotated[bool, Flag(help="Measure and check while merging; a report goes into the output.")] = False
+    exact: Annotated[bool, Flag(help="Measure without random probes: no sampling error, slower.")] = False

@@ -1,0 +1,89 @@
+"""Batches: calling a model with one, its tensors by name, and the hash of everything that a model was called with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.raw import raw_bytes
+from actmat.errors import StatisticsError
+
+__all__ = ["Batch", "DataSeen", "call_model", "evaluating", "named_tensors"]
+
+Batch = Mapping[str, Tensor] | tuple[Tensor, ...] | list[Tensor] | Tensor
+"""Keyword arguments of a model, its positional ones, or the only one."""
+
+
+def call_model(model: nn.Module, batch: Batch) -> Any:
+    """Output of the model for a batch.
+
+    >>> call_model(nn.Identity(), (torch.ones(2),))
+    tensor([1., 1.])
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch) if isinstance(batch, Tensor) else model(*batch)
+
+
+def named_tensors(batch: Batch) -> dict[str, Tensor]:
+    """Tensors of a batch; positional ones are named by their position.
+
+    >>> named_tensors((torch.ones(1), "text"))
+    {'0': tensor([1.])}
+    """
+    if isinstance(batch, Mapping):
+        pairs = list(batch.items())
+    else:
+        pairs = [(str(i), v) for i, v in enumerate([batch] if isinstance(batch, Tensor) else batch)]
+    return {k: v for k, v in pairs if isinstance(v, Tensor)}
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the duration."""
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+class DataSeen:
+    """Samples and tokens of all batches so far, and the hash of their names, shapes and values."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.tokens = 0
+        self._hash = ContentHash()
+
+    def add(self, batch: Batch) -> None:
+        """Count and hash a batch.
+
+        Raises:
+            StatisticsError: the batch holds no tensors.
+        """
+        tensors = named_tensors(batch)
+        if not tensors:
+            raise StatisticsError("A batch holds no tensors.")
+        for name in sorted(tensors):
+            tensor = tensors[name].detach().cpu().contiguous()
+            self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            if tensor.numel():
+                self._hash.update(raw_bytes(tensor if tensor.dtype != torch.bool else tensor.to(torch.uint8)))
+        samples = next(iter(tensors.values())).shape[0]
+        self.samples += samples
+        mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
+        if mask is not None and mask.ndim == 2:
+            self.tokens += int(mask.bool().sum())
+        else:
+            self.tokens += ids.numel() if ids is not None else samples
+
+    def fingerprint(self) -> str:
+        """Hash of all batches."""
+        return self._hash.hexdigest()

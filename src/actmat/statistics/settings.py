@@ -1,0 +1,83 @@
+"""Settings of `collect`: as keyword arguments, and as the object that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["FLOATS", "CollectOptions", "Labels", "LogLikelihood", "Settings", "TokenMask"]
+
+Labels = Literal["drawn", "given"]
+"""Labels for the Fisher: drawn from the model's predictions, or given with the batches."""
+
+LogLikelihood = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+"""`(model, batch of one sample) -> scalar log-likelihood`."""
+
+TokenMask = Callable[[Any], Tensor | None]
+"""Batch -> mask `B S`, True for tokens; None: no padding."""
+
+FLOATS = {"float32": torch.float32, "float64": torch.float64}
+"""dtypes of products and of stored sums."""
+
+
+class CollectOptions(TypedDict, total=False):
+    """Keyword arguments of `collect`; `Settings` has their meanings and defaults."""
+
+    gram: bool
+    fisher: bool
+    kinds: Sequence[str]
+    fisher_labels: Labels
+    loss: LogLikelihood | None
+    mask: TokenMask | None
+    compute_dtype: str
+    dtype: str
+    share: bool
+    seed: int
+    source: str
+    details: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a measurement.
+
+    Args:
+        gram: measure Gram matrices and token counts of embeddings.
+        fisher: measure the diagonal Fisher, one backward pass per sample.
+        kinds: names of further kinds of statistics to measure (`actmat.statistics.kinds.KINDS`).
+        fisher_labels: "drawn" from the model's predictions, or "given" with the batches.
+        loss: log-likelihood of one sample, in place of the built-in one.
+        mask: mask of a batch, for models whose calls do not carry one.
+        compute_dtype: dtype of the products, "float32" or "float64"; sums are float64.
+        dtype: dtype of the stored sums, "float32" or "float64".
+        share: store one sum for layers that read the same input.
+        seed: seed of the labels that are drawn.
+        source, details: origin of the data, for the record.
+    """
+
+    gram: bool = True
+    fisher: bool = False
+    kinds: Sequence[str] = ()
+    fisher_labels: Labels = "drawn"
+    loss: LogLikelihood | None = None
+    mask: TokenMask | None = None
+    compute_dtype: str = "float32"
+    dtype: str = "float32"
+    share: bool = True
+    seed: int = 0
+    source: str = "batches"
+    details: Mapping[str, str] | None = None
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of all kinds to measure.
+
+        >>> Settings(fisher=True).measured
+        ('gram', 'fisher')
+        """
+        builtin = [name for name, wanted in (("gram", self.gram), ("fisher", self.fisher)) if wanted]
+        return tuple(dict.fromkeys([*builtin, *self.kinds]))

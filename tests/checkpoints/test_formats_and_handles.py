@@ -1,0 +1,160 @@
+"""A format of a test enters the registry by one entry; handles open checkpoints again, also in another process."""
+
+import json
+import multiprocessing
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.hub import HubStandIn, hub_stand_in
+from torch import Tensor
+
+from actmat.checkpoints import formats
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
+from actmat.checkpoints.conformance import CheckpointConformance
+from actmat.checkpoints.formats.contract import Format
+from actmat.checkpoints.memory import HeldTensors, MemoryCheckpoint
+from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.source import Source, StoredCheckpoint
+from actmat.errors import CheckpointError
+
+
+class HexCheckpoint(StoredCheckpoint, HeldTensors):
+    """A toy: one JSON file of `name -> [dtype, shape, bytes in hexadecimal digits]`."""
+
+    format = "hex"
+
+    def __init__(self, source: Source, label: str) -> None:
+        super().__init__(source, [label])
+        stored = json.loads(source.fetch(label).read_text())
+        self.specs = MappingProxyType({n: TensorSpec(n, tuple(s), d, label) for n, (d, s, _) in stored.items()})
+        self.aliases = MappingProxyType({})
+        self._tensors = {}
+        for name, (dtype, shape, digits) in stored.items():
+            flat = torch.frombuffer(bytearray.fromhex(digits), dtype=torch_dtype(dtype)) if digits else torch.empty(0)
+            self._tensors[name] = flat.to(torch_dtype(dtype)).reshape(shape)
+
+
+def save_hex(tensors: Mapping[str, Tensor], path: Path) -> None:
+    rows = {n: [str(t.dtype).split(".")[1], list(t.shape), bytes(raw_bytes(t)).hex()] for n, t in tensors.items()}
+    path.write_text(json.dumps(rows))
+
+
+HEX = Format(
+    "hex",
+    ("*.hex",),
+    claims=lambda source: any(name.endswith(".hex") for name in source.weights),
+    open=lambda source: HexCheckpoint(source, next(name for name in source.weights if name.endswith(".hex"))),
+)
+
+
+@pytest.fixture
+def with_hex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, HEX))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
+    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
+        yield stand_in
+
+
+@pytest.mark.usefixtures("with_hex")
+class TestHexFormat(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        save_hex(tensors, folder / "weights.hex")
+        return open_checkpoint(folder)
+
+
+@pytest.mark.usefixtures("with_hex")
+def test_a_new_format_is_also_read_from_a_file_and_from_the_hub(hub: HubStandIn, tmp_path: Path) -> None:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    save_hex({"w": torch.arange(3.0)}, folder / "weights.hex")
+    (folder / "config.json").write_text('{"model_type": "toy"}')
+    hub.add("org/toy", folder)
+    for location in (folder, folder / "weights.hex", "hf://org/toy"):
+        with open_checkpoint(location) as checkpoint:
+            assert torch.equal(checkpoint.read("w"), torch.arange(3.0))
+            assert checkpoint.config == (None if location == folder / "weights.hex" else {"model_type": "toy"})
+
+
+def test_refusals_list_the_formats_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights.hex").write_text("{}")
+    with pytest.raises(CheckpointError) as before:
+        open_checkpoint(tmp_path)
+    assert r"expected weights (*.safetensors, pytorch_model.bin, *.pt, *.pth), found weights.hex" in str(before.value)
+    with pytest.raises(CheckpointError) as single:
+        open_checkpoint(tmp_path / "weights.hex")
+    said = "expected a file ending in .safetensors, .bin, .pt, .pth or .index.json, found 'weights.hex'"
+    assert said in str(single.value)
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, HEX))
+    (tmp_path / "weights.hex").rename(tmp_path / "weights.txt")
+    with pytest.raises(CheckpointError) as after:
+        open_checkpoint(tmp_path)
+    assert r"expected weights (*.safetensors, pytorch_model.bin, *.pt, *.pth, *.hex)" in str(after.value)
+
+
+def test_the_first_format_that_claims_a_folder_opens_it(tmp_path: Path, with_hex: None) -> None:
+    save_hex({"old": torch.ones(1)}, tmp_path / "weights.hex")
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert set(open_checkpoint(tmp_path).specs) == {"w"}
+
+
+def read_sum(handle: CheckpointHandle) -> tuple[int, str, float]:
+    with open_handle(handle) as checkpoint:
+        return os.getpid(), checkpoint.location, float(checkpoint.read("w").sum())
+
+
+def test_another_process_opens_handles_of_relative_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sharded").mkdir()
+    save_sharded({"w": torch.arange(5.0), "v": torch.ones(2)}, Path("sharded"), shards=2)
+    torch.save({"w": torch.ones(7)}, "weights.pt")
+    locations = ("sharded", "sharded/model.safetensors.index.json", "./weights.pt")
+    handles = [open_checkpoint(location).handle() for location in locations]
+    monkeypatch.chdir("/")
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.map(read_sum, handles)
+    assert [(location, total) for _, location, total in found] == list(zip(locations, (10.0, 10.0, 7.0), strict=True))
+    assert os.getpid() not in {process for process, _, _ in found}
+
+
+def test_a_handle_of_the_hub_keeps_its_commit_and_its_cache(hub: HubStandIn, tmp_path: Path) -> None:
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.full((4,), value)}, tmp_path / name / "model.safetensors")
+    first = hub.add("org/model", tmp_path / "one")
+    handle = open_checkpoint("org/model", cache_dir=tmp_path / "other cache").handle()
+    hub.add("org/model", tmp_path / "two")
+    assert handle.address == f"hf://org/model@{first}"
+    with open_handle(pickle.loads(pickle.dumps(handle))) as again:
+        assert again.location == "org/model"
+        assert again.read("w")[0] == 1
+    assert not (tmp_path / "cache" / "models--org--model").exists()
+
+
+def test_tensors_in_memory_have_no_handle() -> None:
+    with pytest.raises(CheckpointError, match="cannot be opened by another process"):
+        MemoryCheckpoint({"w": torch.ones(1)}).handle()
+
+
+def test_a_handle_of_a_format_that_is_not_registered_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="one of the formats safetensors, torch, found 'hex'"):
+        open_handle(CheckpointHandle(str(tmp_path), "hex", "model"))
+
+
+def test_a_handle_of_files_that_are_gone_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    handle = open_checkpoint(tmp_path / "model.safetensors").handle()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="found nothing there"):
+        open_handle(handle)

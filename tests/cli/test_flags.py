@@ -1,0 +1,185 @@
+"""Flags come from fields: of the recipe's schema, and of dataclasses of settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import typer
+from pydantic import Field
+from tests.helpers.merging import NORM, Family, actmat
+from typer.testing import CliRunner
+
+from actmat.cli.diagnose import MEASURING, OF_OUTPUT, diagnose
+from actmat.cli.merge import merge
+from actmat.cli.plan import plan
+from actmat.cli.recipes import RecipeFlags
+from actmat.cli.signature import Fields, deferred, resolved, with_flags
+from actmat.errors import RecipeError
+from actmat.flag import Flag
+from actmat.recipe import ExpertRef, Recipe
+from actmat.settings import RunSettings
+
+EXPERTS = ["math", "code"]
+
+
+def flagged(model: Any) -> set[str]:
+    return {n for n, f in model.model_fields.items() if any(isinstance(m, Flag) for m in f.metadata)}
+
+
+def taken(command: Any) -> list[str]:
+    return list(inspect.signature(with_flags(command)).parameters)
+
+
+def run(command: Any, *argv: str) -> Any:
+    app = typer.Typer()
+    app.command()(with_flags(command))
+    return CliRunner().invoke(app, argv)
+
+
+def recipes(**values: Any) -> list[Recipe]:
+    return RecipeFlags({"base": "org/base", "experts": EXPERTS} | values).recipes(None)
+
+
+# Where flags come from
+
+
+def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
+    fields = flagged(Recipe) | flagged(ExpertRef)
+    assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
+    settings = {f.name for f in dataclasses.fields(RunSettings)}
+    assert set(taken(merge)) == fields | settings | {"recipe", "strict", "quiet"}
+    assert set(taken(plan)) == fields - {"out"} | {"device", "recipe", "json", "every"}
+    assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))
+
+
+def test_a_new_field_of_the_recipe_is_a_flag_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Larger(Recipe):
+        colour: Annotated[Literal["red", "blue"] | None, Flag()] = Field(
+            default=None, description="colour of `merged` tensors; default: grey"
+        )
+        depth: Annotated[int, Flag(("--depth", "-d"))] = Field(default=3, description="depth")
+        hidden: int = 0
+
+    monkeypatch.setattr("actmat.recipe.Recipe", Larger)
+    seen: list[RecipeFlags] = []
+
+    def command(*, given: RecipeFlags) -> None:
+        seen.append(given)
+
+    result = run(command, "--colour", "red", "-d", "5", "--no-ties")
+    assert result.exit_code == 0, result.output
+    assert {k: v for k, v in seen[0].values.items() if v is not None} == {"colour": "red", "depth": 5, "ties": False}
+    text = " ".join(run(command, "--help").output.replace("│", " ").split())
+    assert "Colour of 'merged' tensors (default: grey)." in text
+    assert "Depth (default: 3)." in text
+    assert "--hidden" not in text
+
+
+@dataclass(frozen=True)
+class Kitchen:
+    """Settings of a toy."""
+
+    heat: Annotated[int, Flag(help="Heat of the stove.")] = 5
+    pan: Annotated[str | int | None, Flag(help="Pan; default: the largest.")] = None
+    fan: Annotated[bool, Flag(("--fan/--quiet",), help="Run the fan.")] = True
+    timer: Annotated[float | None, typer.Option("--timer", help="Minutes.")] = None
+
+
+def test_a_dataclass_is_its_flags_with_its_defaults() -> None:
+    seen: list[Kitchen] = []
+
+    def cook(*, kitchen: Kitchen, dish: str) -> None:
+        seen.append(kitchen)
+
+    assert run(cook, "soup").exit_code == 0
+    assert run(cook, "soup", "--heat", "7", "--pan", "small", "--quiet", "--timer", "1.5").exit_code == 0
+    assert seen == [Kitchen(), Kitchen(7, "small", False, 1.5)]
+    assert "Pan (default: the largest)." in " ".join(run(cook, "--help").output.replace("│", " ").split())
+
+
+def test_a_command_takes_some_of_the_fields() -> None:
+    def only(*, kitchen: Annotated[Kitchen, Fields(only=("heat", "fan"))]) -> None: ...
+    def without(*, kitchen: Annotated[Kitchen, Fields(without=("heat",))]) -> None: ...
+    def unknown(*, kitchen: Annotated[Kitchen, Fields(without=("heet",))]) -> None: ...
+
+    assert taken(only) == ["heat", "fan"]
+    assert taken(without) == ["pan", "fan", "timer"]
+    with pytest.raises(AssertionError, match="heet"):
+        taken(unknown)
+
+
+def test_a_deferred_command_is_resolved_with_its_flags() -> None:
+    def cook(*, kitchen: Kitchen) -> None:
+        """Cook."""
+        typer.echo(kitchen.heat)
+
+    app = typer.Typer()
+    app.command()(deferred(cook))
+    listed = typer.main.get_command(app)
+    assert (listed.name, listed.help) == ("cook", "Cook.")
+    assert [p.name for p in listed.params if p.name == "heat"] == []
+    assert [p.name for p in resolved(listed).params] == ["heat", "pan", "fan", "timer"]
+    plain = typer.main.get_command(app)
+    plain.callback = None
+    assert resolved(plain) is plain
+
+
+def test_settings_of_a_run_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunSettings().device = "cuda"  # type: ignore[misc]
+
+
+# What flags mean
+
+
+def test_flags_replace_fields_of_the_file_and_others_stay(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("base: org/b\nexperts: [org/x]\nties: false\nscale: 0.5\nmethod: ties\noptions: {density: 0.3}\n")
+    (kept,) = RecipeFlags({"seed": 3, "keep": [], "ties": None}).recipes(file)
+    assert (kept.ties, kept.scale, kept.seed, kept.options) == (False, 0.5, 3, {"density": 0.3})
+    (changed,) = RecipeFlags({"ties": True, "scale": 0.0, "options": ["trim=x"]}).recipes(file)
+    assert (changed.ties, changed.scale, changed.options) == (True, 0.0, {"density": 0.3, "trim": "x"})
+
+
+def test_a_switch_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
+    family = Family.make(tmp_path, layers=1)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"base: {family.base}\nexperts: [{family.experts[0]}]\nties: false\nkeep: [{NORM}]\n")
+    for flags, expected in (((), False), (("--ties",), True), (("--no-ties",), False)):
+        outcome = actmat(["plan", str(file), "--json", *flags])
+        assert outcome.code == 0, outcome
+        assert ('"ties": false' not in outcome.out) == expected
+
+
+def test_experts_have_names_weights_and_statistics() -> None:
+    (recipe,) = recipes(experts=["math=org/m", "org/code"], weight=[2.0, 1.0], statistics=["code=stats/code"])
+    assert [(e.label, e.path, e.weight, e.statistics) for e in recipe.experts] == [
+        ("math", "org/m", 2.0, ""),
+        ("code", "org/code", 1.0, "stats/code"),
+    ]
+    with pytest.raises(RecipeError, match="2 experts and 1 weights"):
+        recipes(weight=[1.0])
+    with pytest.raises(RecipeError, match="--weight goes with --expert"):
+        RecipeFlags({"weight": [1.0]}).recipes(Path("recipe.yaml"))
+    with pytest.raises(RecipeError, match="given twice for one expert"):
+        recipes(statistics=["math=a", "math=b"])
+
+
+def test_methods_and_listed_options_are_variants_with_an_output_each() -> None:
+    found = recipes(method=["actmat", "ties"], options=["rtol=1e-6,1e-4", "density=0.3"], out=Path("grid"))
+    assert [(r.method, r.options, r.out) for r in found] == [
+        ("actmat", {"rtol": 1e-6}, str(Path("grid/actmat,rtol=1e-06"))),
+        ("actmat", {"rtol": 1e-4}, str(Path("grid/actmat,rtol=0.0001"))),
+        ("ties", {"density": 0.3}, str(Path("grid/ties"))),
+    ]
+
+
+@pytest.mark.parametrize("values", [{"base": None}, {"experts": None}, {"base": None, "to": "model"}])
+def test_flags_without_a_base_or_experts_are_a_wrong_command_line(values: dict[str, Any]) -> None:
+    with pytest.raises(typer.BadParameter, match="or a recipe file"):
+        recipes(**values)

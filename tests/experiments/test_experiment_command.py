@@ -1,0 +1,55 @@
+"""`actmat experiment`: what it says before anything heavy begins."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.vision import TINY, write_tasks
+from typer.testing import CliRunner
+
+from actmat.cli.main import app
+from actmat.errors import RecipeError
+from actmat_experiments.suites import SUITES
+
+runner = CliRunner()
+
+
+def call(*arguments: str):
+    return runner.invoke(app, ["experiment", *arguments])
+
+
+def test_suites_are_listed():
+    done = call("list")
+    assert done.exit_code == 0
+    firsts = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert firsts == [s.name for s in SUITES], "a long summary goes on below itself"
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_an_unknown_suite_offers_the_near_name(tmp_path):
+    done = call("run", "vision-smal", "--cache", str(tmp_path))
+    assert isinstance(done.exception, RecipeError)
+    assert "Did you mean 'vision-small'" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--seeds", "0,x"], "whole numbers"), (["--no-full"], "--lora"), (["--set", "epochs"], "name=value")],
+)
+def test_wrong_flags_are_errors_of_usage(flags, said):
+    done = call("run", "vision-small", *flags)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_a_run_ends_with_its_table_and_the_table_can_be_had_again(tmp_path):
+    data = write_tasks(tmp_path / "data", ("cifar100", "a", "b"))
+    settings = [part for name, value in TINY.items() for part in ("--set", f"{name}={value}")]
+    place = ["--cache", str(tmp_path / "cache")]
+    flags = ["--data", str(data), "--tasks", "a,b", "--methods", "average,actmat", "--threads", "1", *settings]
+    done = call("run", "vision-small", *place, *flags)
+    assert done.exit_code == 0, done.output
+    assert "actmat" in done.stdout
+    again = call("table", "vision-small", *place, "--markdown")
+    assert again.exit_code == 0
+    assert "| `average` | default |" in again.stdout
+    assert (tmp_path / "cache" / "logs" / "merges.log").read_text().count("begin") == 1

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import relative_error
+
+from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.masks.trims import trim_to_top
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), fraction=st.floats(0.01, 1.0), seed=st.integers(0, 99))
+def test_trim_keeps_the_largest_entries_and_no_others(rows, columns, fraction, seed):
+    delta = random_deltas(1, rows, columns, seed=seed)[0]
+    trimmed = trim_to_top(delta, fraction)
+    kept = trimmed != 0
+    assert int(kept.sum()) == max(1, round(fraction * rows * columns))
+    assert torch.equal(trimmed[kept], delta[kept])
+    if not kept.all():
+        assert delta[kept].abs().min() >= delta[~kept].abs().max()
+
+
+def test_trim_keeps_all_entries_equal_to_the_smallest_kept():
+    delta = torch.tensor([[3.0, -2.0], [2.0, 1.0]])
+    assert torch.equal(trim_to_top(delta, 0.5), torch.tensor([[3.0, -2.0], [2.0, 0.0]]))
+
+
+def test_trim_of_a_zero_delta_is_zero():
+    assert torch.equal(trim_to_top(torch.zeros(3, 4), 0.3), torch.zeros(3, 4))
+
+
+def test_plain_factor_is_the_delta_itself():
+    delta = random_deltas(1, 4, 5)[0]
+    factor, retries = Estimator().factor(delta)
+    assert factor is delta
+    assert retries == ()
+    assert Estimator().is_plain
+    assert not Estimator(centre=True).is_plain
+
+
+def test_centred_factor_gives_the_scatter_matrix():
+    delta = random_deltas(1, 7, 4)[0]
+    factor, _ = Estimator(centre=True).factor(delta)
+    assert relative_error(factor.T @ factor, torch.cov(delta.T, correction=0) * 7) < 1e-13
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+@pytest.mark.parametrize("power", [0.5, 1.5])
+def test_power_of_the_gram(shape, power):
+    delta = random_deltas(1, *shape)[0]
+    factor, _ = Estimator(power=power).factor(delta)
+    assert factor.shape == (4, shape[1]) == (Estimator(power=power).rows(*shape), shape[1])
+    values, vectors = torch.linalg.eigh(delta.T @ delta)
+    expected = (vectors * values.clamp_min(0).pow(power)) @ vectors.T
+    assert relative_error(factor.T @ factor, expected) < 1e-7
+
+
+def test_root_in_float32_does_not_go_through_the_square():
+    """s = 1e-4: its square 1e-8 drowns in float32 rounding of the Gram, the SVD still resolves it."""
+    delta = torch.diag(torch.tensor([1.0, 1e-4])) @ torch.tensor([[0.6, 0.8], [-0.8, 0.6]])
+    factor, _ = Estimator(power=0.5).factor(delta)
+    smallest = torch.linalg.eigvalsh((factor.T @ factor).double())[0]
+    assert float(smallest) == pytest.approx(1e-4, rel=1e-2)
+
+
+def test_steps_apply_in_order_trim_centre_power():
+    delta = random_deltas(1, 6, 5)[0]
+    factor, _ = Estimator(trim=0.5, centre=True, power=0.5).factor(delta)
+    trimmed = trim_to_top(delta, 0.5)
+    centred = trimmed - trimmed.mean(0)
+    assert relative_error((factor.T @ factor) @ (factor.T @ factor), centred.T @ centred) < 1e-12
+
+
+def test_normaliser_guards_a_zero_delta():
+    estimator = Estimator(normalise="norm")
+    assert estimator.weight(4.0) == 0.25
+    assert estimator.weight(0.0) == 0.0
+    assert Estimator().weight(4.0) == 1.0

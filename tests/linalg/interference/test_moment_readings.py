@@ -1,0 +1,59 @@
+"""What others read off the interference solver's moments: Grams of many factors, eigenvalues, coordinates in `S`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from tests.tolerances import F64_ORACLE, relative_error
+
+from actmat.errors import NumericalError
+from actmat.linalg.interference.moments import PANELLED_FROM, PrimalMoments, Reduced, StackedMoments, gram_of_rows
+from actmat.linalg.lapack import only_eigenvalues
+
+
+def factors(count: int, rows: int, width: int) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(rows + width)
+    return [torch.randn(rows, width, generator=rng, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.mark.parametrize("width", [7, PANELLED_FROM + 3])
+def test_gram_of_rows_is_the_sum_of_grams(width: int) -> None:
+    given = factors(3, 5, width)
+    stacked = torch.cat(given)
+    assert relative_error(gram_of_rows(given), stacked.mT @ stacked) < F64_ORACLE
+
+
+def test_only_eigenvalues_are_those_of_the_decomposition() -> None:
+    gram = gram_of_rows(factors(1, 9, 6))
+    values, retries = only_eigenvalues(gram)
+    assert relative_error(values, torch.linalg.eigh(gram).eigenvalues) < F64_ORACLE
+    assert retries == ()
+    with pytest.raises(NumericalError, match="finite"):
+        only_eigenvalues(gram * torch.inf)
+
+
+def reduced(form: Literal["primal", "dual", "stacked"], given: list[torch.Tensor]) -> Reduced:
+    rows, width = given[0].shape
+    if form == "primal":
+        moments = PrimalMoments(torch.empty(rows, width).double(), torch.empty(width, width).double())
+        for delta in given:
+            moments.add(delta, delta, 1.0)
+        return moments.reduced()
+    stacked = StackedMoments(rows, len(given), rows, given[0])
+    for delta in given:
+        stacked.add(delta, delta, 1.0)
+    return stacked.reduced(form)
+
+
+@pytest.mark.parametrize("form", ["primal", "dual", "stacked"])
+def test_coordinates_in_the_leading_eigenvectors(form: Literal["primal", "dual", "stacked"]) -> None:
+    given = factors(2, 4, 11)
+    gram = gram_of_rows(given)
+    vectors = torch.linalg.eigh(gram).eigenvectors
+    for count in (1, 3, 8):
+        found = reduced(form, given).coordinates(given[0], count)
+        expected = given[0] @ vectors[:, -count:]
+        # signs of eigenvectors are free: compare what the coordinates say of the rows
+        assert relative_error(found @ found.mT, expected @ expected.mT) < F64_ORACLE

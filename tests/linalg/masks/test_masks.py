@@ -1,0 +1,179 @@
+"""Masks keep what they promise: exact counts for the ranked ones, the right law for the random ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.masking import awkward_deltas, naive_top
+from tests.helpers.spectra import seeded
+from torch import Tensor
+
+from actmat.linalg import chunks
+from actmat.linalg.masks import random, threshold
+from actmat.linalg.masks.mask import Band, Keep, Mask, Trim, Where
+from actmat.linalg.masks.random import Drop, magnitude_sampled, normalized_ranks, random_int32
+from actmat.linalg.masks.trims import l1_factors, top_trims
+
+
+def apply(mask: Mask, flat: Tensor) -> Tensor:
+    out = torch.full_like(flat, math.nan)
+    for start, chunk in chunks.chunks_of(flat):
+        mask.apply(chunk, start, out[start : start + chunk.numel()])
+    return out
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 6)
+    monkeypatch.setattr(random, "CHUNK_ENTRIES", 6)
+    monkeypatch.setattr(threshold, "CHUNK_ENTRIES", 6)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_trim_equals_sorting_at_every_rank(exact: bool, dtype: torch.dtype) -> None:
+    """The deltas have a dozen entries per magnitude, so that nearly every rank cuts through equal ones."""
+    (flat,) = awkward_deltas(1, 41, dtype=dtype)
+    for k in range(-1, 43):
+        ((trim, _),) = top_trims(flat, [k], exact=exact)
+        assert torch.equal(apply(trim, flat), naive_top(flat, max(k, 0), exact=exact)), k
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.integers(-3, 3).filter(bool), min_size=1, max_size=30), k=st.integers(0, 30))
+def test_exact_trim_keeps_exactly_k_whatever_the_ties(values: list[int], k: int) -> None:
+    flat = torch.tensor(values, dtype=torch.float32)
+    ((trim, cut),) = top_trims(flat, [k], exact=True)
+    assert int(torch.count_nonzero(apply(trim, flat))) == min(k, len(values)) == cut.rank
+
+
+def test_trim_keeps_subnormal_neighbours_apart() -> None:
+    step = 2.0**-149
+    flat = torch.tensor([step, 2 * step, -3 * step])
+    ((trim, _),) = top_trims(flat, [2], exact=True)
+    assert apply(trim, flat).tolist() == [0.0, 2 * step, -3 * step]
+
+
+def test_trim_lets_nan_through() -> None:
+    """A NaN in an expert must show in the result, not vanish as a small entry."""
+    assert math.isnan(apply(Trim.at(2.0, torch.float32), torch.tensor([math.nan, 1.0]))[0])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_band_keeps_the_ranks_between() -> None:
+    (flat,) = awkward_deltas(1, 41)
+    for bottom, top in [(0, 0), (5, 0), (20, 3), (40, 40), (41, 20), (41, 0)]:
+        (low, _), (high, _) = top_trims(flat, [bottom, top], exact=True)
+        expected = naive_top(flat, bottom, exact=True) - naive_top(flat, top, exact=True)
+        assert torch.equal(apply(Band(low, high), flat), expected)
+
+
+def test_where_masks_by_the_score_of_another_tensor() -> None:
+    score = torch.tensor([3.0, 0.0, 1.0, 2.0])
+    ((trim, _),) = top_trims(score, [2], exact=True)
+    assert apply(Where(score, trim), torch.tensor([-1.0, 5.0, 6.0, 7.0])).tolist() == [-1.0, 0.0, 0.0, 7.0]
+
+
+def test_keep_copies() -> None:
+    flat = torch.randn(5, generator=seeded(0))
+    assert torch.equal(apply(Keep(), flat), flat)
+
+
+def test_drop_keeps_a_binomial_number_of_entries() -> None:
+    n, density = 200_000, 0.1
+    flat = torch.ones(n)
+    for seed in range(5):
+        kept = int(apply(Drop(density, seed), flat).sum())
+        assert abs(kept - n * density) < 5 * math.sqrt(n * density * (1 - density))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 64, 1000])
+def test_drop_is_the_same_for_any_chunk_size_and_when_repeated(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = torch.randn(1001, generator=seeded(0))
+    whole = apply(Drop(0.3, 5), flat)
+    mask = Drop(0.3, 5)
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", size)
+    assert torch.equal(apply(mask, flat), whole)
+    assert torch.equal(apply(mask, flat), whole)
+    assert not torch.equal(apply(Drop(0.3, 6), flat), whole)
+
+
+def test_drop_does_not_depend_on_the_values_or_the_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    one = apply(Drop(0.5, 1), torch.ones(300_000))
+    try:
+        torch.set_num_threads(2)
+        two = apply(Drop(0.5, 1), torch.full((300_000,), 3.0))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(one * 3, two)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.3, 0.5, 0.9])
+def test_drop_treats_all_entries_of_a_draw_alike_and_apart(density: float) -> None:
+    n = 800_000
+    kept_N8 = apply(Drop(density, 4), torch.ones(n)).view(-1, 8).double()
+    error = math.sqrt(density * (1 - density) / (n / 8))
+    assert float((kept_N8.mean(0) - density).abs().max()) < 4 * error
+    pairs_88 = torch.corrcoef(kept_N8.mT) - torch.eye(8)
+    assert float(pairs_88.abs().max()) < 4.5 / math.sqrt(n / 8), "28 pairs"
+
+
+@pytest.mark.parametrize(("density", "rare"), [
+    (3e-6, "kept"), (1.5e-5, "kept"), (2e-3, "kept"), (1.99 / 256, "kept"), (1 - 4e-6, "dropped"),
+    (1 - 3.9e-3, "dropped"),
+])  # fmt: skip
+def test_drop_is_exact_where_a_byte_is_too_coarse(density: float, rare: str) -> None:
+    n, seeds = 1_000_000, 40
+    kept = sum(int(apply(Drop(density, seed), torch.ones(n)).sum()) for seed in range(0, 2 * seeds, 2))
+    found = kept if rare == "kept" else n * seeds - kept
+    expected = n * seeds * min(density, 1 - density)
+    assert abs(found - expected) < 4 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize(("density", "kept"), [(0.0, 0), (1.0, 1000)])
+def test_drop_at_the_ends_of_the_range(density: float, kept: int) -> None:
+    assert int(apply(Drop(density, 3), torch.ones(1000)).sum()) == kept
+
+
+def test_drop_leaves_global_randomness_alone() -> None:
+    before = torch.get_rng_state()
+    apply(Drop(0.5, 3), torch.ones(100))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_integers_cover_the_range_evenly() -> None:
+    n = 160_000
+    draws = random_int32(n + 1, seeded(0))
+    assert draws.numel() == n + 1
+    counts = torch.bincount((draws.long() + 2**31) >> 28, minlength=16)
+    assert float(((counts - n / 16) ** 2 / (n / 16)).sum()) < 37.7, "chi-square of 16 bins, 1 in 1000"
+    assert int(torch.unique(draws & 0xFF).numel()) == 256
+
+
+def test_l1_factor_restores_the_norm() -> None:
+    flat = torch.randn(1000, generator=seeded(1))
+    (factor,) = l1_factors([flat], [Drop(0.3, 2)])
+    assert float((factor * apply(Drop(0.3, 2), flat)).abs().sum()) == pytest.approx(float(flat.abs().sum()), rel=1e-6)
+    assert l1_factors([torch.zeros(4)], [Keep()]) == [1.0]
+
+
+def test_ranks_are_by_row_with_ties_in_storage_order() -> None:
+    scores = torch.tensor([[3.0, 1.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert (normalized_ranks(scores) * 4).tolist() == [[4, 1, 2, 3, 0], [0, 1, 2, 3, 4]]
+    assert normalized_ranks(torch.ones(3, 1)).tolist() == [[0.5]] * 3
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4, 2), (2, 0), (0, 3)])
+@pytest.mark.parametrize("rescale", ["inverse", "l1", "none"])
+def test_sampling_takes_any_shape(shape: tuple[int, ...], rescale: str) -> None:
+    delta = torch.randn(shape, generator=seeded(0))
+    out = magnitude_sampled(delta, 0.5, 0.2, rescale=rescale, generator=seeded(1))  # type: ignore[arg-type]
+    assert out.shape == delta.shape
+    assert torch.equal(out != 0, (out != 0) & (delta != 0))

@@ -1,0 +1,141 @@
+"""Places of several deltas: each once, together, whatever hands them over; and room for what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.spectra import random_deltas
+from torch import Tensor
+
+from actmat.linalg import chunks
+from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed, empty_result, prepend, walk
+from actmat.linalg.masks.election import elect, masked_sum
+from actmat.linalg.masks.random import Drop
+from actmat.linalg.masks.threshold import true_indices
+from actmat.methods import METHODS, get_method
+
+
+class OneBuffer(Sequence[Tensor]):
+    """Deltas that come through one buffer per expert, overwritten by every chunk, and in no other way."""
+
+    def __init__(self, deltas: list[Tensor]) -> None:
+        self._deltas = deltas
+        self.shape, self.dtype = tuple(deltas[0].shape), deltas[0].dtype
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def __getitem__(self, t: Any) -> Any:
+        raise AssertionError("a rule that streams asked for a whole delta")
+
+    def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
+        buffers, numel = [torch.empty(16, dtype=self.dtype) for _ in self._deltas], self._deltas[0].numel()
+        for start in range(0, numel, 16):
+            size = min(16, numel - start)
+            both = zip(buffers, self._deltas, strict=True)
+            yield start, [b[:size].copy_(d.flatten()[start : start + size]) for b, d in both]
+
+    def result(self) -> Tensor:
+        return torch.full(self.shape, float("nan"), dtype=self.dtype)
+
+
+@pytest.mark.parametrize("size", [0, 1, 11, 12, 25])
+def test_chunks_cover_all_deltas_in_step(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 12)
+    first, second = torch.arange(float(size)), -torch.arange(float(size))
+    found = [(start, [p.clone() for p in chunks_TP]) for start, chunks_TP in walk([first, second])]
+    assert [start for start, _ in found] == list(range(0, size, 12))
+    for expected, t in ((first, 0), (second, 1)):
+        assert torch.equal(torch.cat([chunks_TP[t] for _, chunks_TP in found] or [expected]), expected)
+
+
+def test_a_chunk_is_a_whole_number_of_draws() -> None:
+    """`Drop` draws four entries at a time."""
+    assert CHUNK_ENTRIES % 4 == 0
+
+
+def test_deltas_of_any_strides_are_walked_in_storage_order_of_the_result() -> None:
+    delta = torch.arange(6.0).reshape(2, 3).mT
+    ((_, [chunk]),) = walk([delta])
+    assert chunk.tolist() == delta.flatten().tolist()
+    result = empty_result([delta])
+    assert result.is_contiguous()
+    assert result.shape == delta.shape
+
+
+@pytest.mark.parametrize("density", [0.3, 0.8])
+def test_streamed_deltas_give_the_bits_of_held_ones(density: float) -> None:
+    deltas = [d.float() for d in random_deltas(3, 7, 13)]
+    streamed = OneBuffer(deltas)
+    for scales in ([1.0, 1.0, 1.0], [0.5, -2.0, 3.0]):
+        masks = [Drop(density, t) for t in range(3)]
+        assert torch.equal(masked_sum(streamed, masks, scales), masked_sum(deltas, masks, scales))
+        found = elect(streamed, masks, scales=scales, counts=[1.0] * 3)
+        assert torch.equal(found, elect(deltas, masks, scales=scales, counts=[1.0] * 3))
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("ties", {}),
+    ("ties", {"variant": "mergekit", "density": [0.1, 1.0, 0.5]}),
+    ("ties", {"variant": "actmat", "weights": [1.0, 2.0, 0.5], "reduce": "sum"}),
+    ("dare", {"rule": "ties"}),
+    ("dare", {"rule": "average", "density": 0.7}),
+    ("model_stock", {}),
+    ("karcher", {}),
+    ("karcher", {"include_base": True, "weights": [1.0, 2.0, 3.0]}),
+    ("slerp", {"t": 0.3}),
+]
+
+
+@pytest.mark.parametrize("n_experts", [1, 3])
+@pytest.mark.parametrize(("name", "options"), CALLS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_rules_that_stream_ask_for_chunks_only(name: str, options: dict[str, Any], n_experts: int) -> None:
+    """The same bits, whatever hands the deltas over; chunks of 16 against one of all 91 entries."""
+    method, n_experts = get_method(name), 2 if name == "slerp" and n_experts > 1 else n_experts
+    deltas = [d.float().mul(8).round() for d in random_deltas(n_experts, 7, 13)]  # many equal magnitudes
+    given = {k: v[:n_experts] if isinstance(v, list) else v for k, v in options.items()}
+    assert method.streams(method.resolve_options({k: v for k, v in given.items() if k != "weights"}))
+
+    def merged(source: Sequence[Tensor]) -> Tensor:
+        needs: dict[str, Any] = {}
+        if "base" in method.needs:
+            needs["base"] = torch.arange(91.0).reshape(7, 13) / 30
+        if method.is_random:
+            needs["generator"] = torch.Generator().manual_seed(5)
+        return method.merge(source, **needs, **given).value
+
+    streamed = OneBuffer(deltas)
+    assert isinstance(streamed, Streamed)
+    expected, found = merged(deltas), merged(streamed)
+    if name in ("model_stock", "karcher", "slerp"):  # sums of float64, of another number of addends
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_every_rule_that_streams_is_among_the_calls() -> None:
+    streaming = {m.name for m in METHODS if m.streams_when is not None}
+    assert streaming == {name for name, _ in CALLS}
+
+
+def test_a_tensor_before_streamed_deltas_is_walked_with_them() -> None:
+    deltas = [d.float() for d in random_deltas(2, 5, 9)]
+    first = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    basis = prepend(first, OneBuffer(deltas))
+    assert len(basis) == 3
+    assert isinstance(basis, Streamed)
+    for t, expected in enumerate([first, *deltas]):
+        chunks_TP = [p[t].clone() for _, p in walk(basis)]
+        assert torch.equal(torch.cat(chunks_TP), expected.flatten())
+    assert prepend(first, deltas) == [first, *deltas]
+
+
+@settings(max_examples=60, deadline=None)
+@given(flags=st.lists(st.booleans(), max_size=40))
+def test_true_indices_are_those_of_nonzero(flags: list[bool]) -> None:
+    assert true_indices(torch.tensor(flags, dtype=torch.bool)).tolist() == [i for i, f in enumerate(flags) if f]

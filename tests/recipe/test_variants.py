@@ -1,0 +1,47 @@
+"""Variants of a recipe: combinations of methods and option values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actmat.errors import RecipeError
+from actmat.recipe import make_recipe, variants
+
+RECIPE = make_recipe({"base": "b", "experts": ["e"], "method": "ties", "options": {"density": 0.2}, "out": "out"})
+
+
+def test_without_choices_the_recipe_itself() -> None:
+    assert variants(RECIPE) == [RECIPE]
+    assert variants(RECIPE.model_copy(update={"out": None}), ["ties", "average"])[1].out is None
+
+
+def test_one_value_replaces_an_option_and_keeps_the_output() -> None:
+    (found,) = variants(RECIPE, options={"density": [0.5], "trim": ["global"]})
+    assert (found.options, found.out) == ({"density": 0.5, "trim": "global"}, "out")
+
+
+def test_options_of_the_recipe_stay_with_its_own_method() -> None:
+    found = variants(RECIPE, ["ties", "average"])
+    assert [(r.method, r.options) for r in found] == [("ties", {"density": 0.2}), ("average", {})]
+    assert [r.out for r in found] == [str(Path("out") / m) for m in ("ties", "average")]
+
+
+def test_values_are_combined() -> None:
+    found = variants(RECIPE, options={"density": [0.1, 0.3], "trim": ["local", "global"]})
+    assert [(r.options["density"], r.options["trim"]) for r in found] == [
+        (0.1, "local"),
+        (0.1, "global"),
+        (0.3, "local"),
+        (0.3, "global"),
+    ]
+    assert found[0].out == str(Path("out") / "density=0.1,trim=local")
+
+
+def test_an_unknown_option_is_left_to_the_plan_for_one_method_and_refused_for_several() -> None:
+    assert variants(RECIPE, options={"densty": [0.1]})[0].options == {"density": 0.2, "densty": 0.1}
+    with pytest.raises(RecipeError, match="None of the methods has an option 'densty'"):
+        variants(RECIPE, ["ties", "average"], {"densty": [0.1]})
+    with pytest.raises(RecipeError, match="Did you mean 'ties'"):
+        variants(RECIPE, ["tie", "average"])
