@@ -107,10 +107,8 @@ class AdapterExpert(_OpenAdapter):
 
     def source(self, name: str) -> Source:
         """Stored if it was trained in full, formed if a module changes it, else zero."""
-        dtype, nbytes = (
-            self._spec(name).dtype,
-            sum(self.adapter.weights.specs[n].nbytes for n in self._tensors_of(name)),
-        )
+        dtype, stored = self._spec(name).dtype, self.adapter.weights.specs
+        nbytes = sum(stored[n].nbytes for n in self._tensors_of(name))
         if name in self._full:
             return Source(name, "stored", dtype, nbytes)
         piece = self._pieces.get(name)
@@ -206,9 +204,9 @@ class AdapterExpert(_OpenAdapter):
         return piece.module.a, piece.module.b
 
 
-def is_formed(expert: object, source: str) -> TypeGuard[AdapterExpert]:
-    """Whether the expert's delta of this tensor is formed (a product of factors, or zeros), not read and subtracted."""
-    return isinstance(expert, AdapterExpert) and expert.source(source).kind != "stored"
+def is_formed(expert: object, source: str) -> TypeGuard[Expert]:
+    """True if the expert's delta of this tensor is formed (a product of factors, or zeros), not read and subtracted."""
+    return isinstance(expert, Expert) and expert.source(source).kind != "stored"
 
 
 def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:

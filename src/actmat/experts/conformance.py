@@ -1,0 +1,308 @@
+"""The test-suite of the `Expert` contract, shipped so that a new family of adapters can be held to it.
+
+Subclass `ExpertConformance` in a test file, and store a base, an expert of it, and the tensors it stands for:
+
+    class TestMyAdapter(ExpertConformance):
+        def store(self, folder, seed):
+            ...
+            return StoredExpert(base=folder / "base", expert=folder / "adapter", tuned=tensors)
+
+The location is opened with `resolve.open_expert`, so the family has to be in `resolve.FAMILIES`. Every `test_*` method
+checks one clause of the contract by plain assertions. No test framework is imported; a runner supplies `tmp_path`
+(pytest does).
+"""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import concurrent.futures
+import contextlib
+import functools
+import math
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert, ExpertHandle, Source, SourceKind
+from actmat.experts.resolve import is_adapter, open_expert, open_handle
+
+__all__ = ["ExpertConformance", "StoredExpert"]
+
+
+@dataclass(frozen=True)
+class StoredExpert:
+    """A base and an expert in storage.
+
+    Args:
+        base: location of a full checkpoint.
+        expert: location of the expert.
+        tuned: the fine-tuned tensors `W_t` by the names of the base, of a dtype in which `W_0 + D_t` can be compared.
+    """
+
+    base: Path
+    expert: Path
+    tuned: Mapping[str, Tensor]
+
+
+class ExpertConformance(abc.ABC):
+    """One method per clause of `Expert`.
+
+    Attributes:
+        kinds: kinds of sources that the expert must show, so that no clause is tested on nothing.
+        tolerance: of formed deltas, relative to the norm of `W_t`.
+    """
+
+    kinds: frozenset[SourceKind]
+    tolerance = 1e-12
+
+    @abc.abstractmethod
+    def store(self, folder: Path, seed: int) -> StoredExpert:
+        """Store a base and an expert in a folder that does not exist yet.
+
+        The base is the same for all seeds, the expert's data are others for every seed.
+        """
+
+    @contextlib.contextmanager
+    def opened(self, folder: Path) -> Iterator[tuple[Checkpoint, Expert, Mapping[str, Tensor]]]:
+        """The base, the expert of seed 1 and its fine-tuned tensors."""
+        stored = self.store(folder, 1)
+        with open_checkpoint(stored.base) as base, open_expert(stored.expert, base) as expert:
+            yield base, expert, stored.tuned
+
+    def test_attributes_describe_the_expert(self, tmp_path: Path) -> None:
+        """`location` is what was opened, sizes are counted, and `kind` tells adapters from full checkpoints."""
+        stored = self.store(tmp_path / "seed1", 1)
+        with open_checkpoint(stored.base) as base, open_expert(stored.expert, base) as expert:
+            assert expert.location == str(stored.expert), f"location is {expert.location!r}"
+            assert expert.kind == ("adapter" if is_adapter(stored.expert) else "model"), f"kind is {expert.kind!r}"
+            assert expert.n_tensors > 0, "nothing is stored"
+            assert expert.nbytes > 0, "what is stored has no bytes"
+
+    def test_sources_agree_with_specs(self, tmp_path: Path) -> None:
+        """Every tensor in `specs` has a source of its name, and costs and ranks belong to its kind."""
+        with self.opened(tmp_path / "seed1") as (base, expert, _):
+            assert {expert.source(n).kind for n in expert.specs} == self.kinds, "other kinds of sources than expected"
+            for name, spec in expert.specs.items():
+                source = expert.source(name)
+                assert source.name == name, f"the source of {name!r} is called {source.name!r}"
+                assert source.dtype == spec.dtype, f"{name!r}: source has {source.dtype}, spec {spec.dtype}"
+                assert source.rank == 0 or source.kind == "formed", f"{name!r} is {source.kind} and has a rank"
+                if source.kind == "stored":
+                    assert source.nbytes == spec.nbytes, f"{name!r}: reads {source.nbytes} bytes of {spec.nbytes}"
+                else:
+                    assert (source.nbytes > 0) == (source.kind == "formed"), f"{name!r}: reads {source.nbytes} bytes"
+                    there = base.specs[name]
+                    assert (spec.shape, spec.dtype) == (there.shape, there.dtype), f"{name!r}: spec is not the base's"
+
+    def test_deltas_lead_to_the_tuned_tensors(self, tmp_path: Path) -> None:
+        """`W_0 + D_t = W_t` for every tensor that is given; what is not given is tied to one that is."""
+        with self.opened(tmp_path / "seed1") as (base, expert, tuned):
+            for name in expert.specs:
+                _assert_near(_tuned(expert, base, name), tuned[name], self.tolerance, f"{name!r}")
+                if expert.source(name).kind == "zero":
+                    assert torch.equal(base.read(name), tuned[name]), f"{name!r} is changed, its source is zero"
+            given = [tuned[name] for name in expert.specs]
+            for name in tuned.keys() - expert.specs.keys():
+                assert any(torch.equal(tuned[name], t) for t in given), f"{name!r} is given under no name"
+
+    def test_stored_tensors_are_read_in_ranges(self, tmp_path: Path) -> None:
+        """`read` gives the spec's shape and dtype, `read_into` any range of its bytes."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            for name in _names(expert, "stored"):
+                tensor, spec = expert.read(name), expert.specs[name]
+                assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, torch_dtype(spec.dtype)), f"form of {name!r}"
+                data = bytes(raw_bytes(tensor))
+                for start, stop in _ranges(len(data)):
+                    out = bytearray(stop - start)
+                    expert.read_into(name, start, memoryview(out))
+                    assert out == data[start:stop], f"{name!r}: bytes {start}:{stop} differ from those of `read`"
+
+    def test_a_part_of_a_delta_is_that_of_the_whole(self, tmp_path: Path) -> None:
+        """`delta(name, start, stop)` is a slice of the flattened delta, in the dtype that is asked for."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            for name in _names(expert, "formed", "zero"):
+                numel = expert.specs[name].numel
+                whole = expert.delta(name, 0, numel, torch.float64)
+                for start, stop in _ranges(numel):
+                    part = expert.delta(name, start, stop, torch.float64)
+                    assert part.shape == (stop - start,), f"{name!r}: {start}:{stop} has shape {tuple(part.shape)}"
+                    _assert_near(part, whole[start:stop], self.tolerance, f"{name!r}, entries {start}:{stop}")
+                assert expert.delta(name, 0, numel, torch.float32).dtype == torch.float32, f"{name!r}: dtype"
+
+    def test_factors_multiply_to_the_delta(self, tmp_path: Path) -> None:
+        """`factors` of a formed source with a rank have that rank; those of a zero source the shape asked for."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            for name in _names(expert, "formed", "zero"):
+                source, spec = expert.source(name), expert.specs[name]
+                if len(spec.shape) < 2 or (source.kind == "formed" and not source.rank):
+                    continue
+                shape = (spec.shape[0], math.prod(spec.shape[1:]))
+                product = expert.factors(name, shape, torch.float64)
+                delta = expert.delta(name, 0, spec.numel, torch.float64)
+                _assert_near(product.dense().flatten(), delta, self.tolerance, f"product of {name!r}")
+                assert product.rank == max(source.rank, 1), f"{name!r}: factors of rank {product.rank}, {source}"
+                if source.kind == "zero":
+                    assert tuple(product.shape) == shape, f"{name!r}: shape {tuple(product.shape)}, expected {shape}"
+
+    def test_what_a_source_does_not_give_is_refused(self, tmp_path: Path) -> None:
+        """Reading what is not stored, and forming what is, are `ValueError`s that name the tensor."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            for name in expert.specs:
+                source = expert.source(name)
+                for what, call in _not_given(expert, source):
+                    assert f"'{name}'" in _refusal(ValueError, f"{what} of {source}", call), f"{what} names no tensor"
+
+    def test_an_unknown_name_is_refused_with_the_near_one(self, tmp_path: Path) -> None:
+        """A name that is not in `specs` is a `CheckpointError`, whatever is asked for."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            near = next(iter(expert.specs))
+            unknown = Source(f"{near}x", "zero", "float32", 0)
+            calls = {"source": lambda: expert.source(unknown.name), **dict(_all_calls(expert, unknown))}
+            for what, call in calls.items():
+                message = _refusal(CheckpointError, f"{what} of a name that does not exist", call)
+                assert f"'{near}'" in message, f"{what} does not offer the near name: {message}"
+
+    def test_content_tells_data_apart(self, tmp_path: Path) -> None:
+        """`content` of a formed delta changes with its data and with nothing else; zeros are equal everywhere."""
+        first, second = (self.store(tmp_path / f"seed{seed}", seed) for seed in (1, 2))
+        with (
+            open_checkpoint(first.base) as base,
+            open_expert(first.expert, base) as one,
+            open_expert(first.expert, base) as same,
+            open_expert(second.expert, base) as other,
+        ):
+            for name in _names(one, "formed", "zero"):
+                assert one.content(name) == same.content(name), f"{name!r}: content differs between two openings"
+                differs = one.content(name) != other.content(name)
+                assert differs == (one.source(name).kind == "formed"), f"{name!r}: content does not tell data apart"
+            assert one.hashes() == same.hashes(), "hashes differ between two openings"
+            hashes = one.hashes()
+            if hashes is not None:
+                assert len(hashes) == one.n_tensors, "not every stored tensor has a hash"
+                assert hashes != other.hashes(), "hashes do not tell data apart"
+            assert one.check_values("math") == [], "finite values are reported as NaN or Inf"
+
+    def test_another_process_opens_the_handle(self, tmp_path: Path) -> None:
+        """`handle` is picklable, and gives the same bits in another process."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            found = _other_process().submit(_contents, expert.handle()).result()
+            here = {name: _content(expert, name) for name in expert.specs}
+            assert found == here, "another process gives other deltas"
+
+    def test_threads_may_read_at_once(self, tmp_path: Path) -> None:
+        """Requests from many threads give every thread its own tensor."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _), concurrent.futures.ThreadPoolExecutor(8) as pool:
+            expected = {name: _content(expert, name) for name in expert.specs}
+            names = list(expected) * 4
+            for name, found in zip(names, pool.map(functools.partial(_content, expert), names), strict=True):
+                assert found == expected[name], f"{name!r} was mixed up"
+
+    def test_prefetch_never_fails(self, tmp_path: Path) -> None:
+        """`prefetch` is a hint: any names, also after `close`."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            expert.prefetch([*expert.specs, "no such tensor"])
+            expert.close()
+            expert.prefetch(list(expert.specs))
+
+    def test_identity_is_stable(self, tmp_path: Path) -> None:
+        """`identity` is the same before and after reading."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            before = expert.identity()
+            for name in expert.specs:
+                _content(expert, name)
+            assert expert.identity() == before, "reading changed the identity"
+
+    def test_close_ends_reading_and_may_be_called_twice(self, tmp_path: Path) -> None:
+        """After `close`, reading and forming raise `ValueError`, as for a closed file; specs stay."""
+        with self.opened(tmp_path / "seed1") as (_, expert, _):
+            names = [*_names(expert, "stored", "formed")]
+            expert.close()
+            expert.close()
+            for name in names:
+                _refusal(ValueError, f"{name!r} after close", functools.partial(_content, expert, name))
+            assert set(names) <= set(expert.specs), "specs are gone after close"
+
+
+def _names(expert: Expert, *kinds: SourceKind) -> list[str]:
+    """Names of the tensors with sources of these kinds."""
+    return [name for name in expert.specs if expert.source(name).kind in kinds]
+
+
+def _ranges(size: int) -> list[tuple[int, int]]:
+    """Ranges of `size` entries: all, none, and some with ends in the middle of a row."""
+    third = size // 3
+    return [(0, size), (0, 0), (size, size), (0, 1), (size - 1, size), (third, 2 * third + 1), (1, size)]
+
+
+def _tuned(expert: Expert, base: Checkpoint, name: str) -> Tensor:
+    """`W_t` in float64."""
+    spec = expert.specs[name]
+    if expert.source(name).kind == "stored":
+        return expert.read(name).double()
+    return base.read(name).double() + expert.delta(name, 0, spec.numel, torch.float64).view(spec.shape)
+
+
+def _content(expert: Expert, name: str) -> bytes:
+    """The bytes of a stored tensor, or of a delta in float64."""
+    if expert.source(name).kind == "stored":
+        return bytes(raw_bytes(expert.read(name)))
+    return bytes(raw_bytes(expert.delta(name, 0, expert.specs[name].numel, torch.float64).contiguous()))
+
+
+def _contents(handle: ExpertHandle) -> dict[str, bytes]:
+    """Open a handle and read everything; runs in another process."""
+    with open_handle(handle) as expert:
+        return {name: _content(expert, name) for name in expert.specs}
+
+
+@functools.cache
+def _other_process() -> concurrent.futures.ProcessPoolExecutor:
+    """One process with an interpreter of its own, shared by all tests, as starting one takes seconds."""
+    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    atexit.register(pool.shutdown)
+    return pool
+
+
+def _all_calls(expert: Expert, source: Source) -> list[tuple[str, Callable[[], object]]]:
+    """Every request for the data of a tensor."""
+    name = source.name
+    return [
+        ("read", lambda: expert.read(name)),
+        ("read_into", lambda: expert.read_into(name, 0, memoryview(bytearray()))),
+        ("delta", lambda: expert.delta(name, 0, 0, torch.float64)),
+        ("content", lambda: expert.content(name)),
+        ("factors", lambda: expert.factors(name, (1, 1), torch.float64)),
+    ]
+
+
+def _not_given(expert: Expert, source: Source) -> list[tuple[str, Callable[[], object]]]:
+    """The requests that a source of this kind does not serve."""
+    given = {"stored": ("read", "read_into"), "zero": ("delta", "content", "factors"), "formed": ("delta", "content")}
+    served = (*given[source.kind], *(["factors"] if source.rank else []))
+    return [(what, call) for what, call in _all_calls(expert, source) if what not in served]
+
+
+def _assert_near(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    """Assert that two tensors are equal up to a fraction of the norm of the second."""
+    assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    wanted = expected.double()
+    error, norm = float((found.double() - wanted).norm()), float(wanted.norm())
+    assert error <= tolerance * norm, f"{what}: off by {error:.3g} at a norm of {norm:.3g}"
+
+
+def _refusal(kind: type[Exception], what: str, call: Callable[[], object]) -> str:
+    """Message of the error of that kind which the call must raise."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind.__name__}, nothing was raised: {what}")

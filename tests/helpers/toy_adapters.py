@@ -1,0 +1,96 @@
+"""A family of adapters in a page: one tensor of the base gets the delta `up down`, both listed in a JSON file.
+
+Shapes: `O` rows and `I` columns of the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.hashing import ContentHash
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert, ExpertHandle, Family, Source
+from actmat.linalg.lowrank import LowRank
+
+FILE = "toy_adapter.json"
+
+
+class ToyExpert(Expert):
+    """`W_0 + up down` of one tensor."""
+
+    kind = "adapter"
+    n_tensors = 2
+
+    def __init__(self, location: str, base: Checkpoint) -> None:
+        fields = json.loads((Path(location) / FILE).read_text())
+        self.location = location
+        self._base_location = base.location
+        self._target: str = fields["tensor"]
+        self._factors: LowRank | None = LowRank(
+            torch.tensor(fields["up"], dtype=torch.float64).unsqueeze(1),
+            torch.tensor(fields["down"], dtype=torch.float64).unsqueeze(0),
+        )
+        self.nbytes = 8 * (len(fields["up"]) + len(fields["down"]))
+        self.specs = base.specs
+        if self.specs[self._target].shape != tuple(self._factors.shape):
+            raise CheckpointError(f"{location}: does not fit '{self._target}' of {base.location}")
+
+    def source(self, name: str) -> Source:
+        dtype = self._spec(name).dtype
+        if name == self._target:
+            return Source(name, "formed", dtype, self.nbytes, rank=1)
+        return Source(name, "zero", dtype, 0)
+
+    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        if self.source(name).kind == "zero":
+            return torch.zeros(stop - start, dtype=dtype)
+        return self._open().dense().flatten()[start:stop].to(dtype)
+
+    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
+        if self.source(name).kind == "zero":
+            *batch, rows, columns = shape
+            return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
+        return self._open().to(dtype)
+
+    def content(self, name: str) -> str:
+        seen = ContentHash()
+        if self.source(name).kind == "formed":
+            seen.update(memoryview((Path(self.location) / FILE).read_bytes()))
+        return seen.hexdigest()
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        file = (Path(self.location) / FILE).stat()
+        return (FileIdentity(FILE, file.st_size, file.st_mtime_ns, file.st_ctime_ns),)
+
+    def handle(self) -> ExpertHandle:
+        return ExpertHandle(self.location, TOY, self._base_location)
+
+    def close(self) -> None:
+        self._factors = None
+
+    def _open(self) -> LowRank:
+        if self._factors is None:
+            raise ValueError(f"{self.location}: read from an adapter that is closed")
+        return self._factors
+
+
+def is_toy(location: str | Path) -> bool:
+    return (Path(location) / FILE).is_file()
+
+
+def open_toy(location: str | Path, base: Checkpoint) -> ToyExpert:
+    return ToyExpert(str(location), base)
+
+
+TOY = Family("toy", is_toy, open_toy)
+
+
+def save_toy(folder: Path, tensor: str, up_O: Tensor, down_I: Tensor) -> None:
+    """Write an adapter of this family."""
+    folder.mkdir(parents=True)
+    (folder / FILE).write_text(json.dumps({"tensor": tensor, "up": up_O.tolist(), "down": down_I.tolist()}))
