@@ -131,9 +131,7 @@ def staged_outputs(
         OutputError: another process writes the same output, or the place cannot be written.
     """
     with contextlib.ExitStack() as stack:
-        stages = [
-            Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)
-        ]
+        stages = [Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)]
         journals = []
         for stage in stages:
             journals.append(stage.open())

@@ -23,9 +23,9 @@ def inspect(
     every: Annotated[bool, typer.Option("--all", help="One line per tensor.")] = False,
 ) -> None:
     """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read."""
-    from actmat.experts.resolve import is_adapter
     from actmat.checkpoints.resolve import open_checkpoint
     from actmat.cli.screen import print_json
+    from actmat.experts.resolve import is_adapter
     from actmat.layout import resolve_layout
 
     if is_adapter(checkpoint):

@@ -102,8 +102,8 @@ def merge_candidates(
         Name of the row -> names of the tensors that its rule has merged; `scale` acts on these alone.
     """
     from actmat.api import run_recipes
-    from actmat.settings import RunSettings
     from actmat.recipe import make_recipe
+    from actmat.settings import RunSettings
 
     measured = statistics or {}
     recipes = [

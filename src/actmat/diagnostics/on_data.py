@@ -13,7 +13,7 @@ Shapes: `O` out_features, `I` in_features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.engine.statistics import FOREIGN, check_probes, foreign_tensors
 from actmat.errors import StatisticsError
-from actmat.experts.base import Expert
 from actmat.linalg.layer_error import output_energy
 from actmat.plan.model import Item, MergePlan
 from actmat.plan.parts import Part, cut
@@ -88,9 +87,7 @@ def data_residuals(
     )
 
 
-def _energies(
-    item: Item, reader: TensorReader, merged: Checkpoint
-) -> Iterator[tuple[int, float, float]]:
+def _energies(item: Item, reader: TensorReader, merged: Checkpoint) -> Iterator[tuple[int, float, float]]:
     """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
     for part in cut(item.shape, item.layout, "matrix"):
         base_raw = reader.read_base(part)
