@@ -58,6 +58,11 @@ def rule(
     Raises:
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
+
+    >>> import torch
+    >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
+    >>> ACTMAT.merge(deltas).value.tolist()
+    [[1.0, 2.0]]
     """
     return Rule(
         estimator=Estimator(trim=trim, centre=centre, power=power, normalise=normalise),

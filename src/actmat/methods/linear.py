@@ -42,6 +42,10 @@ def merge(
 
     Raises:
         RecipeError: the weights sum to zero, or `normalize` is off without a base.
+
+    >>> import torch
+    >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([4.0, 5.0])], weights=[2.0, 1.0]).value.tolist()
+    [2.0, 3.0]
     """
     share, total = _shares(len(deltas), weights, normalize)
     out = one_pass_sum(deltas, share)

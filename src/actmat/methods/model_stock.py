@@ -32,6 +32,9 @@ def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
     Args:
         filter_wise: one angle per vector along the last axis (an output unit) instead of one per tensor; a
             one-dimensional tensor is one filter.
+
+    >>> merge([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])]).value.tolist()
+    [0.0, 0.0]
     """
     if filter_wise and len(deltas) > 1 and len(shape_and_dtype(deltas)[0]) > 1:
         return _merge_filters(deltas)

@@ -44,6 +44,11 @@ def rule(
     Raises:
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
+
+    >>> import torch
+    >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
+    >>> WUDI.merge(deltas).value.tolist()
+    [[1.0, 2.0]]
     """
     if optimiser == "adam":
         return Adam(steps, lr)
