@@ -77,16 +77,7 @@ AVERAGE = MergeMethod(
     equation="D* = sum_t w_t D_t / sum_t w_t",
     reference="Wortsman et al., Model soups, ICML 2022",
     laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "identical",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "zeros",
-        }
+        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     one_pass=True,
     workspace=lambda shape, n_experts, options: math.prod(shape),

@@ -105,16 +105,7 @@ LINEAR = MergeMethod(
     equation="W* = sum_t w_t W_t / sum_t w_t",
     reference="Goddard et al., Arcee's MergeKit, EMNLP 2024 (linear)",
     laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "identical",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "zeros",
-        }
+        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     one_pass=True,
     base_when=lambda options: not options["normalize"],

@@ -101,16 +101,7 @@ MODEL_STOCK = MergeMethod(
     equation="D* = t mean_t(D_t), t = T c / (1 + (T-1) c), c = mean cosine over pairs of experts",
     reference="Jang, Yun, Han, Model Stock, ECCV 2024, arXiv:2403.19522",
     laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "identical",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "zeros",
-        }
+        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     workspace=_workspace,
     flops="T^2 N^2",

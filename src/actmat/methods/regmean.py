@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Fill, Rule
-from actmat.methods._shared.interference import member
+from actmat.methods._shared.interference import SHARED_LAWS, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["REGMEAN", "rule"]
@@ -60,7 +60,7 @@ REGMEAN = member(
     summary="Least squares on every layer's outputs, from the Gram matrices of its inputs.",
     equation="D* = (sum_t D_t G_t) (sum_t G_t)^+",
     reference="Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023",
-    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
+    laws=SHARED_LAWS | {"left_orthogonal"},
     flops="(T + 3) N^3",
     base_when=lambda options: options["form"] == "weight",
 )
