@@ -108,3 +108,11 @@ def test_every_bad_value_of_an_adapter_is_counted(tmp_path: Path) -> None:
             f"tensor '{first}' of expert 'math' has 2 values that are NaN or Inf",
             f"tensor '{second}' of expert 'math' has 1 values that are NaN or Inf",
         ]
+
+
+def test_what_is_in_memory_has_no_handle(tmp_path: Path) -> None:
+    save_toy(tmp_path / "toy", "w", torch.ones(3), torch.ones(4))
+    base = MemoryCheckpoint(BASE)
+    for expert in (open_expert(BASE, base), TOY.open(tmp_path / "toy", base)):
+        with pytest.raises(CheckpointError, match="cannot be opened by another process"):
+            expert.handle()

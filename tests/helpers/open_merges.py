@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from actmat.engine.local import Job, execute
 from safetensors.torch import load_file, save_file
 from tests.helpers.counting import CountingCheckpoint
 from torch import Tensor
@@ -15,7 +16,6 @@ import actmat
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.writing.writer import ShardWriter
-from actmat.engine.local import Job, execute
 from actmat.engine.resources import Resources
 from actmat.plan import build_plan
 from actmat.recipe import make_recipe

@@ -14,7 +14,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.hashing import ContentHash
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, ExpertHandle, Family, Source
+from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.linalg.lowrank import LowRank
 
 FILE = "toy_adapter.json"
@@ -29,7 +29,7 @@ class ToyExpert(Expert):
     def __init__(self, location: str, base: Checkpoint) -> None:
         fields = json.loads((Path(location) / FILE).read_text())
         self.location = location
-        self._base_location = base.location
+        self._base = base
         self._target: str = fields["tensor"]
         self._factors: LowRank | None = LowRank(
             torch.tensor(fields["up"], dtype=torch.float64).unsqueeze(1),
@@ -67,8 +67,8 @@ class ToyExpert(Expert):
         file = (Path(self.location) / FILE).stat()
         return (FileIdentity(FILE, file.st_size, file.st_mtime_ns, file.st_ctime_ns),)
 
-    def handle(self) -> ExpertHandle:
-        return ExpertHandle(self.location, TOY, self._base_location)
+    def handle(self) -> AdapterHandle:
+        return AdapterHandle(self.location, TOY, self._base.handle())
 
     def close(self) -> None:
         self._factors = None

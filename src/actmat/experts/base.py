@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
 from actmat.errors import CheckpointError, did_you_mean
 from actmat.experts.lora.adapter import Adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
+__all__ = ["AdapterHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
 
 SourceKind = Literal["stored", "formed", "zero"]
 
@@ -122,7 +122,11 @@ class Expert(abc.ABC):
 
     @abc.abstractmethod
     def handle(self) -> ExpertHandle:
-        """Address from which another process opens the same expert, with `resolve.open_handle`."""
+        """Address from which another process opens the same expert, with `resolve.open_handle`.
+
+        Raises:
+            CheckpointError: the expert or its base is not in storage that another process could open.
+        """
 
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
@@ -176,15 +180,19 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertHandle:
-    """Address from which `resolve.open_handle` opens an expert again, also in another process; picklable.
+class AdapterHandle:
+    """Address from which `resolve.open_handle` opens an adapter again, also in another process; picklable.
 
     Args:
-        location: of the expert.
-        family: of an adapter; None for a full checkpoint.
-        base: location of the base that an adapter was fitted to; None without one.
+        location: of the adapter; a relative path is one of the working directory.
+        family: that opens it.
+        base: that it was fitted to; None without one.
     """
 
     location: str
-    family: Family | None = None
-    base: str | None = None
+    family: Family
+    base: CheckpointHandle | None = None
+
+
+ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle
+"""Address of an expert: that of a checkpoint for a full one."""

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, ExpertHandle, Family, Source
+from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fitting import Fit, fit_adapter
 from actmat.experts.lora.open import is_adapter, open_adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["LORA", "AdapterExpert", "UnfittedAdapter", "is_formed", "open_fitted", "open_unfitted"]
+__all__ = ["LORA", "AdapterExpert", "UnfittedAdapter", "open_fitted", "open_unfitted"]
 
 _SLAB = 1 << 22
 """Entries of a product that are formed at a time."""
@@ -78,9 +77,9 @@ class UnfittedAdapter(_OpenAdapter):
         """Bytes of the tensor."""
         self.adapter.weights.read_into(name, start, out)
 
-    def handle(self) -> ExpertHandle:
+    def handle(self) -> AdapterHandle:
         """The adapter's location."""
-        return ExpertHandle(self.location, LORA)
+        return AdapterHandle(self.location, LORA)
 
 
 class AdapterExpert(_OpenAdapter):
@@ -88,13 +87,13 @@ class AdapterExpert(_OpenAdapter):
 
     Args:
         adapter: what is added; closed with the expert.
-        base: what it is added to; not needed afterwards.
+        base: what it is added to; may be closed afterwards.
         fit: where each delta lies on the base.
     """
 
     def __init__(self, adapter: Adapter, base: Checkpoint, fit: Fit) -> None:
         super().__init__(adapter)
-        self._base_location = base.location
+        self._base = base
         self._pieces = fit.pieces
         self._full = fit.full
         stored = adapter.weights.specs
@@ -171,9 +170,9 @@ class AdapterExpert(_OpenAdapter):
         hashes = self.adapter.hashes
         return hash_names((n, hashes[n]) for n in self._tensors_of(name))
 
-    def handle(self) -> ExpertHandle:
-        """The adapter's location and that of its base."""
-        return ExpertHandle(self.location, LORA, self._base_location)
+    def handle(self) -> AdapterHandle:
+        """The adapter's location and the address of its base."""
+        return AdapterHandle(self.location, LORA, self._base.handle())
 
     def _product(self, name: str, dtype: torch.dtype) -> LowRank:
         """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""
@@ -202,11 +201,6 @@ class AdapterExpert(_OpenAdapter):
         if piece.bias:
             return (piece.module.bias,) if piece.module.bias is not None else ()
         return piece.module.a, piece.module.b
-
-
-def is_formed(expert: object, source: str) -> TypeGuard[Expert]:
-    """True if the expert's delta of this tensor is formed (a product of factors, or zeros), not read and subtracted."""
-    return isinstance(expert, Expert) and expert.source(source).kind != "stored"
 
 
 def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
 from actmat.checkpoints.folder import member, read_json_object
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
