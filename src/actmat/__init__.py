@@ -34,27 +34,24 @@ if TYPE_CHECKING:
     from actmat.matrices import merge_matrices as merge_matrices
     from actmat.report.verify import verify as verify
 
-_HOME = {
-    "AlignmentError": "actmat.errors",
-    "CheckpointError": "actmat.errors",
-    "Diagnosis": "actmat.diagnostics.model",
-    "MergeError": "actmat.errors",
-    "MergeReport": "actmat.run",
-    "NumericalError": "actmat.errors",
-    "OutputError": "actmat.errors",
-    "RecipeError": "actmat.errors",
-    "StatisticsError": "actmat.errors",
-    "agreement": "actmat.api.agreement",
-    "diagnose": "actmat.api",
-    "merge": "actmat.api",
-    "merge_matrices": "actmat.matrices",
-    "open_checkpoint": "actmat.checkpoints.resolve",
-    "plan": "actmat.api",
-    "residual_on_data": "actmat.api.agreement",
-    "verify": "actmat.report.verify",
+_NAMES = {
+    "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
+    "actmat.api.agreement": ("agreement", "residual_on_data"),
+    "actmat.checkpoints.resolve": ("open_checkpoint",),
+    "actmat.diagnostics.model": ("Diagnosis",),
+    "actmat.errors": (
+        "AlignmentError",
+        "CheckpointError",
+        "MergeError",
+        "NumericalError",
+        "OutputError",
+        "RecipeError",
+        "StatisticsError",
+    ),
+    "actmat.matrices": ("merge_matrices",),
+    "actmat.report.verify": ("verify",),
 }
-"""Public name -> module that defines it."""
-
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]
 
 

@@ -1,9 +1,7 @@
-"""Every error that actmat raises on purpose: a small closed tree.
+"""Every error that actmat raises on purpose: a small closed tree, all of it importable from `actmat`.
 
-A `MergeError` says what was expected, what was found, the likely cause and the fix. Errors about an input carry
-*all* problems of that input (`problems`), because one problem per run is a day lost on a large checkpoint.
-`exit_code` is what the command line returns: 1 when the inputs, the recipe or the output place are wrong,
-3 when the work failed while running.
+A message says what was found, what was expected, the likely cause and the fix. Errors about an input carry *all* its
+problems, because finding one per run can take a day on a large checkpoint.
 """
 
 from __future__ import annotations
@@ -27,14 +25,20 @@ SHOWN_PROBLEMS = 50
 
 
 class MergeError(Exception):
-    """Base of the tree. `problems` holds one line per problem; a plain message is a list of one.
+    """Base of the tree.
+
+    >>> print(RecipeError("The recipe is not valid.", ["scale: not a number", "seed: not a number"]))
+    The recipe is not valid.
+      - scale: not a number
+      - seed: not a number
 
     Args:
-        headline: what went wrong, in one line.
-        problems: every single problem found, each naming the tensor and the file where there is one.
+        headline: summary in one line.
+        problems: every problem, with its tensor and file; default: the headline.
     """
 
     exit_code: ClassVar[int] = 3
+    """Exit code of the command line: 1 if inputs, recipe or output location are wrong, 3 for a failure at run time."""
 
     def __init__(self, headline: str, problems: Iterable[str] = ()) -> None:
         self.headline = headline
@@ -88,7 +92,11 @@ class NumericalError(MergeError):
 
 
 def format_size(nbytes: float) -> str:
-    """`1.5 GB`: powers of ten, three digits."""
+    """A size in powers of ten with three digits.
+
+    >>> format_size(1.5e9)
+    '1.5 GB'
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 999.5:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
@@ -97,7 +105,11 @@ def format_size(nbytes: float) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'ties'?"` when a known word is near, else an empty string."""
+    """A question that offers the nearest known word; empty if none is near.
+
+    >>> did_you_mean("tise", ["ties", "dare"])
+    " Did you mean 'ties'?"
+    """
     import difflib
 
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

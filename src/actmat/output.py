@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.writing.sidecars import copy_sidecars
-from actmat.checkpoints.writing.staging import Staging, check_output_place, disk_errors
+from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis
@@ -131,9 +131,7 @@ def staged_outputs(
         OutputError: another process writes the same output, or the place cannot be written.
     """
     with contextlib.ExitStack() as stack:
-        stages = [
-            Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)
-        ]
+        stages = [Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)]
         journals = []
         for stage in stages:
             journals.append(stage.open())
@@ -177,7 +175,7 @@ def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite:
     inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
     inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
     existing = {k: p for k, p in inputs.items() if p.exists()}
-    problems = [p for out in outs for p in check_output_place(out, overwrite=overwrite, inputs=existing)]
+    problems = [p for out in outs for p in check_output_path(out, overwrite=overwrite, inputs=existing)]
     twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
     if problems:

@@ -149,9 +149,7 @@ def run_recipes(
         ]
 
 
-def diagnose_recipe(
-    recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None
-) -> Diagnosis:
+def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> Diagnosis:
     """Measure what merging a recipe would do; nothing is written, its `out` is ignored.
 
     Raises:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from actmat.plan.adapter_model import AdapterPlan
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tests.adapters.test_adapter_reading import edit_config
@@ -19,7 +20,6 @@ from torch import Tensor
 from actmat import api
 from actmat.errors import MergeError
 from actmat.experts.resolve import open_adapter
-from actmat.plan.adapter_model import AdapterPlan
 
 STACKS = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 FAMILIES: dict[str, list[dict[str, Any]]] = {

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from actmat.plan.adapter_model import AdapterPlan
 from peft import PeftModel
 from tests.adapters.test_adapter_reading import edit_config, edit_tensors
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from torch import Tensor
 
 from actmat import api
-from actmat.api_adapters import plan_adapters
+from actmat.api import plan_recipe as plan_adapters
 from actmat.errors import MergeError, OutputError
 from actmat.layout import resolve_layout
-from actmat.plan.adapter_model import AdapterPlan
 from actmat.recipe import make_recipe
 from actmat.report import verify
 

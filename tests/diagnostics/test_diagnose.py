@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from actmat.engine.watch import watch_bytes
 from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_reading import edit_tensors
 from tests.diagnostics.test_measures import PRINTED, flat
@@ -20,11 +21,10 @@ from tests.helpers.models import BY_NAME, save_family, stored
 from torch import Tensor
 
 import actmat
-from actmat.api_diagnose import diagnose_output, diagnose_recipe, recipe_of_output
+from actmat.api import diagnose_output, diagnose_recipe, recipe_of_output
 from actmat.checkpoints.writing.staging import Staging
 from actmat.diagnostics.measure import Kept, measure_dense
 from actmat.diagnostics.model import Diagnosis, Stages, read_diagnosis
-from actmat.engine.watch import watch_bytes
 from actmat.errors import CheckpointError, RecipeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actmat.engine import deltas as deltas_module
 from actmat.engine import reader as reader_module
-from actmat.engine.deltas import LazyDeltas
+from actmat.engine.deltas import Deltas
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.linalg.chunks import Streamed
 from actmat.plan import parts as parts_module
@@ -19,12 +19,12 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 5 entries and places of 4, so that tensors of some dozen are read in several."""
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 5 entries to read and of 4 to give, so that tensors of some dozen are read in several."""
     monkeypatch.setattr(deltas_module, "CHUNK_ENTRIES", 4)
-    monkeypatch.setattr(deltas_module, "CHUNK_ENTRIES", 5)
-    monkeypatch.setattr(reader_module, "CHUNK_ENTRIES", 5)
-    monkeypatch.setattr(parts_module, "CHUNK_ENTRIES", 5)
+    monkeypatch.setattr(deltas_module, "CHUNK", 5)
+    monkeypatch.setattr(reader_module, "CHUNK", 5)
+    monkeypatch.setattr(parts_module, "CHUNK", 5)
 
 
 @pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])
@@ -46,7 +46,7 @@ def test_deltas_and_hashes(acts_on: str, compute: torch.dtype, dtypes: tuple[tor
 def test_a_delta_is_read_once() -> None:
     setup = OneTensor(torch.zeros(4), torch.ones(4), torch.ones(4))
     part = cut((4,), VECTOR, "tensor")[0]
-    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
+    deltas = Deltas(setup.reader, part, setup.reader.read_base(part))
     assert len(deltas) == 2
     assert torch.equal(deltas[1], torch.ones(4))
     with pytest.raises(RuntimeError, match="declare one_pass=False"):
@@ -59,7 +59,7 @@ def test_equal_bits_are_no_change_and_exact_zeros() -> None:
     base = torch.tensor([NAN, 1.0, -0.0, INF, 2.0, 3.0])
     setup = OneTensor(base, base.clone())
     part = cut((6,), VECTOR, "tensor")[0]
-    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
+    deltas = Deltas(setup.reader, part, setup.reader.read_base(part))
     assert torch.equal(deltas[0], torch.zeros(6))
     assert not deltas.changed
     assert not setup.findings.fatal
@@ -71,7 +71,7 @@ def test_one_changed_entry_is_a_change() -> None:
     expert[11] = 1e-30
     setup = OneTensor(base, expert)
     part = cut((12,), VECTOR, "tensor")[0]
-    deltas = LazyDeltas(setup.reader, part, setup.reader.read_base(part))
+    deltas = Deltas(setup.reader, part, setup.reader.read_base(part))
     assert torch.equal(deltas[0], expert)
     assert deltas.changed
 
@@ -129,8 +129,8 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
     part = cut((3, 7), VECTOR, "tensor")[0]
 
     walked, held = OneTensor(base, *experts), OneTensor(base, *experts)
-    assert walked.reader.can_walk
-    streamed = LazyDeltas(walked.reader, part, walked.reader.read_base(part))
+    assert walked.reader.chunkable
+    streamed = Deltas(walked.reader, part, walked.reader.read_base(part))
     places = [(start, [p.clone() for p in pieces]) for start, pieces in streamed.walk()]
     assert [start for start, _ in places] == [0, 4, 8, 12, 16, 20]
     for t, delta in enumerate(expected):
@@ -139,8 +139,8 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
 
     room = held.reader.scratch.room
     with room.opened(10_000, beside=0):
-        whole = LazyDeltas(held.reader, part, held.reader.read_base(part)).hold()
-        result = whole.result()  # type: ignore[attr-defined]
+        whole = Deltas(held.reader, part, held.reader.read_base(part), "held")
+        result = whole.result()
         result.fill_(7.0)
         for delta, found in zip(expected, whole, strict=True):
             assert torch.equal(found, delta), "apart from the room for the result"
@@ -154,15 +154,14 @@ def test_held_deltas_that_are_walked_over_are_read_once_as_far_as_somebody_looks
     bad[6] = NAN
     setup = OneTensor(base, good, bad, tolerated=True)
     asked: list[int] = []
-    read = TensorReader.read_place
+    read = TensorReader.read_chunk
 
     def noted(self: TensorReader, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         asked.append(start)
         return read(self, t, start, base_raw, out)
 
-    monkeypatch.setattr(TensorReader, "read_place", noted)
-    deltas = setup.first_part()
-    held = deltas.hold(walked=True)
+    monkeypatch.setattr(TensorReader, "read_chunk", noted)
+    held = setup.first_part("chunks_held")
     assert not asked, "nobody has looked yet"
     assert isinstance(held, Streamed)
     assert next(held.walk())[1][1].tolist() == (bad - base)[:4].tolist()  # given up after a place
@@ -174,15 +173,15 @@ def test_held_deltas_that_are_walked_over_are_read_once_as_far_as_somebody_looks
         assert torch.equal(torch.cat([pieces[1] for pieces in walk]), expected)
     assert torch.equal(held[1], expected)
     assert asked == [0, 0, 4, 4, 8, 8]
-    assert (deltas.changed, setup.findings.count("w")) == (True, 1)
+    assert (held.changed, setup.findings.count("w")) == (True, 1)
     assert setup.reader.hashes() == (digest(base), (digest(good), digest(bad)))
 
 
 def test_a_delta_that_is_asked_for_whole_is_read_whole() -> None:
     base, one, two = torch.ones(11), torch.arange(11.0), torch.zeros(11)
     setup = OneTensor(base, one, two)
-    held = setup.first_part().hold(walked=True)
-    next(held.walk())  # type: ignore[attr-defined]
+    held = setup.first_part("chunks_held")
+    next(held.walk())
     assert [d.tolist() for d in held] == [(one - base).tolist(), (two - base).tolist()]
 
 
@@ -193,7 +192,7 @@ def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks() ->
     for part in parts:
         streamed = StreamedBase(setup.reader, part)
         assert streamed.numel() == 11
-        deltas = LazyDeltas(setup.reader, part, streamed)
+        deltas = Deltas(setup.reader, part, streamed)
         for _ in range(2):
             walked = [(s, -p.clone(), streamed[s : s + 4].clone()) for s, (p,) in deltas.walk()]
             wanted = base[part.start : part.stop]

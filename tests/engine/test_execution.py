@@ -19,8 +19,8 @@ from torch import Tensor
 import actmat
 from actmat import methods as methods_module
 from actmat.api import plan as plan_merge
-from actmat.engine import local
-from actmat.engine.apply import generator_for
+from actmat.engine.needs import generator_for
+from actmat.engine.tensor import TensorMerge
 from actmat.errors import NumericalError
 from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
 from actmat.plan import parts as parts_module
@@ -262,9 +262,9 @@ def test_however_deltas_are_read_the_rule_gives_its_bits(
     family: Family, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], held_bytes: int
 ) -> None:
     monkeypatch.setattr(parts_module, "HELD_BYTES", held_bytes)
-    for module in ("deltas", "reader", "reading", "output"):
+    for module in ("deltas", "reader", "tensor", "output"):
         monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 16)
-    monkeypatch.setattr("actmat.engine.deltas.PLACE", 12)
+    monkeypatch.setattr("actmat.engine.deltas.CHUNK_ENTRIES", 12)
     merged, _ = merge(family, method=method, options=options, scope="all", seed=3, threads=2)
     rule = get_method(method)
     for name, value in merged.items():
@@ -295,7 +295,7 @@ def test_large_transposed_matrices_give_the_bytes_of_small_ones(
     experts = [tmp_path / "e1", tmp_path / "e2"]
     found = []
     for chunk in (1 << 19, 16):
-        for module in ("deltas", "reader", "reading", "output"):
+        for module in ("deltas", "reader", "tensor", "output"):
             monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", chunk)
         actmat.merge(tmp_path / "base", experts, out=tmp_path / f"m{chunk}", method=method, threads=1, durable=False)
         found.append(load_file(tmp_path / f"m{chunk}" / "model.safetensors"))
@@ -315,13 +315,13 @@ class AtOnce(concurrent.futures.ThreadPoolExecutor):
 
 def test_several_workers_begin_with_the_largest_tensors(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    merge_tensor = local.merge_tensor
+    run = TensorMerge.run
 
-    def noting(variants: Any, *rest: Any) -> Any:
-        sizes.append(variants[0].item.numel)
-        return merge_tensor(variants, *rest)
+    def noting(merge: TensorMerge) -> Any:
+        sizes.append(merge.tasks[0].item.numel)
+        return run(merge)
 
-    monkeypatch.setattr(local, "merge_tensor", noting)
+    monkeypatch.setattr(TensorMerge, "run", noting)
     monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", AtOnce)
     merge(family, method="average", scope="all", threads=1)
     in_order = list(sizes)

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from actmat.engine.watch import watch_bytes
 
 from actmat.engine.memory import Budget, Room, Scratch, available_memory
 from actmat.engine.resources import check_device, share_resources
-from actmat.engine.watch import watch_bytes
 from actmat.errors import RecipeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method

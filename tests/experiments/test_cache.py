@@ -10,7 +10,7 @@ import pytest
 
 from actmat.demo.training import Schedule
 from actmat.errors import OutputError
-from actmat_experiments.harness.cache import Cache, canonical, digest, file_digest, library_versions
+from actmat_experiments.harness.cache import Cache, canonical, digest, file_digest, library_versions, meaning
 
 
 class Maker:
@@ -157,3 +157,43 @@ def test_versions_of_libraries_that_are_not_there():
     found = library_versions("torch", "no-such-library")
     assert found["no-such-library"] == "absent"
     assert found["torch"][0].isdigit()
+
+
+MODULE = '''"""What it is."""
+
+LIMIT = 3
+"""Of something."""
+
+
+def f(x):
+    """Doubles."""
+    return 2 * x  # exactly
+
+
+class A:
+    """Only a docstring."""
+'''
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        MODULE.replace("What it is.", "What it is, said better."),
+        MODULE.replace('"""Of something."""\n', ""),
+        MODULE.replace('    """Doubles."""\n', ""),
+        MODULE.replace("  # exactly", ""),
+        MODULE.replace('"""Only a docstring."""', "pass"),
+        MODULE.replace("2 * x", "(2\n    * x)"),
+    ],
+)
+def test_code_is_the_same_when_only_its_text_for_readers_changes(same):
+    assert same != MODULE
+    assert meaning(same) == meaning(MODULE)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [MODULE.replace("LIMIT = 3", "LIMIT = 4"), MODULE.replace("2 * x", "x * 2"), MODULE.replace("class A", "class B")],
+)
+def test_code_that_does_something_else_is_another(old, new):
+    assert meaning(MODULE.replace(old, new)) != meaning(MODULE)

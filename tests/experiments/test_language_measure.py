@@ -13,11 +13,10 @@ from tests.tolerances import F32_PRODUCT, relative_error
 from actmat.demo.merging import Candidate
 from actmat.engine.resources import one_thread
 from actmat.statistics import open_statistics
-from actmat_experiments.harness.cache import Cache
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.merging import needs_statistics
 from actmat_experiments.language.exams import Exam
 from actmat_experiments.language.items import Item, TextTask
-from actmat_experiments.language.measure import measure_experts, needs_statistics
+from actmat_experiments.language.measure import measure
 from actmat_experiments.language.models import load_model
 
 LAYERS = (
@@ -38,16 +37,9 @@ def measured(tmp_path_factory) -> tuple[Path, Path]:
     written_tokenizer(root / "expert")
     words = [Item("x", ("a", "b"), 0)]
     exam = Exam(TextTask("t", words, words, words), ITEMS, [], [], 16)
-    with one_thread(), Watch() as watch:
-        found = measure_experts(
-            *((root / "expert", "b"), {"t": (root / "expert", "e")}, {"t": exam}),
-            samples=4,
-            seed=0,
-            device="cpu",
-            cache=Cache(root / "cache"),
-            watch=watch,
-        )
-    return root / "expert", found["t"][0]
+    with one_thread():
+        measure(root / "expert", root / "expert", exam, root / "statistics", samples=4, seed=0)
+    return root / "expert", root / "statistics"
 
 
 @pytest.mark.parametrize("layer", LAYERS)

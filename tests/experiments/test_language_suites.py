@@ -17,9 +17,10 @@ from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
 from actmat_experiments.harness.results import Score, read_scores
 from actmat_experiments.harness.settings import changed, names_of
+from actmat_experiments.harness.suite import score_file
 from actmat_experiments.language.exams import counts, examine, make_exams
 from actmat_experiments.language.models import load_model, load_tokenizer
-from actmat_experiments.language.report import balanced, score_file
+from actmat_experiments.language.report import balanced
 from actmat_experiments.language.settings import PaperSettings
 from actmat_experiments.language.small.suite import SmallSettings
 from actmat_experiments.language.small.tasks import load_small
@@ -108,17 +109,19 @@ def test_stages_are_kept_and_merged_models_are_not(small: Path) -> None:
     assert len(list((cache / "experts").glob("*/key.json"))) == 4
     assert len(list((cache / "experts").glob("*/adapter_config.json"))) == 2
     assert not list(cache.glob("**/*.pt"))
-    assert not list((cache / "merged").glob("*/default"))
+    assert list((cache / "merge").glob("*/scores.json"))
+    assert not list((cache / "merge").glob("*/default"))
     base = next((cache / "base").glob("*/key.json")).parent
     assert load_model(base).config.d_model == 16
     assert json.loads(next(cache.glob("experts/*/training.json")).read_text())["updates"] == 4
-    assert {p.name for p in (cache / "logs").iterdir()} >= {"base.log", "experts.log", "merge-and-test.log"}
+    assert {p.name for p in (cache / "logs").iterdir()} >= {"base.log", "experts.log", "merges.log"}
 
 
 def test_a_second_run_makes_nothing_and_changes_no_score(small: Path, monkeypatch) -> None:
     before = read_scores(score_file(small / "cache", "language-small"))
-    for name in ("experts.finetune", "compare.merge_candidates", "compare.examine", "small.suite.pretrain"):
-        monkeypatch.setattr(f"actmat_experiments.language.{name}", None)
+    names = ("language.experts.finetune", "language.experiment.examine", "language.small.suite.pretrain")
+    for name in (*names, "harness.experiment.merge_candidates"):
+        monkeypatch.setattr(f"actmat_experiments.{name}", None)
     get_suite("language-small").run(small_request(small))
     assert read_scores(score_file(small / "cache", "language-small")) == before
 
@@ -145,8 +148,8 @@ def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(sm
     family = (Candidate("actmat", "actmat"), Candidate("far", "actmat", scale=30.0))
     neighbours = (Candidate("average", "average"), Candidate("regmean", "regmean"))
     rows = (*family, *neighbours)
-    monkeypatch.setattr("actmat_experiments.language.small.suite.VARIANTS", family)
-    monkeypatch.setattr("actmat_experiments.language.small.suite.NEIGHBOURS", neighbours)
+    monkeypatch.setattr("actmat_experiments.harness.suite.VARIANTS", family)
+    monkeypatch.setattr("actmat_experiments.harness.suite.NEIGHBOURS", neighbours)
     names = ["agnews", "subj", "trec", "mr"]
     request = small_request(small, tasks=names, methods=None, settings=SMALL | {"splits": "1"})
     text = get_suite("language-small").study(request)
@@ -171,7 +174,7 @@ def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(sm
         expert = examine(load_model(experts[task]), exams[task].test)["correct"]
         own += examine(merged, exams[task].test)["correct"] / expert / 2
     assert point["test"] == pytest.approx(own)
-    monkeypatch.setattr("actmat_experiments.language.subsets.merge", None)
+    monkeypatch.setattr("actmat_experiments.harness.experiment.merge_candidates", None)
     assert get_suite("language-small").study(request) == text, "a second run merges nothing"
 
 
@@ -181,7 +184,7 @@ def test_embeddings_norms_and_biases_are_averaged_and_the_rule_acts_on_the_rest(
         small_request(small), cache=place, regimes=("full",), methods=["actmat"], settings=SMALL | {"keep": "true"}
     )
     get_suite("language-small").run(request)
-    merged = load_model(next((place / "merged").glob("*/default"))).state_dict()
+    merged = load_model(next((place / "merge").glob("*/default"))).state_dict()
     experts = [load_model(p.parent).state_dict() for p in (place / "experts").glob("*/key.json")]
     linear = {
         n for n in merged if n.endswith(("q.weight", "k.weight", "v.weight", "o.weight", "wi.weight", "wo.weight"))
@@ -251,7 +254,7 @@ def seven_request(root: Path) -> RunRequest:
 
 
 def test_every_process_but_the_first_trains_its_share_alone(seven, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("actmat_experiments.language.suite.placed", lambda device: ((1, 2), device))
+    monkeypatch.setattr("actmat_experiments.harness.suite.placed", lambda device: ((1, 2), device))
     get_suite("language").run(replace(seven_request(seven[0]), cache=tmp_path))
     (key,) = (json.loads(p.read_text()) for p in (tmp_path / "experts").glob("*/key.json"))
     assert key["task"]["task"] == "wikiqa"

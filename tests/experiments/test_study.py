@@ -9,6 +9,7 @@ from tests.helpers.vision import TINY, write_tasks
 
 from actmat.demo.merging import Candidate
 from actmat_experiments.harness import study
+from actmat_experiments.harness import suite as suite_driver
 from actmat_experiments.harness.study import (
     NEIGHBOURS,
     VARIANTS,
@@ -19,7 +20,7 @@ from actmat_experiments.harness.study import (
     markdown_study,
 )
 from actmat_experiments.suites import RunRequest
-from actmat_experiments.vision import compare, small
+from actmat_experiments.vision import small
 
 CUTS = [Half(("a", "b"), ("c", "d")), Half(("c", "d"), ("a", "b"))]
 
@@ -90,8 +91,10 @@ def test_the_table_names_what_was_chosen():
 
 
 def test_the_study_runs_on_merged_models(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "VARIANTS", (Candidate("actmat", "actmat"), Candidate("scale", "actmat", scale=0.5)))
-    monkeypatch.setattr(compare, "NEIGHBOURS", (Candidate("average", "average"),))
+    monkeypatch.setattr(
+        suite_driver, "VARIANTS", (Candidate("actmat", "actmat"), Candidate("scale", "actmat", scale=0.5))
+    )
+    monkeypatch.setattr(suite_driver, "NEIGHBOURS", (Candidate("average", "average"),))
     data = write_tasks(tmp_path / "data", ("cifar100", "a", "b", "c", "d"))
     request = RunRequest("vision-small", tmp_path / "cache", tasks=tuple("abcd"), data=data, settings=TINY, threads=2)
     text = small.study(request)

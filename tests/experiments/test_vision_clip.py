@@ -14,11 +14,11 @@ from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.processes import placed
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
+from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision import suite
 from actmat_experiments.vision.backbones import ClipHead, load_head, read_tensors
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert, source_of
-from actmat_experiments.vision.compare import score_file
 from actmat_experiments.vision.images import ImageTask, load_task
 from actmat_experiments.vision.sources import HubSet
 
@@ -66,6 +66,10 @@ def finished(request_of):
     return request
 
 
+def prepared(request):
+    return next(suite.experiments(request, Watch()))
+
+
 def test_every_stage_runs_and_is_scored(finished):
     scores = read_scores(score_file(finished.cache, "vision"))
     rows = {(s.regime, s.method) for s in scores}
@@ -87,11 +91,11 @@ def test_the_table_puts_the_papers_figures_beside(finished):
 
 
 def test_checkpoints_are_plain_image_encoders(finished, request_of):
-    vision = suite.prepared(request_of(), "ViT-B/32", 0, Watch(), "cpu")
-    expert = vision.experts("full")["mnist"]
+    vision = prepared(request_of())
+    expert = vision.experts()["mnist"].path
     model, info = CLIPVisionModel.from_pretrained(expert, output_loading_info=True)
     assert not info["missing_keys"]
-    assert set(read_tensors(expert)) == set(read_tensors(vision.base))
+    assert set(read_tensors(expert)) == set(read_tensors(vision.base.path))
     assert model.config.image_size == 32
 
 
@@ -135,21 +139,21 @@ def test_templates_decide_the_head(finished, request_of, tmp_path):
 
 
 def test_public_experts_take_the_place_of_training(finished, request_of, monkeypatch):
-    vision = suite.prepared(request_of(), "ViT-B/32", 0, Watch(), "cpu")
-    ready = {f"tanganke/clip-vit-base-patch32_{t}": path for t, path in vision.experts("full").items()}
+    vision = prepared(request_of())
+    ready = {f"tanganke/clip-vit-base-patch32_{t}": path for t, (path, _) in vision.experts().items()}
     monkeypatch.setattr(suite, "public_expert", lambda cache, name: public_expert(cache, str(ready[name])))
     request = request_of(settings={"experts": "public"}, methods=("average",))
-    public = suite.prepared(request, "ViT-B/32", 0, Watch(), "cpu")
-    assert {n: read_tensors(p).keys() for n, p in public.experts("full").items()}.keys() == set(TASKS)
-    trained = vision.references("full")
-    assert [(s.task, s.correct) for s in public.references("full")] == [(s.task, s.correct) for s in trained]
+    public = prepared(request)
+    assert {n: read_tensors(p).keys() for n, (p, _) in public.experts().items()}.keys() == set(TASKS)
+    trained = vision.references()
+    assert [(s.task, s.correct) for s in public.references()] == [(s.task, s.correct) for s in trained]
     with pytest.raises(RecipeError, match="public"):
-        suite.prepared(request_of(settings={"experts": "public"}, regimes=("lora",)), "ViT-B/32", 0, Watch(), "cpu")
+        prepared(request_of(settings={"experts": "public"}, regimes=("lora",)))
 
 
 def test_one_process_of_several_trains_its_share(request_of):
-    vision = suite.prepared(request_of(), "ViT-B/32", 0, Watch(), "cpu")
-    assert [list(vision.experts("full", (i, 2))) for i in range(2)] == [["mnist", "eurosat"], ["svhn"]]
+    vision = prepared(request_of())
+    assert [list(vision.experts((i, 2))) for i in range(2)] == [["mnist", "eurosat"], ["svhn"]]
     assert placed("cpu") == (None, "cpu")
 
 

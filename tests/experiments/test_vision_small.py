@@ -15,13 +15,15 @@ from tests.tolerances import F32_ELEMENTWISE, relative_error
 from actmat.demo.merging import Candidate, merge_candidates
 from actmat.errors import RecipeError
 from actmat.statistics import open_statistics
+from actmat_experiments.harness import experiment as driver
 from actmat_experiments.harness.merging import best_scale, candidates, rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
+from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision import experiment, small
 from actmat_experiments.vision.backbones import read_tensors
-from actmat_experiments.vision.compare import curve_file, score_file, subsets_of
+from actmat_experiments.vision.curves import curve_file, subsets_of
 from actmat_experiments.vision.estimates import ESTIMATES, read_estimates
 
 TASKS = ("one", "two", "three", "four")
@@ -46,6 +48,14 @@ def finished(request_of):
     request = request_of()
     small.run(request)
     return request
+
+
+def prepared(request, regime="full"):
+    return next(v for v in small.experiments(request, Watch()) if v.regime == regime)
+
+
+def paths(made):
+    return {name: path for name, (path, _) in made.items()}
 
 
 def test_every_row_has_a_score_for_every_task(finished):
@@ -75,8 +85,9 @@ def test_a_second_run_computes_nothing(finished, monkeypatch):
     def forbidden(*args, **more):
         raise AssertionError("this was done already")
 
-    for name in ("finetune", "merge_candidates", "right_answers", "measure"):
+    for name in ("finetune", "right_answers", "measure"):
         monkeypatch.setattr(experiment, name, forbidden)
+    monkeypatch.setattr(driver, "merge_candidates", forbidden)
     monkeypatch.setattr(small, "pretrain", forbidden)
     small.run(finished)
     assert read_scores(score_file(finished.cache, "vision-small")) == before
@@ -93,42 +104,46 @@ def test_a_changed_option_trains_anew(finished, request_of, monkeypatch):
 
 
 def test_an_adapter_sits_on_every_linear_layer(finished, request_of):
-    vision = small.prepared(request_of(), 0, Watch())
-    tensors = load_file(vision.experts("lora")["one"] / "adapter_model.safetensors")
+    vision = prepared(request_of(), "lora")
+    tensors = load_file(vision.experts()["one"].path / "adapter_model.safetensors")
     modules = {n.split(".lora_")[0].removeprefix("base_model.model.layers.0.") for n in tensors}
     assert len(tensors) == 12
     assert len(modules) == 6, modules
-    other = load_file(vision.experts("lora")["two"] / "adapter_model.safetensors")
+    other = load_file(vision.experts()["two"].path / "adapter_model.safetensors")
     name = next(n for n in tensors if "lora_A" in n)
     assert not torch.equal(tensors[name], other[name])
 
 
 def test_a_scale_is_chosen_on_what_the_engine_would_write(finished, request_of, tmp_path):
-    vision = small.prepared(request_of(), 0, Watch())
     row = Candidate("actmat", "actmat")
     for regime in ("full", "lora"):
+        vision = prepared(request_of(), regime)
+        base, experts = vision.base.path, paths(vision.experts())
         rows = [row, Candidate("half", "actmat", scale=0.5), Candidate("average", "average")]
         outs = {r.name: tmp_path / regime / r.name for r in rows}
-        acted = merge_candidates(vision.base, vision.experts(regime), rows, outs)
-        found = rescaled(read_tensors(vision.base), read_tensors(outs["actmat"]), acted["actmat"], 0.5)
+        acted = merge_candidates(base, experts, rows, outs)
+        found = rescaled(read_tensors(base), read_tensors(outs["actmat"]), acted["actmat"], 0.5)
         expected = read_tensors(outs["half"])
         assert len(acted["actmat"]) >= 6
         assert all(relative_error(found[n], expected[n]) < F32_ELEMENTWISE for n in expected)
-        alone = merge_candidates(vision.base, vision.experts(regime), [row], {"actmat": tmp_path / regime / "alone"})
+        alone = merge_candidates(base, experts, [row], {"actmat": tmp_path / regime / "alone"})
         assert alone["actmat"] == acted["actmat"]
         together = read_tensors(outs["actmat"])
         assert all(torch.equal(t, together[n]) for n, t in read_tensors(tmp_path / regime / "alone").items())
 
 
 def test_the_tuned_scale_is_the_best_on_validation_not_on_test(finished, request_of):
-    vision = small.prepared(request_of(), 0, Watch())
-    found = vision.merges("full", [Candidate("task_arithmetic", "task_arithmetic")])["task_arithmetic"]
-    means = {float(s): sum(c[0] / c[1] for c in by_task.values()) / 4 for s, by_task in found["validation"].items()}
+    vision = prepared(request_of())
+    found = vision.merges([Candidate("task_arithmetic", "task_arithmetic")])["task_arithmetic"]
+    means = {
+        float(s): sum(c["correct"] / c["total"] for c in by_task.values()) / 4
+        for s, by_task in found["validation"].items()
+    }
     best = max(means.values())
     assert found["scale"] == min((s for s, m in means.items() if m == best), key=lambda s: abs(s - 1))
-    assert all(counts[1] == 6 for counts in found["validation"]["1.0"].values()), "a tenth of 60"
+    assert all(counts["total"] == 6 for counts in found["validation"]["1.0"].values()), "a tenth of 60"
     with pytest.raises(ValueError, match="has one already"):
-        vision.merges("full", [Candidate("x", "average", scale=0.5)])
+        vision.merges([Candidate("x", "average", scale=0.5)])
 
 
 def test_ties_between_scales_go_to_the_nearest_to_one():
@@ -175,18 +190,18 @@ def test_curves_hold_every_size_and_what_regmean_was_given(finished):
 
 @pytest.mark.parametrize("regime", ["full", "lora"])
 def test_estimates_are_compared_with_the_inputs_of_every_expert(finished, regime):
-    vision = small.prepared(finished, 0, Watch())
+    vision = prepared(finished, regime)
     found = read_estimates(finished.cache, "vision-small", "", regime)
     assert found is not None
     assert {tuple(by_estimate) for by_estimate in found.cosines.values()} == {ESTIMATES}
     assert len(found.cosines) == 6, "every linear map of the one layer"
     task = TASKS[0]
     name = "encoder.layer.0.attention.attention.query.weight"
-    with open_statistics(vision.statistics(regime)[task]) as statistics:
+    with open_statistics(vision.statistics()[task].path) as statistics:
         gram = statistics.gram(statistics.find(name), dtype=torch.float64)
-    expert = vision.experts(regime)[task]
+    expert = vision.experts()[task].path
     if regime == "full":
-        delta = read_tensors(expert)[name].double() - read_tensors(vision.base)[name].double()
+        delta = read_tensors(expert)[name].double() - read_tensors(vision.base.path)[name].double()
     else:
         factors = load_file(expert / "adapter_model.safetensors")
         a, b = (factors[f"base_model.model.layers.0.attention.q_proj.lora_{x}.weight"].double() for x in "AB")

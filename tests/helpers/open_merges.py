@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from actmat.engine.local import Job, execute
 from safetensors.torch import load_file, save_file
 from tests.helpers.counting import CountingCheckpoint
 from torch import Tensor
@@ -16,8 +16,14 @@ import actmat
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.engine.executors.threads import ThreadExecutor
+from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources
+from actmat.engine.session import SessionSpec
+from actmat.engine.units import plan_units
+from actmat.experts.checkpoint import CheckpointExpert
 from actmat.plan import build_plan
+from actmat.plan.statistics import ExpertStatistics
 from actmat.recipe import make_recipe
 
 Tensors = Mapping[str, Tensor]
@@ -38,16 +44,23 @@ def merge_open(
 ) -> list[dict[str, Tensor]]:
     """Plan and execute variants of one merge, as the public functions do, over open checkpoints."""
     names = [{"path": f"expert{i}"} for i in range(len(experts))]
-    jobs = []
+    opened = [CheckpointExpert(e) for e in experts]
+    plans, writers = [], []
     for number, fields in enumerate(variants):
-        recipe = make_recipe({"base": "base", "experts": names, **fields})
-        plan = build_plan(recipe, base, experts)
+        plan = build_plan(make_recipe({"base": "base", "experts": names, **fields}), base, opened)
         folder = out / str(number)
         folder.mkdir(parents=True)
-        jobs.append(Job(plan, ShardWriter(folder, plan.shards, durable=False)))
-    execute(jobs, base, experts, Resources(workers, 1 << 33))
-    for job in jobs:
-        job.writer.finish(job.plan.specs)
+        plans.append(plan)
+        writers.append(ShardWriter(folder, plan.shards, durable=False))
+    labels = plans[0].recipe.labels
+    inputs = Inputs(labels, base, opened, ExpertStatistics.none(labels))
+    executor = ThreadExecutor(inputs, writers, Resources(workers, 1 << 33))
+    spec = SessionSpec(tuple(plans), "base", (), (None,) * len(plans))
+    spec = dataclasses.replace(spec, surveys=executor.survey(spec))
+    for result in executor.run(spec, plan_units(plans, [()] * len(plans), None)):
+        assert not result.findings.fatal, result.findings.problems()
+    for plan, writer in zip(plans, writers, strict=True):
+        writer.finish(plan.specs)
     return [load_file(out / str(n) / "model.safetensors") for n in range(len(variants))]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.adapters import save_adapter
 from tests.helpers.docs_fixture import write_adapter
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
 from tests.tolerances import F64_ORACLE
@@ -253,6 +254,24 @@ def test_adapters_are_compared_by_their_products(tmp_path: Path) -> None:
     with pytest.raises(AlignmentError, match="is a merged adapter") as error:
         compare(tmp_path / "actmat", model)
     assert len(error.value.problems) == 2
+
+
+def test_full_tensors_of_adapters_are_compared_by_their_entries(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        save_adapter(tmp_path / str(seed), "vit", seed, r=2, target_modules=["q_proj"], modules_to_save=["classifier"])
+    inputs = ["-e", str(tmp_path / "1"), "-e", str(tmp_path / "2"), "-m", "linear"]
+    for name, weight in (("one", "1"), ("two", "3")):
+        argv = ["merge", *inputs, "-w", weight, "-w", "1", "--out", str(tmp_path / name), "--quiet"]
+        done = actmat(argv)
+        assert done.code == 0, done
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
+    found = {t.name: t for t in compare(tmp_path / "one", tmp_path / "two").tensors}
+    for name in ("classifier.weight", "classifier.bias"):
+        stored = f"base_model.model.{name}"
+        apart = float((one[stored].double() - two[stored].double()).norm())
+        assert found[name].distance == pytest.approx(apart, rel=F64_ORACLE)
+        assert apart > 0
+        assert (found[name].norms, found[name].relative) == (None, None), "there is no base to subtract"
 
 
 def test_an_adapter_that_lost_a_module_is_told(tmp_path: Path) -> None:

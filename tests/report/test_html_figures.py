@@ -28,9 +28,9 @@ from actmat.report.html.scales import (
     residual_level,
     residual_text,
     sequential,
-    tick_places,
+    tick_indices,
 )
-from actmat.report.html.strips import Cell, Strip, strips
+from actmat.report.html.strips import Cell, Strip, largest_strips, strips
 
 POSITIVE = st.floats(1e-12, 1e12)
 
@@ -103,19 +103,19 @@ def test_axes_hold_all_values_with_few_labels(values: list[float]) -> None:
     axis = positive_axis(values)
     assert axis.low == 0 < max(values) <= axis.high * (1 + 1e-9)
     assert 2 <= len(axis.ticks) <= 6
-    assert [axis.place(t) for t in (axis.low, axis.high)] == [0, 1]
+    assert [axis.position(t) for t in (axis.low, axis.high)] == [0, 1]
     logs = log_axis(values)
     assert logs.low <= min(1.0, *values)
     assert max(1.0, *values) <= logs.high * (1 + 1e-9)
     assert len(logs.ticks) <= 8
-    places = [logs.place(v) for v in sorted(values)]
+    places = [logs.position(v) for v in sorted(values)]
     assert places == sorted(places)
     assert all(0 <= p <= 1 for p in places)
 
 
 @given(st.integers(1, 3000), st.integers(2, 20))
 def test_ticks_are_few_even_and_begin_at_the_first(count: int, wanted: int) -> None:
-    places = tick_places(count, wanted)
+    places = tick_indices(count, wanted)
     assert places[0] == 0
     assert places[-1] < count
     assert len(places) <= max(wanted, 1)
@@ -200,3 +200,20 @@ def test_strips_leave_holes_where_there_is_no_matrix() -> None:
     page = Page(str(strips(rows, ["0", "1", "other"], x_title="layer")))
     assert [(e.attributes["x"], e.attributes["class"]) for e in page.all("rect")] == [("0", "q1"), ("2", "h0")]
     assert [e.text for e in page.all("span")] == ["0", "1", "other"]
+
+
+def test_a_strip_shows_the_largest_of_each_cell() -> None:
+    items = [("q", 0, 1.0), ("q", 0, 3.0), ("q", 2, 2.0), ("up", 1, 0.5)]
+    rows = largest_strips(
+        [(kind, [i for i in items if i[0] == kind]) for kind in ("q", "up")],
+        [0, 1, 2],
+        depth=lambda i: i[1],
+        value=lambda i: i[2],
+        cell=lambda i: Cell("q1", str(i[2])),
+        text=number,
+    )
+    assert [[None if c is None else c.tip for c in row.cells] for row in rows] == [
+        ["3.0", None, "2.0"],
+        [None, "0.5", None],
+    ]
+    assert [(row.name, row.total) for row in rows] == [("q", "3"), ("up", "0.5")]

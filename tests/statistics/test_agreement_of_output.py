@@ -17,7 +17,7 @@ from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
-from actmat import api_agreement
+from actmat.api import agreement as api_agreement
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import CheckpointError, RecipeError, StatisticsError
 from actmat.statistics.data import DataOptions

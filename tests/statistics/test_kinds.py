@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -154,3 +154,21 @@ def test_keyword_arguments_are_the_settings() -> None:
     assert CollectOptions.__annotations__.keys() == {f.name for f in fields(Settings)}
     annotations = {n: getattr(a, "__forward_arg__", a) for n, a in CollectOptions.__annotations__.items()}
     assert annotations == {f.name: f.type for f in fields(Settings)}
+
+
+def squares(net: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return net(batch["0"]).square().sum()
+
+
+def test_fisher_files_add_up_only_with_labels_from_one_source(tmp_path: Path) -> None:
+    for n, labels in ((1, "given"), (2, "given"), (3, "drawn")):
+        options = CollectOptions(gram=False, fisher=True, loss=squares, fisher_labels=labels, dtype="float64")
+        collect(model(), [data(n)], out=tmp_path / str(n), **options)
+    merge_statistics([tmp_path / "1", tmp_path / "2"], tmp_path / "both")
+    with open_statistics(tmp_path / "1") as one, open_statistics(tmp_path / "2") as two:
+        expected = (one.fisher("0.weight", dtype=torch.float64) + two.fisher("0.weight", dtype=torch.float64)) / 2
+    with open_statistics(tmp_path / "both") as both:
+        assert (both.header.fisher_samples, both.header.fisher_labels) == (12, "given")
+        assert relative_error(both.fisher("0.weight", dtype=torch.float64), expected) < F64_IDENTITY
+    with pytest.raises(StatisticsError, match="took labels for the Fisher from elsewhere than"):
+        merge_statistics([tmp_path / "1", tmp_path / "3"], tmp_path / "mixed")

@@ -39,17 +39,8 @@ class DataFlags:
         """Options to read the data set at `location`."""
         from actmat.statistics.data import DataOptions
 
-        return DataOptions(
-            location,
-            split=self.split,
-            subset=self.subset,
-            text_column=self.text_column,
-            image_column=self.image_column,
-            target_column=self.target_column,
-            batch_size=self.batch_size,
-            max_samples=self.samples,
-            max_length=self.max_length,
-        )
+        same = ("split", "subset", "text_column", "image_column", "target_column", "batch_size", "max_length")
+        return DataOptions(location, max_samples=self.samples, **{name: getattr(self, name) for name in same})
 
 
 def compare_answers(

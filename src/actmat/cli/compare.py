@@ -1,4 +1,4 @@
-"""`actmat compare`: two merges of the same experts, side by side."""
+"""`actmat compare`: show the differences between two merges of the same experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 MOST = 10
-"""Tensors listed."""
+"""Largest number of tensors listed."""
 
 
 def compare(
@@ -29,9 +29,10 @@ def compare(
 
     actmat compare merged-actmat merged-ties --out compare.html
 
-    Reads the stored weights of both, and of the base where it can be found, a few megabytes at a time. Residuals and
-    checks are compared where both merges were made with --diagnose. Merges of another base or of other experts are
-    refused, with all that differs (exit code 1).
+    Reads the weights of both, and of the base if it is found, a few megabytes at
+    a time. Residuals and checks are compared if both merges were made with
+    --diagnose. Merges of different bases or experts are refused: all
+    differences are listed and the exit code is 1.
     """
     from actmat.cli.screen import counting
     from actmat.report.comparison import compare as compare_outputs
@@ -82,7 +83,7 @@ def _print_tensors(found: Comparison) -> None:
     console.print(f"{len(differing)} of {len(found.tensors)} tensors differ{apart}\n")
     rows = []
     for t in differing[:MOST]:
-        # what is apart is told in units of the deltas, where those are known
+        # in units of the deltas, if the base was found
         numbers = [t.distance] if t.norms is None else [t.relative, t.cosine, *t.norms]
         rows.append([t.name.removesuffix(".weight"), *("-" if v is None else f"{v:.3g}" for v in numbers)])
     known = differing[0].norms is not None
@@ -94,7 +95,7 @@ def _short(value: Any) -> str:
 
 
 def _rows(head: list[str], rows: list[list[str]]) -> None:
-    """A table and an empty line, or nothing where there are no rows."""
+    """Print a table and an empty line; nothing without rows."""
     from rich.markup import escape
     from rich.table import Table
 

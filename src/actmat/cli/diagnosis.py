@@ -1,4 +1,4 @@
-"""How a diagnosis looks on a terminal of 80 columns."""
+"""Print a diagnosis on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Di
 __all__ = ["print_checks", "print_diagnosis"]
 
 CONTESTED = 10
-"""Matrices listed."""
+"""Largest number of matrices listed."""
 
 
 def print_diagnosis(found: Diagnosis) -> None:
-    """Experts, checks, and the matrices that the experts contest most."""
+    """Print the experts, the checks, and the matrices on which the experts disagree most."""
     totals = found.totals
     console.print(
         f"[bold]{escape(found.method)}[/bold] over {len(found.experts)} experts"
@@ -42,7 +42,7 @@ def print_diagnosis(found: Diagnosis) -> None:
 
 
 def print_checks(checks: Sequence[CheckResult]) -> None:
-    """What was found, and how many checks were clear, did not apply, or were muted."""
+    """Print findings, and how many checks were clear, did not apply, or were muted."""
     for check in checks:
         if check.verdict == "found":
             colour = "red" if check.severity == "issue" else "yellow"
@@ -55,7 +55,7 @@ def print_checks(checks: Sequence[CheckResult]) -> None:
 
 
 def _experts(found: Diagnosis) -> Table:
-    """One line per expert, over all matrices."""
+    """A row per expert, over all matrices."""
     table = _table("expert", "norm", "of base", "snr", "eff. rank", "overlap", "rho")
     for t, summary in enumerate(found.experts_summary):
         rows = [m for m in found.measures if m.norms[t] > 0]

@@ -1,8 +1,9 @@
-"""`actmat inspect`: what a checkpoint holds, from headers alone."""
+"""`actmat inspect`: the content of a checkpoint, from its headers."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,29 +24,21 @@ def inspect(
 ) -> None:
     """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read."""
     from actmat.checkpoints.resolve import open_checkpoint
+    from actmat.cli.screen import print_json
     from actmat.experts.resolve import is_adapter
     from actmat.layout import resolve_layout
 
     if is_adapter(checkpoint):
         from actmat.cli.adapters import describe_adapter, print_adapter
 
-        adapter = describe_adapter(checkpoint)
-        if json:
-            import json as json_module
-
-            typer.echo(json_module.dumps(adapter, indent=1))
-        else:
-            print_adapter(adapter, every=every)
-        return
-    with open_checkpoint(checkpoint) as opened:
-        layouts = resolve_layout(opened.specs, opened.config)
-        data = _describe(opened, layouts)
-    if json:
-        import json as json_module
-
-        typer.echo(json_module.dumps(data, indent=1))
+        data, show = describe_adapter(checkpoint), print_adapter
     else:
-        _print(data, every=every)
+        with open_checkpoint(checkpoint) as opened:
+            data, show = _describe(opened, resolve_layout(opened.specs, opened.config)), _print
+    if json:
+        print_json(data)
+    else:
+        show(data, every=every)
 
 
 def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
@@ -70,12 +63,11 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
             row["tied_to"] = ties[name]
         tensors.append(row)
     specs = opened.specs.values()
-    tied = {n for n in ties if n in opened.specs}
     return {
         "location": opened.location,
         "family": layouts.family,
         "tensors": tensors,
-        "parameters": sum(s.numel for s in specs if s.is_floating and s.name not in tied),
+        "parameters": sum(s.numel for s in specs if s.is_floating and s.name not in ties),
         "bytes": sum(s.nbytes for s in specs),
         "dtypes": dict(Counter(s.dtype for s in specs)),
         "roles": dict(Counter(r["role"] for r in tensors)),
@@ -84,7 +76,7 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
     }
 
 
-def _print(data: dict[str, Any], *, every: bool) -> None:
+def _print(data: Mapping[str, Any], *, every: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 

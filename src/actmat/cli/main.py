@@ -30,7 +30,7 @@ __all__ = ["app", "main"]
 
 
 class _Commands(ExtensibleGroup):
-    """Commands that get their flags when they are called, and that tell the effect of an interruption."""
+    """The commands. Deferred ones get their flags when they are called; an interruption says how to go on."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
@@ -72,10 +72,10 @@ app.add_typer(statistics, name="statistics")
 
 
 def _keep_pages_warm() -> None:
-    """Ask for huge pages, and let malloc keep what is freed: a merge is bound by memory, and page faults cost a fifth.
+    """Ask for huge pages and let malloc keep freed pages: page faults would take a fifth of a merge's time.
 
-    Buffers of a pass are 0.5 to 2 MB: by its defaults glibc gives their pages back after each pass. This is for a
-    process of our own only, so it stands here and not in the library. Elsewhere than on glibc it does nothing.
+    Buffers of a pass are 0.5 to 2 MB, which glibc by default returns to the system after each pass. These are settings
+    of a process, so the library does not make them. Without glibc this does nothing.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch when it is imported
     with contextlib.suppress(OSError, AttributeError):
@@ -86,8 +86,8 @@ def _keep_pages_warm() -> None:
 
 
 def main() -> None:
-    """Entry point: errors of the tree become one message on stderr and their exit code."""
-    gc.set_threshold(200_000, 10, 10)  # imports leave 300,000 objects: with the usual 700, hundreds of searches
+    """Run the command line; a `MergeError` becomes one message on stderr and its exit code."""
+    gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
     _keep_pages_warm()
     try:
         app()

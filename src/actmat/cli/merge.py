@@ -32,8 +32,9 @@ def merge(
     actmat merge -e ADAPTER1 -e ADAPTER2 --out MERGED   (LoRA adapters, no base)
     actmat merge recipe.yaml --out MERGED
 
-    The output is a directory that from_pretrained loads. It appears when it
-    is complete; the same command continues an interrupted merge.
+    Several --method, or several values of an --option, give one output each,
+    below OUT. An output is a directory that from_pretrained loads. It appears
+    when it is complete; the same command continues an interrupted merge.
     'actmat plan' shows beforehand what will happen to every tensor.
     """
     recipes = given.recipes(recipe)

@@ -1,4 +1,4 @@
-"""`actmat methods`: what exists, from the declarations."""
+"""`actmat methods`: the merge methods, from their declarations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ def methods(
     json: flags.Json = False,
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
+    from actmat.cli.screen import print_json
     from actmat.methods import METHODS, get_method
 
     chosen = [get_method(name)] if name else list(METHODS)
     if json:
-        import json as json_module
-
         data = [_describe(m) for m in chosen]
-        typer.echo(json_module.dumps(data[0] if name else data, indent=1))
+        print_json(data[0] if name else data)
     elif name:
         _show(chosen[0])
     else:
@@ -81,7 +80,6 @@ def _table(chosen: list[MergeMethod]) -> None:
 def _show(m: MergeMethod) -> None:
     from actmat.cli.screen import console
 
-    d = _describe(m)
     console.print(f"[bold]{m.name}[/bold]: {m.summary}\n")
     console.print(f"    {m.equation}\n", markup=False)
     acts = {"matrix": "matrices (linear layers)", "tensor": "whole tensors", "elementwise": "entries"}
@@ -89,10 +87,10 @@ def _show(m: MergeMethod) -> None:
     console.print(f"acts on {acts[m.acts_on]}{preset}")
     data = ", ".join(m.needs_statistics) or "nothing: it is data-free"
     answers = {"weights": m.is_weighted, "base weights": m.needs_base, "random": m.is_random}
-    yes_no = "; ".join(f"{what}: {'yes' if answer else 'no'}" for what, answer in answers.items())
+    yes_no = "; ".join(f"{need}: {'yes' if answer else 'no'}" for need, answer in answers.items())
     console.print(f"needs from data: {data}; {yes_no}")
     console.print(f"cost: {m.flops or 'linear in the number of entries'} FLOPs for T deltas of N x N")
-    console.print(f"laws: {', '.join(d['laws']) or 'none'}")
+    console.print(f"laws: {', '.join(sorted(m.laws)) or 'none'}")
     console.print(f"reference: {m.reference}\n", markup=False)
     if not m.options:
         console.print("no options")

@@ -1,4 +1,4 @@
-"""`actmat report`: a report.json as a page for the browser."""
+"""`actmat report`: draw a report.json as a page for the browser."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def report(
         Path, typer.Argument(metavar="OUT|REPORT.json", help="A merge made with --diagnose, or a report.json.")
     ],
     html: Annotated[
-        Path | None, typer.Option("--html", help="File to write (default: report.html beside report.json).")
+        Path | None, typer.Option("--html", help="File to write (default: report.html next to report.json).")
     ] = None,
 ) -> None:
-    """Draw report.json as one HTML page that opens from disk, needs no network and can be sent to somebody.
+    """Draw report.json as one HTML page, which opens from disk and needs no network.
 
     actmat report merged --html pages/merged.html
     actmat report report.json
 
-    Nothing is measured again: the page shows what report.json holds. 'actmat merge --diagnose' writes the page beside
-    report.json itself; this is for a report.json that came without it, and for another place.
+    Nothing is measured again. 'actmat merge --diagnose' writes this page next to
+    report.json; this command is for a report.json that came without it, and to
+    write the page elsewhere.
     """
     from actmat.checkpoints.writing.staging import disk_errors
     from actmat.cli.screen import console

@@ -1,19 +1,21 @@
-"""How things look on a terminal: tables that fit 80 columns, progress bars."""
+"""Output of commands: consoles for stdout and stderr, progress bars, JSON."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
 
-__all__ = ["MergeProgress", "console", "counting", "note_console"]
+__all__ = ["MergeProgress", "console", "counting", "note_console", "print_json"]
 
 console = Console(highlight=False)
 note_console = Console(stderr=True, highlight=False)
@@ -59,14 +61,19 @@ class MergeProgress:
             self._bar.advance(self._task)
 
     def finishing(self) -> None:
-        """The rest is up to the disk."""
+        """Show that only the disk is still at work."""
         if self._task is not None:
             self._bar.update(self._task, description="flushing")
 
 
 @contextlib.contextmanager
 def counting(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr for work that counts tensors: call what it gives with (done, total)."""
+    """A bar on stderr for work that counts tensors; yields a function of (done, total) that advances it."""
     with Progress(console=note_console, transient=True, disable=not note_console.is_terminal) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON on stdout."""
+    typer.echo(json.dumps(data, indent=1))

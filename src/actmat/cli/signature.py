@@ -63,7 +63,7 @@ def with_flags(command: Command) -> Command:
             given[name] = group.make({p.name: given.pop(p.name) for p in group.parameters})
         command(**given)
 
-    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    vars(flat)["__signature__"] = inspect.Signature(parameters)
     return flat
 
 
@@ -74,7 +74,7 @@ def deferred(command: Command) -> Command:
         raise AssertionError(f"'{command.__name__}' is resolved before it runs")
 
     listed.__name__, listed.__doc__ = command.__name__, command.__doc__
-    listed.stands_for = command  # type: ignore[attr-defined]
+    vars(listed)["stands_for"] = command
     return listed
 
 

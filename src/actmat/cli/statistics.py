@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from actmat.cli import flags
+from actmat.cli.signature import with_flags
 
 if TYPE_CHECKING:
+    from actmat.statistics.data import DataOptions
     from actmat.statistics.header import Header
+    from actmat.statistics.settings import CollectOptions
 
 __all__ = ["collect", "merge", "show", "statistics"]
 
@@ -24,43 +28,87 @@ Stored = Annotated[str | None, typer.Option("--store-dtype", help="dtype of the 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")]
 
 
+@dataclass(frozen=True)
+class Loading:
+    """Flags for loading the model."""
+
+    base: Annotated[
+        str | None, typer.Option("--base", "-b", help="The checkpoint under an adapter (default: as it says).")
+    ] = None
+    model_class: flags.ModelClass = None
+    dtype: flags.ModelDtype = "float32"
+    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Flags for reading the data."""
+
+    split: flags.Split = "train"
+    subset: flags.Subset = None
+    text_column: flags.TextColumn = None
+    image_column: flags.ImageColumn = None
+    target_column: flags.TargetColumn = None
+    label_column: Annotated[
+        str | None, typer.Option("--label-column", help="Class labels, for --fisher-labels given.")
+    ] = None
+    samples: Annotated[int | None, typer.Option("--samples", help="How many samples at most (default: all).")] = None
+    batch_size: flags.BatchSize = 8
+    max_length: flags.MaxLength = 512
+
+    def options(self, location: str) -> DataOptions:
+        """Options to read the data set at `location`."""
+        from actmat.statistics.data import DataOptions
+
+        given = asdict(self)
+        return DataOptions(location, max_samples=given.pop("samples"), **given)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Flags for the measurement."""
+
+    gram: Annotated[bool, typer.Option("--gram/--no-gram", help="Measure Gram matrices.")] = True
+    fisher: Annotated[bool, typer.Option("--fisher", help="Measure the diagonal Fisher, one backward per sample.")] = (
+        False
+    )
+    fisher_labels: Annotated[
+        str, typer.Option("--fisher-labels", help="drawn (from the model's predictions) or given (with the data).")
+    ] = "drawn"
+    compute_dtype: Annotated[
+        str, typer.Option("--compute-dtype", help="dtype of products: float32 or float64; sums are float64.")
+    ] = "float32"
+    store_dtype: Stored = None
+    share: Annotated[
+        bool, typer.Option("--share/--no-share", help="Store one Gram for layers that read the same input.")
+    ] = True
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the labels drawn for the Fisher.")] = 0
+
+    def options(self, data: DataOptions) -> CollectOptions:
+        """Options of `actmat.statistics.collect` for a data set."""
+        return {
+            "gram": self.gram,
+            "fisher": self.fisher,
+            "fisher_labels": "given" if self.fisher_labels == "given" else "drawn",
+            "compute_dtype": self.compute_dtype,
+            "dtype": self.store_dtype or "float32",
+            "share": self.share,
+            "seed": self.seed,
+            "source": data.location,
+            "details": data.details(),
+        }
+
+
 @statistics.command()
+@with_flags
 def collect(
     model: Annotated[str, typer.Argument(help="The expert: folder or hub id of a checkpoint or an adapter.")],
     data: Annotated[str, typer.Option("--data", help="File, folder or hub id of a data set.")],
     out: Out,
-    base: Annotated[
-        str | None, typer.Option("--base", "-b", help="The checkpoint under an adapter (default: as it says).")
-    ] = None,
-    model_class: flags.ModelClass = None,
-    split: flags.Split = "train",
-    subset: flags.Subset = None,
-    text_column: flags.TextColumn = None,
-    image_column: flags.ImageColumn = None,
-    target_column: flags.TargetColumn = None,
-    label_column: Annotated[
-        str | None, typer.Option("--label-column", help="Class labels, for --fisher-labels given.")
-    ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", help="How many samples at most (default: all).")] = None,
-    batch_size: flags.BatchSize = 8,
-    max_length: flags.MaxLength = 512,
-    gram: Annotated[bool, typer.Option("--gram/--no-gram", help="Measure Gram matrices.")] = True,
-    fisher: Annotated[
-        bool, typer.Option("--fisher", help="Measure the diagonal Fisher, one backward per sample.")
-    ] = False,
-    fisher_labels: Annotated[
-        str, typer.Option("--fisher-labels", help="drawn (from the model's predictions) or given (with the data).")
-    ] = "drawn",
-    dtype: flags.ModelDtype = "float32",
-    compute_dtype: Annotated[
-        str, typer.Option("--compute-dtype", help="dtype of products: float32 or float64; sums are float64.")
-    ] = "float32",
-    store_dtype: Stored = None,
-    share: Annotated[
-        bool, typer.Option("--share/--no-share", help="Store one Gram for layers that read the same input.")
-    ] = True,
-    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu",
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the labels drawn for the Fisher.")] = 0,
+    *,
+    loading: Loading,
+    reading: Reading,
+    measuring: Measuring,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
@@ -71,38 +119,29 @@ def collect(
 
     The file is bound to the model by the hashes of its weights: a merge refuses statistics of any other.
     """
-    _one_of("--fisher-labels", fisher_labels, ("drawn", "given"))
-    _one_of("--compute-dtype", compute_dtype, ("float32", "float64"))
-    _one_of("--store-dtype", store_dtype or "float32", ("float32", "float64"))
-    _one_of("--dtype", dtype, flags.MODEL_DTYPES)
+    _one_of("--fisher-labels", measuring.fisher_labels, ("drawn", "given"))
+    _one_of("--compute-dtype", measuring.compute_dtype, ("float32", "float64"))
+    _one_of("--store-dtype", measuring.store_dtype or "float32", ("float32", "float64"))
+    _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
     from actmat.statistics import collect as measure
-    from actmat.statistics.data import DataOptions, make_batches
+    from actmat.statistics.data import make_batches
     from actmat.statistics.models import load_model
     from actmat.statistics.store import check_output
 
     check_output(out, overwrite=overwrite)
-    options = DataOptions(
-        data, split, subset, text_column, image_column, target_column, label_column, batch_size, samples, max_length
-    )
-    loaded = load_model(model, base=base, model_class=model_class, dtype=dtype, device=device)
-    with _Bar(samples, quiet=quiet) as progress:
+    options = reading.options(data)
+    loaded = load_model(model, **asdict(loading))
+    labels = measuring.fisher and measuring.fisher_labels == "given"
+    with _Bar(reading.samples, quiet=quiet) as progress:
         result = measure(
             loaded.model,
-            make_batches(loaded, options, labels=fisher and fisher_labels == "given"),
+            make_batches(loaded, options, labels=labels),
             checkpoint=loaded.checkpoint,
             adapter=loaded.adapter,
             out=out,
-            gram=gram,
-            fisher=fisher,
-            fisher_labels="given" if fisher_labels == "given" else "drawn",
-            compute_dtype=compute_dtype,
-            dtype=store_dtype or "float32",
-            share=share,
-            seed=seed,
-            source=data,
-            details=options.details(),
             overwrite=overwrite,
             progress=progress,
+            **measuring.options(options),
         )
     if not quiet:
         _print(out, result.header)
@@ -135,7 +174,7 @@ def show(path: Annotated[Path, typer.Argument(help="What 'actmat statistics coll
 
 
 class _Bar:
-    """Samples done, on stderr."""
+    """Progress bar on stderr over samples."""
 
     def __init__(self, total: int | None, *, quiet: bool) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -173,18 +212,14 @@ def _print(out: Path, header: Header, *, every: bool = False) -> None:
     from rich.markup import escape
 
     from actmat.cli.screen import console
+    from actmat.statistics.kinds import KINDS
 
     on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""
     console.print(f"[bold]{escape(str(out))}[/bold]  ({escape(header.model.location + on)})")
     console.print(
         f"  {header.samples:,} samples, {header.tokens:,} tokens of", escape(", ".join(d.source for d in header.data))
     )
-    parts = []
-    if header.grams:
-        parts.append(f"{len(header.grams)} Gram matrices for {len(header.places)} tensors")
-    if header.fisher:
-        parts.append(f"the Fisher of {len(header.fisher)} tensors ({header.fisher_labels} labels)")
-    console.print("  " + "; ".join(parts))
+    console.print("  " + "; ".join(filter(None, (kind.summary(header) for kind in KINDS.values()))))
     groups: dict[str, list[str]] = {}
     for name, why in header.absent.items():
         groups.setdefault(why, []).append(name)

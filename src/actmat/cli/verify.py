@@ -1,4 +1,4 @@
-"""`actmat verify`: does a merged model still match its manifest, and do its inputs?"""
+"""`actmat verify`: compare a merged model and its inputs with the manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def verify(
 ) -> None:
     """Hash every tensor of a merged model, and of its inputs, and compare with actmat_manifest.json.
 
-    Exit code 0: everything matches; 1: something differs or cannot be found (all of it is listed).
+    Exit code 0: everything matches; 1: something differs or cannot be found.
+    All differences are listed.
     """
     from rich.markup import escape
 

@@ -103,6 +103,7 @@ def merge_candidates(
     """
     from actmat.api import run_recipes
     from actmat.recipe import make_recipe
+    from actmat.settings import RunSettings
 
     measured = statistics or {}
     recipes = [
@@ -124,10 +125,10 @@ def merge_candidates(
         )
         for row in rows
     ]
-    reports = run_recipes(recipes, threads=threads, device=device, durable=False)
+    reports = run_recipes(recipes, RunSettings(threads=threads, device=device, durable=False))
     return {row.name: merged_names(report.plan) for row, report in zip(rows, reports, strict=True)}
 
 
 def merged_names(plan: Any) -> tuple[str, ...]:
     """Names of the tensors on which the rule acts; all others are the mean of the deltas, copied or tied."""
-    return tuple(t.name for t in plan.tensors if t.action == "merge")
+    return tuple(t.name for t in plan.items if t.action == "merge")

@@ -45,9 +45,7 @@ def storage_dtypes(plan: MergePlan) -> list[str]:
     return sorted({s.dtype for i in plan.items for s in i.sources if s is not None})
 
 
-def build_diagnosis(
-    plan: MergePlan, records: Records, *, out: str | None, seconds: float
-) -> Diagnosis:
+def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, seconds: float) -> Diagnosis:
     """Rows, measures, summaries and checks, from the records of all items.
 
     Args:

@@ -135,12 +135,7 @@ def measure_lowrank(
 
 
 def _numbers(
-    rows: RowMeasures,
-    inner_TT: Tensor,
-    values_N: Tensor,
-    width: int,
-    kept: Kept | None,
-    energy: Sequence[float] | None,
+    rows: RowMeasures, inner_TT: Tensor, values_N: Tensor, width: int, kept: Kept | None, energy: Sequence[float] | None
 ) -> Numbers:
     count = inner_TT.shape[0]
     total = math.sqrt(max(float(inner_TT.sum()), 0.0))

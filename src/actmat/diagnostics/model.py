@@ -68,8 +68,12 @@ class ExpertRow(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Stages(_Strict):
-    """Seconds of all workers together in a stage that is timed apart: measuring; None where nothing was measured."""
+    """Seconds of all workers together in a stage that is timed apart: measuring; None where nothing was measured.
 
+    Earlier versions wrote other stages, always as null, which are not read.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {**_Strict.__pydantic_config__, "extra": "ignore"}
     measure: float | None = None
 
 
@@ -299,23 +303,15 @@ class Diagnosis(_Strict):
         )
 
 
-RETIRED = (((), "forecast"), *((("totals", "stages"), stage) for stage in ("read", "rule", "write")))
-"""(parents, field) that earlier versions wrote, always as null."""
-
-
 def _without_retired(text: str | bytes) -> str | bytes:
-    """The text without `RETIRED` fields that are null; unchanged if it is not such JSON."""
+    """JSON text without `forecast`, which earlier versions wrote, always as null; other text as it is."""
     try:
-        data = json.loads(text)
-        for parents, field in RETIRED:
-            owner = data
-            for parent in parents:
-                owner = owner[parent]
-            if owner.get(field, ...) is None:
-                del owner[field]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
         return text
-    return json.dumps(data)
+    if not isinstance(fields, dict):
+        return text
+    return json.dumps({name: value for name, value in fields.items() if name != "forecast" or value is not None})
 
 
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Residual of a merged model on disk on the inputs that each expert's layers really see.
 
-`rho_t` uses the inputs that the deltas stand for; here inputs are measured, as Gram matrices `C_t`:
+`rho_t` uses the inputs that the deltas represent; here inputs are measured, as Gram matrices `C_t`:
 
     rho_t(data)^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2,    E||A z||^2 = tr(A C_t A^T)
 
@@ -13,7 +13,7 @@ Shapes: `O` out_features, `I` in_features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.engine.statistics import FOREIGN, check_probes, foreign_tensors
 from actmat.errors import StatisticsError
-from actmat.experts.base import Expert
 from actmat.linalg.layer_error import output_energy
 from actmat.plan.model import Item, MergePlan
 from actmat.plan.parts import Part, cut
@@ -88,9 +87,7 @@ def data_residuals(
     )
 
 
-def _energies(
-    item: Item, reader: TensorReader, merged: Checkpoint
-) -> Iterator[tuple[int, float, float]]:
+def _energies(item: Item, reader: TensorReader, merged: Checkpoint) -> Iterator[tuple[int, float, float]]:
     """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
     for part in cut(item.shape, item.layout, "matrix"):
         base_raw = reader.read_base(part)

@@ -140,9 +140,7 @@ class Deltas(LazySequence):
             self._read_entries, lambda start, numel: [flat_N[start : start + numel] for flat_N in self._flat]
         )
 
-    def _chunks(
-        self, first: int, room: Callable[[int, int], list[Tensor]]
-    ) -> Iterator[tuple[int, list[Tensor]]]:
+    def _chunks(self, first: int, room: Callable[[int, int], list[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
         """Read all experts chunk by chunk into `room(start, numel)`; they share one conversion of the base."""
         for start in range(first, self._part.numel, CHUNK_ENTRIES):
             base_P = self._base_raw[start : start + CHUNK_ENTRIES]

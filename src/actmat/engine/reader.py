@@ -7,6 +7,7 @@ the cache, so that no second copy of a tensor ever exists in the storage dtype.
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor
 

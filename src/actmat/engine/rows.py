@@ -93,7 +93,9 @@ class RowDeltas(Sequence[Tensor]):
             self._stored[min(k, 1), : size * dtype.itemsize].view(dtype) for k, dtype in enumerate(self._dtypes)
         ]
         base_S, *deltas_TS = rows_KS
-        return RowChunk(base_S, deltas_TS, Stacked(rows_KS[self._first :]), stored_KS, [raw_bytes(s) for s in stored_KS])
+        return RowChunk(
+            base_S, deltas_TS, Stacked(rows_KS[self._first :]), stored_KS, [raw_bytes(s) for s in stored_KS]
+        )
 
     def _read(self, start: int, chunk: RowChunk) -> None:
         (base_stored, *stored_TS), (base_bytes, *bytes_T) = chunk.stored_KS, chunk.bytes_K

@@ -1,4 +1,4 @@
-"""Cholesky factorisations that stand in for an eigendecomposition where that is proven to give the same answer.
+"""Cholesky factorisations that replace an eigendecomposition where both provably give the same answer.
 
 Shapes: `N` side of a symmetric matrix.
 """
@@ -12,7 +12,13 @@ __all__ = ["certified_cholesky", "shifted_cholesky"]
 
 
 def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None:
-    """Lower factor `L` of `sym + shift I = L L^T` in `dtype`, or None when that is not positive definite."""
+    """Lower factor `L` of `sym + shift I = L L^T` in `dtype`, or None when that is not positive definite.
+
+    >>> shifted_cholesky(torch.eye(2), 3.0, torch.float64).tolist()
+    [[2.0, 0.0], [0.0, 2.0]]
+    >>> shifted_cholesky(torch.eye(2), -1.0, torch.float64) is None
+    True
+    """
     shifted = sym_NN.to(dtype, copy=True)
     shifted.diagonal().add_(shift)
     factor, info = torch.linalg.cholesky_ex(shifted)
@@ -28,8 +34,8 @@ def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | No
     `(N + 2) eps(float64) tr(sym)` (Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 10.3).
 
     Returns:
-        The factor and `rtol u`, an upper bound of the absolute cut-off; None when the proof does not succeed, which
-        says nothing about the matrix.
+        The factor and `rtol u`, an upper bound of the absolute cut-off; None when the proof does not succeed, from
+        which nothing follows.
     """
     n, trace = sym_NN.shape[-1], float(sym_NN.diagonal().double().sum())
     norms = torch.linalg.matrix_norm(sym_NN, "fro"), torch.linalg.matrix_norm(sym_NN, float("inf"))

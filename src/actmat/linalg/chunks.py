@@ -2,7 +2,7 @@
 
 Tensors are cut into views. An engine may also pass deltas that it reads and subtracts chunk by chunk (`Streamed`).
 
-Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk.
+Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk, `S` of one row.
 """
 
 from __future__ import annotations

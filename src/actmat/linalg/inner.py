@@ -3,7 +3,7 @@
 Methods that treat a tensor as one long vector (slerp, Karcher mean, Model Stock) need only the `T x T` matrix of
 inner products and one weighted sum: two passes over memory, whatever they compute in between.
 
-Shapes: `T` tensors of equal shape, `P` entries of a chunk, `S` entries of one product.
+Shapes: `T` tensors of equal shape, `N` entries of each, `P` entries of a chunk, `S` entries of one product.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A joint column basis of several matrices, and their coordinates in it.
 
-Shapes: `T` experts, `O` rows, `I` columns, `R` directions of the joint basis. Leading batch axes are allowed.
+Shapes: `T` experts, `O` rows, `I` columns, `R` directions of the joint basis, `K` singular triplets. Leading batch axes
+are allowed.
 """
 
 from __future__ import annotations

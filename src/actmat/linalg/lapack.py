@@ -1,7 +1,7 @@
-"""LAPACK's eigen- and singular value decompositions, with every retry on the record.
+"""LAPACK's eigen- and singular value decompositions, with every retry recorded.
 
 LAPACK's divide and conquer can fail to converge on finite input. The decompositions here then try again, in float64
-and after that with a jitter, and return the names of the retries; they never turn to another answer in silence.
+and after that with a jitter, and return the names of the retries; they never give another answer silently.
 
 Shapes: `M` rows, `N` columns (or the side of a symmetric matrix), `R = min(M, N)`. Leading batch axes are allowed.
 """
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Retries = tuple[str, ...]
-"""What was tried after a first failure, in order: of "float64" and "jitter". Empty when all went well at once."""
+"""Retries after a first failure, in order: "float64", "jitter". Empty if the first attempt converged."""
 
 
 class Eigen(NamedTuple):
@@ -41,7 +41,7 @@ class Eigen(NamedTuple):
 
 
 class EconomySVD(NamedTuple):
-    """`u_MR diag(s_R) vh_RN`, singular values descending; null directions as LAPACK completes them."""
+    """`u_MR diag(s_R) vh_RN`, singular values descending; null directions are LAPACK's completion."""
 
     u_MR: Tensor
     s_R: Tensor
@@ -57,6 +57,9 @@ def eigh(sym_NN: Tensor) -> Eigen:
 
     Raises:
         NumericalError: an entry is not finite, or no attempt converged.
+
+    >>> eigh(torch.tensor([[2.0, 0.0], [0.0, 1.0]])).values_N.tolist()
+    [1.0, 2.0]
     """
     (values, vectors), retries = _with_retries(sym_NN, _eigh, "symmetric eigendecomposition")
     return Eigen(values, vectors, retries)
@@ -67,6 +70,9 @@ def economy_svd(a_MN: Tensor) -> EconomySVD:
 
     Raises:
         NumericalError: an entry is not finite, or no attempt converged.
+
+    >>> economy_svd(torch.tensor([[3.0, 0.0], [0.0, 4.0]])).s_R.tolist()
+    [4.0, 3.0]
     """
     (u, s, vh), retries = _with_retries(a_MN, _svd, "singular value decomposition")
     return EconomySVD(u, s, vh, retries)
@@ -85,7 +91,11 @@ def only_singular_values(a_MN: Tensor) -> tuple[Tensor, Retries]:
 
 
 def retry_stats(retries: Iterable[str]) -> dict[str, str]:
-    """What the record of a tensor tells of its decompositions: `retries` names their kinds, or is not there."""
+    """Entry of a tensor's record: `retries` names the kinds of retries; empty without any.
+
+    >>> retry_stats(["jitter", "float64", "jitter"]), retry_stats([])
+    ({'retries': 'float64, jitter'}, {})
+    """
     names = sorted(set(retries))
     return {"retries": ", ".join(names)} if names else {}
 
@@ -111,10 +121,10 @@ def _svdvals(matrix: Tensor) -> Sequence[Tensor]:
 def _with_retries(
     matrix: Tensor, attempt: Callable[[Tensor], Sequence[Tensor]], what: str
 ) -> tuple[Sequence[Tensor], Retries]:
-    """First success of: as given, in float64 (where it was not), in float64 with a graded diagonal jitter.
+    """First success of: as given, in float64 (if it was not), in float64 with a graded diagonal jitter.
 
-    An attempt fails when LAPACK says so, or when it returns NaN without saying so. Factors come back in the dtype of
-    the matrix.
+    An attempt fails when LAPACK reports it or when a factor is not finite. Factors are returned in the dtype of the
+    matrix.
     """
     if not bool(torch.isfinite(matrix).all()):
         raise NumericalError(
@@ -148,7 +158,7 @@ def _with_retries(
 def _jittered(matrix: Tensor) -> Tensor:
     """The matrix with 1 to 8 rounding units of its largest entry added along the diagonal.
 
-    A ramp, not a constant: a constant shift leaves eigenvectors, and the failure, as they were.
+    A ramp, because a constant shift would change neither the eigenvectors nor the failure.
     """
     out = matrix.clone()
     diagonal = out.diagonal(dim1=-2, dim2=-1)

@@ -1,7 +1,8 @@
 """Low-rank matrices in factored form, and the common bases in which several of them become small.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of one factor pair, `P`, `Q` ranks of the common
-column and row bases (`P, Q <= sum R_t`). Leading batch axes are allowed everywhere.
+column and row bases (`P, Q <= sum R_t`), or of the bases of one pair, `K = min(P, Q)`. Leading batch axes are allowed
+everywhere.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The matrix `b_OR @ a_RI` (any scaling, such as LoRA's alpha / r, already folded in)."""
+    """The matrix `b_OR @ a_RI` (any scaling, such as LoRA's alpha / r, already folded in).
+
+    >>> delta = LowRank(torch.ones(3, 1), torch.ones(1, 4))
+    >>> tuple(delta.shape), delta.rank
+    ((3, 4), 1)
+    """
 
     b_OR: Tensor
     a_RI: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        """Shape `*batch O I` of the matrix that the factors stand for."""
+        """Shape `*batch O I` of the matrix."""
         return torch.Size([*self.b_OR.shape[:-1], self.a_RI.shape[-1]])
 
     @property
@@ -72,8 +78,13 @@ def common_bases(deltas: Sequence[LowRank]) -> CommonBases:
 
     `p = orth([b_1 ... b_T])`, `q = orth([a_1^T ... a_T^T])` by QR (no rank decision is taken: where the columns are
     dependent, QR fills up with arbitrary orthonormal columns and the cores are zero there).
-    Any rule that commutes with orthogonal changes of basis on both sides may then be applied to the cores.
+    Any method that commutes with orthogonal changes of basis on both sides may then be applied to the cores.
     Cost `O((O + I) r'^2)` with `r' = sum_t R_t`.
+
+    >>> delta = LowRank(torch.ones(3, 1), torch.ones(1, 4))
+    >>> bases = common_bases([delta, delta])
+    >>> torch.allclose(bases.lift(bases.cores_PQ[0]).dense(), delta.dense())
+    True
     """
     p_OP = torch.linalg.qr(torch.cat([d.b_OR for d in deltas], dim=-1)).Q
     q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
@@ -82,19 +93,28 @@ def common_bases(deltas: Sequence[LowRank]) -> CommonBases:
 
 
 def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank:
-    """`sum_t w_t D_t` as `[w_1 b_1, ...] @ [a_1; ...]`, of rank `sum_t R_t` at most."""
+    """`sum_t w_t D_t` as `[w_1 b_1, ...] @ [a_1; ...]`, of rank `sum_t R_t` at most.
+
+    >>> delta = LowRank(torch.ones(2, 1), torch.ones(1, 2))
+    >>> weighted_sum([delta, delta], [1.0, 2.0]).dense().tolist()
+    [[3.0, 3.0], [3.0, 3.0]]
+    """
     b_OR = torch.cat([d.b_OR * w for d, w in zip(deltas, weights, strict=True)], dim=-1)
     return LowRank(b_OR, torch.cat([d.a_RI for d in deltas], dim=-2))
 
 
 def frobenius_norm(delta: LowRank) -> float:
-    """`||b a||_F` from the triangular factors of `b` and `a^T`, in float64, over all batch elements."""
+    """`||b a||_F` from the triangular factors of `b` and `a^T`, in float64, over all batch elements.
+
+    >>> round(frobenius_norm(LowRank(torch.ones(4, 1), torch.ones(1, 4))), 12)
+    4.0
+    """
     return float(torch.linalg.norm(orthogonal_core(delta)[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """The best approximation of given rank, `b = U sqrt(s)`, `a = sqrt(s) V^T`, and what it leaves out.
+    """The best approximation of given rank, `b = U sqrt(s)`, `a = sqrt(s) V^T`, and its error.
 
     `norm` is `||D||_F` and `error` is `||D - b a||_F`, both over all batch elements; `rank` is the numerical rank of
     `D`, the largest of the batch; `retries` as in `linalg.lapack`.
@@ -113,13 +133,12 @@ def truncate(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Truncated:
     The singular values are shared between the factors (balanced), so that neither is much larger than the other.
     `rtol` only decides what is counted as `rank`. Cost `O((O + I) R^2 + R^3)`.
     """
-    core, left_OR, right_IR = orthogonal_core(delta)
-    u, s_K, vh, retries = economy_svd(core)
-    kept = s_K[..., :rank]
-    root = kept.sqrt().unsqueeze(-2)
-    b_OR = (left_OR @ u[..., :rank]) * root
-    a_RI = ((right_IR @ vh.mT[..., :rank]) * root).mT
-    missing = rank - kept.shape[-1]
+    core_PQ, left_OP, right_IQ = orthogonal_core(delta)
+    u_PK, s_K, vh_KQ, retries = economy_svd(core_PQ)
+    root = s_K[..., :rank].sqrt().unsqueeze(-2)
+    b_OR = (left_OP @ u_PK[..., :rank]) * root
+    a_RI = ((right_IQ @ vh_KQ.mT[..., :rank]) * root).mT
+    missing = rank - a_RI.shape[-2]
     if missing > 0:
         b_OR = torch.nn.functional.pad(b_OR, (0, missing))
         a_RI = torch.nn.functional.pad(a_RI, (0, 0, 0, missing))
@@ -131,7 +150,7 @@ def truncate(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Truncated:
 
 
 def orthogonal_core(delta: LowRank) -> tuple[Tensor, Tensor, Tensor]:
-    """`core, Q_b, Q_a` with `D = Q_b core Q_a^T`: `b = Q_b R_b`, `a^T = Q_a R_a`, `core = R_b R_a^T`, in float64.
+    """`core_PQ, q_OP, q_IQ` with `D = Q_b core Q_a^T`: `b = Q_b R_b`, `a^T = Q_a R_a`, `core = R_b R_a^T`, in float64.
 
     The core has the singular values of `D`, and the columns of both `Q` are orthonormal.
     """

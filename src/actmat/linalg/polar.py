@@ -3,7 +3,7 @@
 Shapes: `M` rows, `N` columns, `S = min(M, N)`. Leading batch axes are allowed.
 
 For `A = U diag(s) V^T` the factor is `U V^T` over the triplets with `s_i > rtol * s_1`: a partial isometry, determined
-by `A` alone. For full column rank it equals `A (A^T A)^(-1/2)`, Loewdin's symmetric orthogonalisation. Directions
+by `A`. For full column rank it equals `A (A^T A)^(-1/2)`, Loewdin's symmetric orthogonalisation. Directions
 beyond the numerical range are left at zero; an orthonormal completion of them would be LAPACK's choice, not the data's.
 """
 
@@ -56,8 +56,8 @@ def polar_factor(
         matrix_MN: `*batch M N`.
         accuracy: float32 or float64; default: that of the matrix's dtype.
         rtol: directions with `s <= rtol * s_1` are left at zero.
-        complete: use all `S` singular vectors as LAPACK returns them, null directions included: then the factor of
-            a rank-deficient matrix is an isometry, but an arbitrary one.
+        complete: use all `S` singular vectors that LAPACK returns, null directions included: then the factor of a
+            rank-deficient matrix is an isometry, but an arbitrary one.
 
     Raises:
         NumericalError: the matrix is not finite, or its decomposition did not converge.

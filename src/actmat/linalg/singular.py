@@ -1,7 +1,8 @@
-"""What the singular-vector rules share: rank slots, joint orthogonalisation, isotropic spectra.
+"""Common parts of the singular-vector methods: rank slots, joint orthogonalisation, isotropic spectra.
 
-Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular triplets of one expert, `J = T * K` of all.
-Leading batch axes are allowed. Everything is float64 inside; callers round once, at the end.
+Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular triplets of one expert, `J = T * K` of all,
+`M`, `N`, `S` as in `linalg.polar`. Leading batch axes are allowed. Everything is float64 inside; callers round once,
+at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ __all__ = ["isotropic", "join", "orthogonalised_sum", "slots_per_expert"]
 
 
 def slots_per_expert(shape: Sequence[int], n_experts: int) -> int:
-    """`floor(min(O, I) / T)`: an equal share of the directions a matrix of this shape has."""
+    """`floor(min(O, I) / T)`: an equal share of the directions of a matrix of this shape.
+
+    >>> slots_per_expert((8, 6), 4)
+    1
+    """
     return min(shape[-2:]) // n_experts
 
 
@@ -60,12 +65,16 @@ def isotropic(
         total_OI: `*batch O I`.
         directions: `min(O, I)` of the layer; larger than that of `total` when `total` is a small core of it.
         mean: "all": `c = sum(s) / directions`; "rank": `c = sum(s) / rank`.
-        complete: give LAPACK's null directions the energy `c` too, see `polar_factor`.
+        complete: give LAPACK's null directions the value `c`, too; see `polar_factor`.
         rtol: relative singular value at or below which a direction is null.
         accuracy: see `polar_factor`.
+
+    >>> value, _ = isotropic(torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64), 2)
+    >>> value.round(decimals=12).tolist()
+    [[2.0, 0.0], [0.0, 2.0]]
     """
     polar = polar_factor(total_OI, accuracy=accuracy, rtol=rtol, complete=complete)
     count = polar.rank.clamp_min(1) if mean == "rank" else torch.full_like(polar.rank, directions)
     level = polar.s_S.sum(-1) / count
-    # A zero matrix has no directions at all: keep exact zeros, also where LAPACK would complete it to an isometry.
+    # A zero matrix has no directions: keep exact zeros, also where LAPACK would complete it to an isometry.
     return polar.factor_MN * level[..., None, None], polar

@@ -6,7 +6,7 @@ Leading batch axes are allowed everywhere; the rank may differ from one batch el
 
 **Numerical range.** Singular vectors that belong to a zero singular value are not determined by the matrix: a LAPACK
 returns some orthonormal completion, another LAPACK returns another. Here such triplets are *zero*: `u`, `s` and `v`
-hold zeros beyond the numerical rank, so that every sum over triplets is a function of the matrix alone. A singular
+hold zeros beyond the numerical rank, so that every sum over triplets depends only on the matrix. A singular
 value counts as zero at or below `rtol * s_1` with `rtol = RANK_RTOL = 2^-20`, eight units of float32 rounding. That is
 above what rounding a product to float32 leaves in its null space (below one unit times `s_1` for factors of
 rank 64 on 4096 x 4096), and far below the spectrum of a real delta. It is the same in float32 and float64, so that the
@@ -15,12 +15,12 @@ compute dtype does not decide the rank.
 **Two routes.** With `eps = 2^-53`, `kappa_i = s_1 / s_i`:
 
 * *orthogonal*: QR of the long side when `L >= 2 S`, then LAPACK's SVD, in float64. Backward stable: the error of
-  `s_i` is about `eps s_1`. Taken when float64 accuracy is asked for.
+  `s_i` is about `eps s_1`. Used for float64 accuracy.
 * *gram*: `G = A A^T` (`S x S`) formed and decomposed in float64. The eigenvalues carry an error of about `eps s_1^2`,
   so `s_i` is off by `eps s_1 kappa_i / 2`, and the products `v_i . v_j` of the vectors `A^T u_i / s_i` by about
   `eps kappa_i kappa_j`. An SVD in float32 is off by `2^-24 s_1` and its vectors by `2^-24 kappa_i`; the Gram route is
-  the better one while `kappa <= 2^29`, and the numerical range ends at `kappa = 2^20`. Taken when float32 accuracy is
-  asked for: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalisation.
+  the better one while `kappa <= 2^29`, and the numerical range ends at `kappa = 2^20`. Used for float32
+  accuracy: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalisation.
 
 Source: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 8.6 and 5.4.8.
 """
@@ -54,7 +54,7 @@ RANK_RTOL = 2.0**-20
 """Relative singular value at or below which a direction is rounding, in float32 and float64 alike."""
 
 GRAM_RTOL = 2.0**-22
-"""Smallest cut-off that the Gram route resolves: the root of the error of its zero eigenvalues, with room."""
+"""Smallest cut-off that the Gram route resolves: the root of the error of its zero eigenvalues, with a margin."""
 
 COLUMNS = 2048
 """Columns of the long side that are widened to float64 at a time. Fixed, so that results do not depend on memory."""
@@ -110,11 +110,11 @@ def thin_svd(
     """
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
         return _gram_svd(matrix_OI, k, rtol, floor)
-    u_OK, s_K, v_IK, retries = orthogonal_svd(matrix_OI)
-    s_K, rank = numerical_range(s_K, rtol, floor)
-    s_K = s_K[..., :k]
-    on = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
-    return ThinSVD(u_OK[..., :k] * on, s_K, v_IK[..., :k] * on, rank, retries)
+    u_OS, s_S, v_IS, retries = orthogonal_svd(matrix_OI)
+    s_S, rank = numerical_range(s_S, rtol, floor)
+    s_K = s_S[..., :k]
+    on_1K = (s_K > 0).to(s_K.dtype).unsqueeze(-2)
+    return ThinSVD(u_OS[..., :k] * on_1K, s_K, v_IS[..., :k] * on_1K, rank, retries)
 
 
 def svd_workspace(rows: int, columns: int) -> int:
@@ -133,12 +133,16 @@ def accuracy_of(matrix: Tensor) -> torch.dtype:
 
 
 def gram_is_enough(accuracy: torch.dtype, rtol: float) -> bool:
-    """Whether a float64 Gram matrix resolves what float32 accuracy and this cut-off ask for."""
+    """True if a float64 Gram matrix resolves float32 accuracy and this cut-off."""
     return accuracy != torch.float64 and rtol >= GRAM_RTOL
 
 
 def numerical_range(s_K: Tensor, rtol: float = RANK_RTOL, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """`s` with everything `<= max(rtol * s_1, floor)` set to zero, and the number of what is left (`*batch`)."""
+    """`s` with everything `<= max(rtol * s_1, floor)` set to zero, and the number of the others (`*batch`).
+
+    >>> numerical_range(torch.tensor([1.0, 1e-9]))
+    (tensor([1., 0.]), tensor(1))
+    """
     if s_K.shape[-1] == 0:
         return s_K, torch.zeros(s_K.shape[:-1], dtype=torch.int64, device=s_K.device)
     bound = torch.maximum(s_K.amax(-1) * rtol, torch.as_tensor(floor, dtype=s_K.dtype, device=s_K.device))
@@ -147,19 +151,20 @@ def numerical_range(s_K: Tensor, rtol: float = RANK_RTOL, floor: Tensor | float 
 
 
 def orthogonal_svd(matrix_OI: Tensor) -> tuple[Tensor, Tensor, Tensor, Retries]:
-    """`u, s, v, retries` of LAPACK in float64: *all* `min(O, I)` triplets, null directions as LAPACK completes them.
+    """`u, s, v, retries` of LAPACK in float64: *all* `min(O, I)` triplets, null directions are LAPACK's completion.
 
     QR of the long side first when it is at least twice the short one; retries and errors as in `economy_svd`.
     """
-    a_OI = matrix_OI.to(torch.float64)
-    if a_OI.shape[-2] < a_OI.shape[-1]:
-        v_IK, s_K, u_OK, retries = orthogonal_svd(a_OI.mT)
-        return u_OK, s_K, v_IK, retries
-    q_LS: Tensor | None = None
-    if a_OI.shape[-2] >= 2 * a_OI.shape[-1]:
-        q_LS, a_OI = torch.linalg.qr(a_OI)
-    u_OK, s_K, vh_KI, retries = economy_svd(a_OI)
-    return (u_OK if q_LS is None else q_LS @ u_OK), s_K, vh_KI.mT, retries
+    if matrix_OI.shape[-2] < matrix_OI.shape[-1]:
+        v_IS, s_S, u_OS, retries = orthogonal_svd(matrix_OI.mT)
+        return u_OS, s_S, v_IS, retries
+    wide_OI = matrix_OI.to(torch.float64)
+    if wide_OI.shape[-2] < 2 * wide_OI.shape[-1]:
+        u_OS, s_S, vh_SI, retries = economy_svd(wide_OI)
+        return u_OS, s_S, vh_SI.mT, retries
+    q_OS, r_SI = torch.linalg.qr(wide_OI)
+    u_SS, s_S, vh_SI, retries = economy_svd(r_SI)
+    return q_OS @ u_SS, s_S, vh_SI.mT, retries
 
 
 def column_slices(length: int) -> Iterator[slice]:
@@ -184,19 +189,19 @@ def row_gram(matrix_OI: Tensor) -> Tensor:
 
 
 def gram_spectrum(gram_SS: Tensor) -> tuple[Tensor, Tensor, Retries]:
-    """Singular values of `A` (descending, as they come), its left singular vectors, and `retries`, from `A A^T`."""
+    """Singular values of `A` (descending, without a cut), its left singular vectors, and `retries`, from `A A^T`."""
     values_S, vectors_SS, retries = eigh(gram_SS)
     return values_S.flip(-1).clamp_min(0).sqrt(), vectors_SS.flip(-1), retries
 
 
 def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | float) -> ThinSVD:
     """Eigenvectors of the short side's Gram matrix; the long side's vectors are `A^T e_i / s_i`."""
-    s_K, vectors_SS, retries = gram_spectrum(short_gram(matrix_OI))
-    s_K, rank = numerical_range(s_K, rtol, floor)
-    s_K = s_K[..., :k]
-    on = s_K > 0
-    short_SK = vectors_SS[..., :k] * on.unsqueeze(-2)
-    inverse_K = torch.where(on, s_K, 1.0).reciprocal()
+    s_S, vectors_SS, retries = gram_spectrum(short_gram(matrix_OI))
+    s_S, rank = numerical_range(s_S, rtol, floor)
+    s_K = s_S[..., :k]
+    on_K = s_K > 0
+    short_SK = vectors_SS[..., :k] * on_K.unsqueeze(-2)
+    inverse_K = torch.where(on_K, s_K, 1.0).reciprocal()
     a_SL = _short_by_long(matrix_OI)
     basis_SK = short_SK * inverse_K.unsqueeze(-2)
     long_LK = torch.cat([a_SL[..., p].mT.to(torch.float64) @ basis_SK for p in column_slices(a_SL.shape[-1])], dim=-2)

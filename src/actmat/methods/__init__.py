@@ -1,4 +1,4 @@
-"""Merge rules: one file each, listed once in `METHODS`."""
+"""Merge methods: one file each, listed once in `METHODS`."""
 
 from __future__ import annotations
 
@@ -68,14 +68,17 @@ METHODS: tuple[MergeMethod, ...] = (
     FISHER,
     ADAMERGING,
 )
-"""All rules, in the order in which tables show them. Adding a rule = a file beside this one + an entry here."""
+"""All methods, in the order of the tables. Adding a method = a file in this folder + an entry here."""
 
 
 def get_method(name: str) -> MergeMethod:
-    """The rule called `name`; `PATH.py:NAME` is a rule in a user's own file.
+    """The method called `name`; `PATH.py:NAME` is a method in a user's own file.
 
     Raises:
-        RecipeError: no such rule; offers the near name and lists all.
+        RecipeError: no such method; the message offers the nearest name and lists all.
+
+    >>> get_method("average").acts_on
+    'elementwise'
     """
     if is_user_method(name):
         return load_user_method(name)

@@ -1,9 +1,9 @@
 """ACTMat's direction at the size of the average: a ridge of one mean eigenvalue, and a bound on the norm.
 
-ACTMat's rule lengthens the merged delta, the more the more experts there are, up to several times the experts' own
-norm; and where the estimates `D_t^T D_t` know little of the inputs, as for LoRA, it does so in directions that mean
-nothing. Here what the ridge fades out is filled with the average, and the result is never longer than the average: the
-estimate may turn the merged delta, not stretch it. Found in this project's study of variants (docs/experiments).
+ACTMat lengthens the merged delta with the number of experts, up to several times the experts' own norm; and where the
+estimates `D_t^T D_t` say little about the inputs, as for LoRA, it does so in meaningless directions. Here the average
+fills the directions that the ridge fades out, and the result is never longer than the average: the estimate may rotate
+the merged delta, but not stretch it. Found in this project's study of variants (docs/experiments).
 """
 
 from __future__ import annotations

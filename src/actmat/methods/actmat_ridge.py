@@ -1,8 +1,8 @@
 """ACTMat with a relative ridge in place of the hard cut-off: no eigendecomposition, and shrinkage of weak directions.
 
 The hard cut-off of ACTMat keeps every direction above it at full strength, however poorly the deltas determine it;
-the ridge fades weak directions out. Its size is relative to the mean eigenvalue of `S`: the scale of the spectrum is
-that of the fine-tuning runs, so an absolute ridge would mean nothing.
+the ridge fades weak directions out. Its size is relative to the mean eigenvalue of `S`: the scale of the spectrum
+depends on the fine-tuning runs, so an absolute ridge would have no meaning.
 """
 
 from __future__ import annotations

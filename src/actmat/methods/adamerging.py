@@ -2,8 +2,8 @@
 
 E. Yang et al., "AdaMerging: adaptive model merging for multi-task learning", ICLR 2024.
 
-This file holds the rule (a weighted sum) and the mathematics of one training step; reading unlabelled batches and
-running the model on them is the caller's work:
+This file holds the merge (a weighted sum) and the mathematics of one training step; the caller reads unlabelled
+batches and runs the model on them:
 
     for batch in batches:                                     # one tensor shown; the loss sums over all of them
         logits = model(batch)                                 # with the weights W_0 + sum_t c_t D_t
@@ -61,7 +61,11 @@ def merge(
 
 
 def entropy(logits_NC: Tensor) -> Tensor:
-    """Mean Shannon entropy of the predictions, in nats: `-(1/N) sum_n sum_c p_nc log p_nc`. Differentiable."""
+    """Mean Shannon entropy of the predictions, in nats: `-(1/N) sum_n sum_c p_nc log p_nc`. Differentiable.
+
+    >>> round(float(entropy(torch.zeros(3, 2))), 4)
+    0.6931
+    """
     log_p_NC = logits_NC.log_softmax(dim=-1)
     return -(log_p_NC.exp() * log_p_NC).sum(dim=-1).mean()
 
@@ -69,14 +73,14 @@ def entropy(logits_NC: Tensor) -> Tensor:
 def coefficient_gradient(weight_gradient: Tensor, deltas: Sequence[Tensor]) -> Tensor:
     """`dL/dc_t = <dL/dW, D_t>` for one tensor, float64 (`T`): the chain rule through `W = W_0 + sum_t c_t D_t`.
 
-    Sum it over all tensors for task-wise coefficients; keep it apart for layer-wise ones.
+    Sum it over all tensors for task-wise coefficients; keep one per tensor for layer-wise ones.
     """
     return torch.stack([inner_products([weight_gradient, delta])[0, 1] for delta in deltas])
 
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
-    """First and second moment of the gradient, and the number of steps behind them."""
+    """First and second moment of the gradient, and the number of steps taken."""
 
     mean_T: Tensor
     square_T: Tensor

@@ -1,4 +1,4 @@
-"""ASWUDI: the WUDI objective solved in the leading directions alone, their number read off the spectrum.
+"""ASWUDI: the WUDI objective solved in the leading directions only, their number computed from the spectrum.
 
 The number of directions is the participation number of the singular values, `ceil((sum sqrt(l))^2 / sum l)`: `I` for
 a flat spectrum, 1 for a spike. In the other directions the sum of the deltas stays.

@@ -1,6 +1,8 @@
 """Model breadcrumbs: drop the smallest entries of each delta and its largest outliers, then sum.
 
 M. Davari and E. Belilovsky, "Model breadcrumbs: scaling multi-task model merging with sparse masks", ECCV 2024.
+
+Shapes: `N` entries of a flattened tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CAT merging: from every delta, take out the directions in which it disturbs the other tasks most.
 
 W. Sun, Q. Li, Y. Geng, B. Li, "CAT Merging: a training-free approach for resolving conflicts in model merging",
-ICML 2025.  Linear weights only; the paper's masks for norms and biases are another rule.
+ICML 2025.  Linear weights only; the paper's masks for norms and biases are another method.
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` removed directions per task.
 """
 

@@ -1,4 +1,4 @@
-"""DARE: drop entries at random, rescale the rest, then merge by another rule.
+"""DARE: drop entries at random, rescale the rest, then merge by another method.
 
 L. Yu et al., "Language models are super mario: absorbing abilities from homologous models as a free lunch",
 ICML 2024.
@@ -36,8 +36,8 @@ def merge(
 ) -> Merged:
     """`D* = rule(m_1 * D_1 / d, ..., m_T * D_T / d)`, entries of `m_t` independent Bernoulli(`d`); `E[m D / d] = D`.
 
-    The masks are a function of the generator alone: one seed per expert is drawn from it, in expert order, and each
-    mask is drawn in the order of the entries, exact to 2^-50 in probability (see `linalg.masks.Drop`).
+    The masks depend only on the generator: one seed per expert is drawn from it, in expert order, and each
+    mask is drawn in the order of the entries, exact to 2^-50 in probability (see `linalg.masks.random.Drop`).
 
     Args:
         weights: one per expert, applied after masking; 1 unless given.
@@ -92,5 +92,5 @@ DARE = MergeMethod(
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
     flops="T N^2",
-    streams_when=lambda options: options["rescale"] != "l1",  # which looks at the deltas before it adds them up
+    streams_when=lambda options: options["rescale"] != "l1",  # which reads the deltas before it adds them up
 )

@@ -5,10 +5,10 @@ Model Merging with Common and Task-Specific Subspaces", ICML 2025.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of a factor pair, `P, Q` ranks of the common bases.
 
-**Rank-deficient sums.** Let `r < p = min(O, I)` be the rank of the sum. The published rule takes the mean over all `p`
+**Rank-deficient sums.** Let `r < p = min(O, I)` be the rank of the sum. The published mean is over all `p`
 values, and LAPACK's `U V^T` includes `p - r` null-space pairs that the sum does not determine: the published answer is
 the sum of a determined part, `c U_r V_r^T`, and an arbitrary isometry of norm `c sqrt(p - r)` between the null spaces.
-With `null="zero"`, the default, the result is the determined part alone: the same `c`, the same action on the column
+With `null="zero"`, the default, the result is only the determined part: the same `c`, the same action on the column
 and row space of the sum, and the base weights untouched beyond them. It has the rank of the sum, obeys the
 orthogonal laws, and has an exact low-rank form. With full rank there is nothing to choose and it is the published
 rule. `null="fill"` adds the arbitrary part as well, for comparison with published numbers.
@@ -69,7 +69,7 @@ def merge_lowrank(
     null: Literal["zero", "fill"] = "zero",
     rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
 ) -> MergedLowRank:
-    """The same rule on the sum of the cores; the mean is over `min(O, I)` of the full shape. Exact, in float64.
+    """The same merge on the sum of the cores; the mean is over `min(O, I)` of the full shape. Exact, in float64.
 
     Raises:
         ValueError: `null="fill"`, whose result has full rank.

@@ -61,7 +61,7 @@ def merge_lowrank(
     common_fraction: Annotated[float, Bounds(low=0, high=1)] = 0.8,
     rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
 ) -> MergedLowRank:
-    """The same rule on the cores of the common bases; `C`, `K` and the mean come from the full shape. Exact."""
+    """The same merge on the cores of the common bases; `C`, `K` and the mean come from the full shape. Exact."""
     dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
     shares = [1.0] * len(deltas) if weights is None else list(weights)
     bases = common_bases([d.to(torch.float64) for d in deltas])

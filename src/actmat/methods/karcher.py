@@ -2,9 +2,9 @@
 
 H. Karcher, "Riemannian center of mass and mollifier smoothing", Comm. Pure Appl. Math. 30 (1977).
 
-The iteration never leaves the span of the experts. So it runs on coefficients, with the `T x T` inner products
-standing in for the tensors: two passes over memory instead of several per iteration.
-Shapes: `K` points on the sphere (experts, and the base if asked for), `T` experts.
+The iteration stays in the span of the experts. So it runs on coefficients, with the `T x T` inner products in place
+of the tensors: two passes over memory instead of several per iteration.
+Shapes: `K` points on the sphere (experts, and the base with `include_base`), `B` tensors of the basis, `T` experts.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ bases of low-rank deltas.
 
     [D_1 ... D_T] = U diag(s) [V_1^T ... V_T^T]        (O x T I)
 
-| order | merged by the inner rule | result |
+| order | merged by the inner method | result |
 |---|---|---|
 | `official` (the paper and its code) | `C_t = diag(s) V_t^T` | `D* = U rule(C_1, ..., C_T)` |
 | `actmat` (K-TSV and K-Iso-C of the ACTMat paper's code) | `V_t^T` | `D* = U diag(s) rule(V_1^T, ..., V_T^T)` |
@@ -100,10 +100,11 @@ def merge_lowrank(
     atol: Annotated[float | None, Bounds(low=0)] = None,
     rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
 ) -> MergedLowRank:
-    """The same rule from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
+    """The same merge from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
 
-    `[M_1 ... M_T] = U' diag(s) [..]` gives `U = P U'` and `C_t = (U'^T M_t) Q^T`. Rules that commute with rotations of
-    the inputs act on `R x Q`; `ties` and `dare` act on the entries of `R x I`. Options and errors as in `merge`.
+    `[M_1 ... M_T] = U' diag(s) [..]` gives `U = P U'` and `C_t = (U'^T M_t) Q^T`. Inner methods that commute with
+    rotations of the inputs act on `R x Q`; `ties` and `dare` act on the entries of `R x I`. Options and errors as in
+    `merge`.
     """
     bases, basis, parts_RQ = _lowrank_parts(deltas, order, atol, rtol)
     retries = basis.retries
@@ -142,7 +143,7 @@ def _lowrank_parts(
 
 
 def _expanded(part_RQ: Tensor, bases: CommonBases, like: LowRank) -> Tensor:
-    """Coordinates over the inputs, `R x I`, rounded as the dense rule rounds them."""
+    """Coordinates over the inputs, `R x I`, rounded as in the dense merge."""
     return (part_RQ @ bases.q_IQ.mT).to(like.b_OR.dtype)
 
 
@@ -188,7 +189,7 @@ def _kept(density: float, total: int) -> int:
 def _by_spectrum(
     parts_RI: Sequence[Tensor], rule: Rule, directions: int, accuracy: torch.dtype
 ) -> tuple[Tensor, Retries]:
-    """Rules on whole coordinates; `directions` is `min(O, I)` of the layer, whatever the size of the coordinates."""
+    """Inner methods on whole coordinates; `directions` is `min(O, I)` of the layer, not of the coordinates."""
     if rule == "tsv":
         slots = slots_per_expert((directions, directions), len(parts_RI))
         triplets = [thin_svd(part, k=slots, accuracy=accuracy) for part in parts_RI]
@@ -216,7 +217,7 @@ def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:
 
 
 def _observe(state: _SurveyState, deltas: Sequence[Tensor] | Sequence[LowRank], options: Mapping[str, Any]) -> None:
-    """Show the selections the coordinates that a merge will see, without the padding of lower ranks."""
+    """Pass the coordinates of a merge to the selections, without the padding of lower ranks."""
     order: Order = options["order"]
     atol, rtol = options["atol"], options["rtol"]
     factored = [d for d in deltas if isinstance(d, LowRank)]

@@ -1,4 +1,4 @@
-"""Model Stock: how far to go from the base towards the average, told by the angle between the experts.
+"""Model Stock: the step from the base towards the average, computed from the angle between the experts.
 
 D.-H. Jang, S. Yun, D. Han, "Model Stock: All we need is just a few fine-tuned models", ECCV 2024.
 Shapes: `T` experts, `N` filters (rows), `I` entries of one filter.
@@ -50,7 +50,7 @@ def combine(gram_TT: Tensor, *, filter_wise: bool = False) -> Combination:
 
 
 def _merge_filters(deltas: Sequence[Tensor]) -> Merged:
-    """The rule for every vector along the last axis by itself; one pass, a few filters at a time."""
+    """The merge of every vector along the last axis separately; one pass, a few filters at a time."""
     width = deltas[0].shape[-1]
     out = empty_result(deltas)
     filters = [d.reshape(-1, width) for d in deltas]
@@ -111,7 +111,7 @@ MODEL_STOCK = MergeMethod(
     ),
     workspace=_workspace,
     flops="T^2 N^2",
-    streams_when=lambda options: not options["filter_wise"],  # places do not end where filters do
+    streams_when=lambda options: not options["filter_wise"],  # chunks do not end where filters do
     walks_again=True,
     combine=combine,
 )

@@ -1,6 +1,8 @@
 """SCE: select the entries on which experts differ most, weight experts by energy, erase the minority sign.
 
 F. Wan et al., "FuseChat: knowledge fusion of chat models", 2024.
+
+Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Spherical linear interpolation between two models.
 
 K. Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985, applied to each weight tensor as one vector.
+
+Shapes: `B` tensors of the basis, the base and the experts.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A. A. Gargiulo, D. Crisostomi, M. S. Bucarelli, S. Scardapane, F. Silvestri, E. Rodolà, "Task Singular Vectors:
 Reducing Task Interference in Model Merging", CVPR 2025.
 
-Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per expert, `R` rank of a factor pair.
+Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per expert, `J = T K` of all, `R` rank
+of a factor pair, `P, Q` ranks of the common bases.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def merge_lowrank(
     rank_aware: bool = True,
     rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
 ) -> MergedLowRank:
-    """The same rule on the cores of the common bases; `K` comes from the full shape. Exact, in float64.
+    """The same merge on the cores of the common bases; `K` comes from the full shape. Exact, in float64.
 
     Raises:
         ValueError: `rank_aware=False`, whose null-space vectors do not exist in the factored form.

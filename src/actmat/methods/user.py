@@ -1,6 +1,6 @@
-"""Rules from a user's own file: `--method ./my_rule.py:RULE`.
+"""Methods from a user's own file: `--method ./my_rule.py:RULE`.
 
-The file is Python and is run; that is the point of naming it. Its content is part of a plan's fingerprint.
+The file is run as Python. Its content is part of a plan's fingerprint.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ __all__ = ["is_user_method", "load_user_method", "user_method_hash"]
 
 
 def is_user_method(name: str) -> bool:
-    """Whether a method's name means a file, `PATH.py:NAME`."""
+    """True if a method's name means a file, `PATH.py:NAME`.
+
+    >>> is_user_method("./mine.py:METHOD"), is_user_method("ties")
+    (True, False)
+    """
     path, colon, _ = name.rpartition(":")
     return bool(colon) and path.endswith(".py")
 
 
 def user_method_hash(name: str) -> str:
-    """SHA-256 of the file that holds the rule."""
+    """SHA-256 of the file that holds the method."""
     return hashlib.sha256(_file(name).read_bytes()).hexdigest()
 
 
@@ -47,7 +51,7 @@ def _load(name: str, digest: str) -> MergeMethod:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file may raise; it must be said where it came from
+    except Exception as error:  # a user's file may raise anything; the message names the file
         raise RecipeError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, MergeMethod):

@@ -75,9 +75,7 @@ def part_peak_bytes(part: Part, call: CallShape) -> int:
     by_matrix = method.acts_on == "matrix"
     matrices = part.layout.matrix_shapes(part.shape) if by_matrix else [part.shape]
     single = len(matrices) == 1 and part.layout.orientation == "OI"
-    how = reading_of(
-        method, call.options, part, n_experts, width, chunkable=call.chunkable, observed=call.caps.caps
-    )
+    how = reading_of(method, call.options, part, n_experts, width, chunkable=call.chunkable, observed=call.caps.caps)
     entries = how.whole_deltas(n_experts) * part.numel or n_experts * min(part.numel, CHUNK_ENTRIES)
     workspace = max(_workspace(method, shape, n_experts, call.options) for shape in matrices)
     if how.strategy == "combine":

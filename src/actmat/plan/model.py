@@ -43,6 +43,7 @@ Form = Literal["dense", "factored"]
 FORMAT = 2
 """Version of a plan's JSON; see docs/formats/plan.md."""
 
+
 @dataclass(frozen=True, slots=True)
 class MethodCall:
     """One method with all its options: `W* = W_0 + scale * D*`."""
@@ -281,9 +282,7 @@ class MergePlan:
         """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device."""
         state = {
             "recipe": self.recipe.model_dump(mode="json", exclude={"out", "mute"}),
-            "inputs": [
-                [[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs
-            ],
+            "inputs": [[[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs],
             "output": [self.output, self.adapter_config],
             "items": _ITEMS.dump_python(self.items, mode="json"),
             "device": self.device.partition(":")[0],

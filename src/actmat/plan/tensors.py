@@ -38,7 +38,10 @@ def plan_tensors(
         AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
     """
     problems: list[str] = []
-    inputs: list[tuple[str, Checkpoint | Expert]] = [("base", base), *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True))]
+    inputs: list[tuple[str, Checkpoint | Expert]] = [
+        ("base", base),
+        *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True)),
+    ]
     for label, checkpoint in inputs:
         problems += [f"{label}: {p}" for p in quantisation_problems(checkpoint.specs, checkpoint.config)]
         if not checkpoint.specs:
@@ -253,7 +256,9 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
         notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
         if expert.adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights; the base's own are used")
-    free = [i for i in items if i.form == "factored" and i.call is not None and get_method(i.call.method).meets_every_expert]
+    free = [
+        i for i in items if i.form == "factored" and i.call is not None and get_method(i.call.method).meets_every_expert
+    ]
     small = [i for i in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]
     if small and len(experts) > 1:
         notes.append(

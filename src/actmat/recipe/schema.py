@@ -120,15 +120,16 @@ class Postprocess(_Strict):
 
     @property
     def caps(self) -> bool:
-        """Whether a cap is set."""
+        """True if a cap is set."""
         return self.norm_cap is not None or self.singular_value_cap is not None
 
 
 class Recipe(_Strict):
     """One merge, completely. A field annotated with a `Flag` is a flag of `merge`, `plan` and `diagnose`."""
 
-    base: Annotated[str, Flag(("--base", "-b"), "The checkpoint all experts come from: directory, file or hub id.")] = (
-        Field(default="", description="the checkpoint that every expert was fine-tuned from; adapters alone need none")
+    base: Annotated[str, Flag(("--base", "-b"))] = Field(
+        default="",
+        description="the checkpoint that all experts come from: directory, file or hub id; adapters need none",
     )
     experts: Annotated[
         tuple[ExpertRef, ...],
@@ -136,18 +137,11 @@ class Recipe(_Strict):
     ] = Field(min_length=1, description="fine-tuned checkpoints: paths, or mappings")
     method: Annotated[
         str,
-        Flag(
-            ("--method", "-m"),
-            "Merge method, see 'actmat methods'; merge and plan take several, with one output each.",
-            repeated=True,
-        ),
+        Flag(("--method", "-m"), "Merge method, see 'actmat methods'; merge and plan take several.", repeated=True),
     ] = Field(default="actmat", description="merge method, see `actmat methods`")
     options: Annotated[
         Options,
-        Flag(
-            ("--option", "-o"),
-            "name=value of the method; with name=a,b merge and plan try each value, with one output each.",
-        ),
+        Flag(("--option", "-o"), "name=value of the method; merge and plan try each value of name=a,b."),
     ] = Field(default_factory=dict, description="options of the merge method")
     scale: Annotated[float, Flag()] = Field(
         default=1.0, description="factor of the merged delta, for tensors merged by the method: W* = W_0 + scale * D*"
@@ -209,13 +203,11 @@ class Recipe(_Strict):
     any_base: Annotated[bool, Flag()] = Field(
         default=False, description="merge adapters although they name different bases"
     )
-    mute: Annotated[
-        tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...],
-        BeforeValidator(_listed),
-        Flag(help="Code of a check that shall not count, such as AM103."),
-    ] = Field(default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`")
-    out: Annotated[str | None, Flag(help="Directory of the merged model.", type=Path)] = Field(
-        default=None, description="directory to write; relative to the recipe's folder"
+    mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(_listed), Flag()] = Field(
+        default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
+    )
+    out: Annotated[str | None, Flag(type=Path)] = Field(
+        default=None, description="directory of the merged model; in a file, relative to the file's folder"
     )
 
     @model_validator(mode="after")

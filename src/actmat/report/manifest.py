@@ -148,14 +148,10 @@ def _module_row(item: Item) -> dict[str, Any]:
 def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
     """Tensors of an adapter as written."""
     hashes = {name: digest for r in records.values() for name, digest in r.hashes.items()}
-    return [
-        {"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "hash": hashes[s.name]} for s in plan.specs
-    ]
+    return [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "hash": hashes[s.name]} for s in plan.specs]
 
 
-def _expert(
-    plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expert, out: Path
-) -> dict[str, Any]:
+def _expert(plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expert, out: Path) -> dict[str, Any]:
     row, hashes = _input(plan.experts[t], out), expert.hashes()
     if plan.output == "model":
         row["content"] = _content(plan, records, t)

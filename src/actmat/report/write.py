@@ -11,7 +11,7 @@ __all__ = ["PAGE_NAME", "write_report"]
 PAGE_NAME = "report.html"
 
 
-def write_report(diagnosis: Diagnosis, place: str | Path) -> list[Path]:
+def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
     """Write both files into a directory; or one file: the page if its name ends in .html, else the JSON.
 
     Returns:
@@ -22,7 +22,7 @@ def write_report(diagnosis: Diagnosis, place: str | Path) -> list[Path]:
     """
     from actmat.report.html import write_html
 
-    path = Path(place)
-    if path.is_dir():
-        return [write_diagnosis(diagnosis, path), write_html(diagnosis, path / PAGE_NAME)]
-    return [write_html(diagnosis, path) if path.suffix == ".html" else write_diagnosis(diagnosis, path)]
+    file = Path(path)
+    if file.is_dir():
+        return [write_diagnosis(diagnosis, file), write_html(diagnosis, file / PAGE_NAME)]
+    return [write_html(diagnosis, path) if file.suffix == ".html" else write_diagnosis(diagnosis, path)]

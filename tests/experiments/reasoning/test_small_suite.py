@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from actmat.errors import RecipeError
+from actmat_experiments.harness import experiment as driver
 from actmat_experiments.harness.results import read_scores
-from actmat_experiments.reasoning.small import stages, suite
+from actmat_experiments.reasoning.small import experiment, suite
 from actmat_experiments.suites import RunRequest, TableRequest
 
 SETTINGS = {
@@ -81,11 +82,16 @@ def test_what_is_done_is_not_made_again(cache: Path, monkeypatch: pytest.MonkeyP
     def again(*_: object, **__: object) -> None:
         raise AssertionError("made again")
 
-    for name in ("pretrain", "reinforce", "merge_candidates", "right_answers", "measure"):
-        monkeypatch.setattr(stages, name, again)
+    for name in ("pretrain", "reinforce", "right_answers", "measure"):
+        monkeypatch.setattr(experiment, name, again)
+    monkeypatch.setattr(driver, "merge_candidates", again)
     before = read_scores(cache / "scores" / "reasoning-small.jsonl")
     suite.run(request(cache))
     assert read_scores(cache / "scores" / "reasoning-small.jsonl") == before
+
+
+def count(cache: Path, stage: str) -> int:
+    return len(list((cache / stage).glob("*/scores.json")))
 
 
 def test_another_method_costs_no_training_and_no_old_answers(
@@ -96,11 +102,11 @@ def test_another_method_costs_no_training_and_no_old_answers(
     def again(*_: object, **__: object) -> None:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(stages, "pretrain", again)
-    monkeypatch.setattr(stages, "reinforce", again)
-    before = len(list((cache / "reasoning-small-answers").glob("*/right.json")))
-    suite.run(request(cache, methods=["average", "tsv"], settings={"scales": ""}))
-    assert len(list((cache / "reasoning-small-answers").glob("*/right.json"))) == before + 2
+    monkeypatch.setattr(experiment, "pretrain", again)
+    monkeypatch.setattr(experiment, "reinforce", again)
+    before, made = count(cache, "answers"), count(cache, "merge")
+    suite.run(request(cache, methods=["average", "tsv"]))
+    assert (count(cache, "answers"), count(cache, "merge")) == (before, made + 2), "tsv, in both storages"
 
 
 def test_the_same_seed_gives_the_same_scores(cache: Path, tmp_path: Path) -> None:

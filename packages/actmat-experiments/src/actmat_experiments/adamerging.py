@@ -75,7 +75,6 @@ def learn(
 
     Args:
         model: run with the merged weights; its own are not changed. Put it in evaluation mode.
-        base: `W_0` by parameter name.
         experts: the experts' weights; parameters that an expert lacks (a head of its own) stay as they are.
         batches: per task, gives an iterator of unlabelled batches (keyword arguments of the model); started again when
             it ends.

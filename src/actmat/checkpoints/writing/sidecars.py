@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONFIG_PATTERNS", "copy_sidecars", "list_sidecars"]
+__all__ = ["copy_sidecars"]
 
 CONFIG_PATTERNS = ("config.json", "*.py")
 """Files of the architecture, always from the base, whose tensors the output has. Code is copied, never run."""

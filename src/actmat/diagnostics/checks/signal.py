@@ -11,7 +11,7 @@ from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, 
 __all__ = ["SIGNAL_CHECKS"]
 
 MOST = 0.5
-"""Share of an expert's tensors above which the expert is reported."""
+"""Least share of an expert's tensors at which the expert is reported."""
 
 FEW_VALUES = 8
 """Different magnitudes of a delta; thousands of trained entries take hundreds."""

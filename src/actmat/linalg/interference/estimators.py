@@ -1,6 +1,6 @@
 """Data-free estimates of a layer's input second moment from one delta: the first two axes of the family.
 
-Every estimate is kept as a factor, `K_t = A_t^T A_t`, so that the squared matrix need not be formed.
+Every estimate is stored as a factor, `K_t = A_t^T A_t`, so that the squared matrix need not be formed.
 
 Shapes: `O` out_features, `I` in_features, `N` entries, `R` rows of the factor (`R = O`, or `min(O, I)` for a power).
 """
@@ -22,13 +22,17 @@ Normaliser = Literal["none", "norm"]
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """How `w_t K_t` comes from `D_t`. Steps apply in this order.
+    """The estimate `w_t K_t` of one delta `D_t`; the steps apply in this order.
 
     Args:
         trim: keep this fraction of the entries, those of largest magnitude (TACT); None keeps all.
         centre: subtract from each row the mean row (over `O`), as ACE does.
         power: `K_t = (A^T A)^power` in place of `A^T A`.
         normalise: `"norm"` multiplies by `1 / ||D_t||_F^2` of the full delta (WUDI); a zero delta gets weight 0.
+
+    >>> import torch
+    >>> Estimator(centre=True).factor(torch.tensor([[1.0, 2.0], [3.0, 2.0]]))[0].tolist()
+    [[-1.0, 0.0], [1.0, 0.0]]
     """
 
     trim: float | None = None
@@ -38,7 +42,7 @@ class Estimator:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the factor is the delta itself."""
+        """True if the factor is the delta itself."""
         return self.trim is None and not self.centre and self.power == 1.0
 
     def rows(self, out_features: int, in_features: int) -> int:
@@ -46,7 +50,7 @@ class Estimator:
         return out_features if self.power == 1.0 else min(out_features, in_features)
 
     def factor(self, delta_OI: Tensor) -> tuple[Tensor, Retries]:
-        """`A_t` with `K_t = A_t^T A_t`, and the retries of its decomposition; the delta itself where it is plain."""
+        """`A_t` with `K_t = A_t^T A_t`, and the retries of its decomposition; the delta itself if it is plain."""
         out = delta_OI if self.trim is None else trim_to_top(delta_OI, self.trim)
         if self.centre:
             out = out - out.mean(dim=-2, keepdim=True)

@@ -1,4 +1,4 @@
-"""Spectral filters: which directions of `S` an answer uses, and how much of each.
+"""Spectral filters: the weight of each eigendirection of `S` in the merged delta.
 
 With `S = V diag(l) V^T`, a filter gives `f(l)` in [0, 1]; the solver needs the gain `g = f(l) / l`.
 
@@ -53,7 +53,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """`g = f(l) / l` of the `K` largest eigenvalues; the others have none. `stats` go on the record."""
+    """`g = f(l) / l` of the `K` largest eigenvalues; the others have none. `stats` are recorded."""
 
     gain_K: Tensor
     stats: dict[str, float | int]
@@ -67,6 +67,10 @@ def gain(values_N: Tensor, spectral: Filter, *, rtol: float, mean: float) -> Gai
         spectral: the filter.
         rtol: relative cut-off in force, see `Filter.resolved_rtol`.
         mean: mean eigenvalue of `S`, `tr(S) / I`.
+
+    >>> found = gain(torch.tensor([0.0, 1.0, 4.0]), Filter(), rtol=1e-6, mean=5 / 3)
+    >>> found.gain_K.tolist(), found.stats["rank"]
+    ([1.0, 0.25], 2)
     """
     if spectral.kind == "tikhonov":
         ridge = spectral.ridge * mean
@@ -84,7 +88,7 @@ def gain(values_N: Tensor, spectral: Filter, *, rtol: float, mean: float) -> Gai
     if spectral.kind == "adaptive" and kept:
         positive = values_N[values_N.numel() - kept :].double()
         participation = float(positive.sqrt().sum() ** 2 / positive.sum())
-        # one part in 1e9 off before the ceiling: equal eigenvalues give an integer, up to rounding
+        # minus one part in 1e9 before the ceiling: equal eigenvalues give an integer, up to rounding
         kept = min(kept, math.ceil(participation * (1 - 1e-9)))
     largest = values_N[values_N.numel() - kept :]
     return Gain(1.0 / largest, {"rank": kept, "cutoff": cutoff, "rtol": rtol})

@@ -29,7 +29,7 @@ TRIM_NEEDS_ENTRIES = (
     "option 'trim' is not available for low-rank deltas: it selects single entries of the O x I matrix, which the "
     "factors do not show"
 )
-"""Why a rule that trims has no exact low-rank form."""
+"""Reason for which a rule that trims has no exact low-rank form."""
 
 
 def solve_lowrank(

@@ -2,16 +2,16 @@
 
     S = sum_t w_t A_t^T A_t        B = sum_t w_t D_t A_t^T A_t        N = sum_t v_t D_t
 
-`w_t` holds the user's weight and the normaliser, `v_t` the user's weight alone. Two forms hold the same information:
+`w_t` holds the user's weight and the normaliser, `v_t` only the user's weight. Two forms hold the same information:
 
 * primal: `S` and `B` themselves;
 * stacked: `A = [sqrt(w_t) A_t]` and `M = [sqrt(w_t) D_t A_t^T]`, so that `S = A^T A` and `B = M A`. Smaller when all
   rows together are fewer than `I`, and the only form that does not square.
 
-Both end as a `Reduced` problem, which is all that the solver sees.
+Both end as a `Reduced` problem, the only input of the solver.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced Gram matrix
-(`I` primal, `T R` dual, `min(T R, I)` stacked).
+(`I` primal, `T R` dual, `min(T R, I)` stacked), `X` any number of rows, `K` leading eigenvectors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 Form = Literal["primal", "dual", "stacked"]
 
 PANELLED_FROM = 512
-"""Smallest side at which the symmetric product is worth cutting into panels (below, calls cost more than they save)."""
+"""Smallest side at which the symmetric product is cut into panels (below, calls cost more than they save)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Reduced:
     """`D* = N + (left - N right^T) G right` with `G` a function of the symmetric `gram`; `right` None: the identity.
 
     Primal: left = B, gram = S. Dual: left = M, gram = A A^T, right = A. Stacked (A = U s V^T): left = M U,
-    gram = diag(s^2), right = diag(s) V^T. One state belongs to one thread: the spectrum is computed when first asked
-    for, and kept.
+    gram = diag(s^2), right = diag(s) V^T. One state belongs to one thread: the spectrum is computed when first used,
+    and kept.
     """
 
     left_ON: Tensor
@@ -75,7 +75,7 @@ class Reduced:
 
     @property
     def has_spectrum(self) -> bool:
-        """Whether the eigendecomposition has been paid for already."""
+        """True if the eigendecomposition has already been computed."""
         return self._spectrum is not None
 
     def trace(self) -> float:
@@ -87,7 +87,7 @@ class Reduced:
         """Eigendecomposition of the reduced Gram matrix, computed once, in float64 whatever the compute dtype.
 
         Directions near the cut-off have eigenvalues of some `I eps(float32)` of the largest, which a float32
-        eigensolver knows to a percent or so: enough to move the merged delta by 1e-2. Decomposing the same matrix in
+        eigensolver finds to about a percent: enough to move the merged delta by 1e-2. Decomposing the same matrix in
         float64 takes 1.6 times as long and leaves 1e-3. Eigenvalues stay in float64, vectors are rounded.
         """
         if self._spectrum is None:
@@ -97,7 +97,7 @@ class Reduced:
         return self._spectrum
 
     def coordinates(self, rows_XI: Tensor, count: int) -> Tensor:
-        """Rows in the `count` leading eigenvectors of `S`, `X K`: their part in the space that a cut-off keeps."""
+        """Rows in the `count` leading eigenvectors of `S`, `X K`: their component in the space that a cut-off keeps."""
         spectrum = self.spectrum()
         scaled = rows_XI if self.right_NI is None else rows_XI @ self.right_NI.mT
         leading = slice(self.size - count, self.size)
@@ -110,7 +110,11 @@ class Reduced:
 
 
 def form_for(factor_rows: int, n_experts: int, width: int) -> Form:
-    """The cheaper exact form: dual when the stacked factors have fewer rows than `I` columns."""
+    """The cheaper exact form: dual when the stacked factors have fewer rows than `I` columns.
+
+    >>> form_for(factor_rows=4, n_experts=2, width=16), form_for(factor_rows=16, n_experts=2, width=16)
+    ('dual', 'primal')
+    """
     return "dual" if factor_rows * n_experts < width else "primal"
 
 
@@ -125,7 +129,11 @@ def add_gram_of_rows(out_II: Tensor, a_RI: Tensor, alpha: float) -> None:
 
 
 def gram_of_rows(factors: Sequence[Tensor]) -> Tensor:
-    """`sum_t A_t^T A_t`, `I I`, for factors `R I`."""
+    """`sum_t A_t^T A_t`, `I I`, for factors `R I`.
+
+    >>> gram_of_rows([torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]])]).tolist()
+    [[1.0, 2.0], [2.0, 5.0]]
+    """
     width = factors[0].shape[-1]
     gram_II = factors[0].new_zeros(width, width)
     for a_RI in factors:
@@ -150,8 +158,8 @@ class PrimalMoments:
     """`S` and `B`, accumulated in place.
 
     Args:
-        left_OI: where `B` is accumulated (zeroed here); the caller may pass a slice of a larger buffer.
-        term_II: where one `K_t` is formed; the items of a batch share it. See `needs_term`.
+        left_OI: buffer in which `B` is accumulated (zeroed here); the caller may pass a slice of a larger buffer.
+        term_II: buffer in which one `K_t` is formed, shared by the items of a batch. See `needs_term`.
     """
 
     def __init__(self, left_OI: Tensor, term_II: Tensor | None) -> None:
@@ -162,7 +170,7 @@ class PrimalMoments:
 
     @staticmethod
     def needs_term(factor_rows: int, width: int) -> bool:
-        """Whether `D_t K_t` (`O I^2` once `K_t` is there) is cheaper than `(D_t A_t^T) A_t` (`2 O R I`)."""
+        """True if `D_t K_t` (`O I^2` once `K_t` is formed) is cheaper than `(D_t A_t^T) A_t` (`2 O R I`)."""
         return 2 * factor_rows >= width
 
     def _term(self) -> Tensor:
@@ -170,7 +178,7 @@ class PrimalMoments:
         return self._term_II
 
     def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
-        """Add one expert with `K_t = A_t^T A_t`; a negative weight takes it out again."""
+        """Add one expert with `K_t = A_t^T A_t`; a negative weight removes it again."""
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             add_gram_of_rows(self.gram_II, factor_RI, weight)
             self.left_OI.addmm_(delta_OI @ factor_RI.mT, factor_RI, alpha=weight)
@@ -193,7 +201,7 @@ class PrimalMoments:
         self.left_OI.addmm_(delta_OI, self._term(), alpha=weight)
 
     def reduced(self) -> Reduced:
-        """The finished sums. The accumulator is spent."""
+        """The finished sums; the accumulator must not be used afterwards."""
         self._term_II = None
         _mirror(self.gram_II)
         return Reduced(self.left_OI, self.gram_II, None, "primal")
@@ -206,7 +214,7 @@ class StackedMoments:
         rows: rows `O` of a delta.
         n_experts: `T`.
         factor_rows: rows `R` of one factor.
-        like: gives width `I`, dtype and device.
+        like: a tensor with the width `I`, dtype and device.
     """
 
     def __init__(self, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
@@ -216,7 +224,7 @@ class StackedMoments:
         self.m_ON = like.new_empty(rows, n_experts * factor_rows)
 
     def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
-        """Put one expert below the others."""
+        """Append the rows of one expert."""
         here = slice(self._filled, self._filled + self._rows)
         torch.mul(factor_RI, math.sqrt(weight), out=self.a_NI[here])
         self.m_ON[:, here] = delta_OI @ self.a_NI[here].mT

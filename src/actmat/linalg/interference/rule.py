@@ -65,7 +65,7 @@ class Rule:
 
     @property
     def needs_sum(self) -> bool:
-        """Whether the fill is computed from `sum_t v_t D_t`."""
+        """True if the fill is computed from `sum_t v_t D_t`."""
         return self.null in ("sum", "mean")
 
     def moments_key(self) -> Hashable:

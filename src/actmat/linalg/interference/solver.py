@@ -129,12 +129,7 @@ def prepare(
         state.weight_sum += share
         state.squared_norms.append(sum(squared_norms))
     assert state is not None
-    for accumulator in moments:
-        if isinstance(accumulator, PrimalMoments):
-            state.items.append(accumulator.reduced())
-        else:
-            assert form != "primal", "the primal form has accumulators of its own"
-            state.items.append(accumulator.reduced(form))
+    state.items = [_reduced(accumulator, form) for accumulator in moments]
     return state
 
 
@@ -205,6 +200,13 @@ def _add_estimate(
         a_RI, retries = rule.estimator.powered(factor_RI)
     accumulator.add(delta_OI, a_RI, weight)
     return retries
+
+
+def _reduced(accumulator: PrimalMoments | StackedMoments, form: Form) -> Reduced:
+    if isinstance(accumulator, PrimalMoments):
+        return accumulator.reduced()
+    assert form != "primal", "the primal form has accumulators of its own"
+    return accumulator.reduced(form)
 
 
 def _fill(state: State, rule: Rule, base: Tensor | None) -> tuple[Tensor, float] | None:

@@ -1,10 +1,10 @@
 """`D* = N + (left - N right^T) G right`, with `G = V (f(l)/l) V^T`, for one reduced problem.
 
-The gain `G` is applied in the way that costs least and is still exact:
+The gain `G` is applied in the cheapest exact way:
 
 * Cholesky instead of eigenvectors for a ridge, and for a hard cut-off that is proven to remove nothing;
-* `(X V g) V^T` or `X (V g V^T)`, whichever has fewer products, with the kept columns of `V` alone;
-* in panels of rows, so that the result can take the place of the numerator.
+* `(X V g) V^T` or `X (V g V^T)`, whichever has fewer products, with only the kept columns of `V`;
+* in panels of rows, so that the result can overwrite the numerator.
 
 Shapes: `O` out_features, `I` in_features, `N` side of the reduced Gram matrix, `K` kept directions,
 `X` rows of a panel.
@@ -43,7 +43,7 @@ def solve(
     fill_OI: tuple[Tensor, float] | None,
     allow_cholesky: bool,
 ) -> tuple[Stats, Retries]:
-    """Write `D*` into `out_OI` (which may be the problem's own primal `left_ON`); return the record and the retries.
+    """Write `D*` to `out_OI` (which may be the primal `left_ON` of the problem); return the record and the retries.
 
     Args:
         reduced: the accumulated problem.
@@ -51,10 +51,10 @@ def solve(
         width: in_features `I` of the layer, for the default cut-off and the mean eigenvalue.
         out_OI: receives the result.
         fill_OI: `(X, a)` for `N = a X`, or None for `N = 0`.
-        allow_cholesky: whether a solve may replace the eigendecomposition where both give the same answer.
+        allow_cholesky: let a solve replace the eigendecomposition where both give the same answer.
     """
     trace = reduced.trace()
-    if trace == 0.0:  # no expert moved: every direction is a filtered-out one
+    if trace == 0.0:  # no expert moved: the filter keeps no direction
         if fill_OI is None:
             out_OI.zero_()
         else:
@@ -71,7 +71,7 @@ def solve(
 
 
 def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Apply, Stats] | None:
-    """Gain by a triangular solve; None where only the spectrum can tell."""
+    """Gain by a triangular solve; None where the spectrum is needed."""
     if reduced.gram_NN is None:
         return None
     if spectral.kind == "tikhonov":
@@ -127,7 +127,7 @@ def _gain_applier(spectrum: Spectrum, gain_K: Tensor, rows: int) -> Apply:
 
 
 def _apply_in_panels(reduced: Reduced, apply: Apply, out_OI: Tensor, fill_OI: tuple[Tensor, float] | None) -> None:
-    """All rows are independent: a panel is read whole before its place is written."""
+    """Apply the gain panel by panel: rows are independent, and a panel is read before its result overwrites it."""
     rows = out_OI.shape[-2]
     for start in range(0, rows, PANEL_ROWS):
         here = slice(start, min(start + PANEL_ROWS, rows))

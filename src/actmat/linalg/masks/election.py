@@ -298,11 +298,10 @@ def _work_rows(n_experts: int) -> int:
 
 def _add_up(votes_TP: Sequence[Tensor], out_P: Tensor) -> Tensor:
     """`sum_t y_t`: its sign is the elected one, 0 where the votes cancel."""
-    first_P, *others_TP = votes_TP
-    if not others_TP:
-        return out_P.copy_(first_P)
-    torch.add(first_P, others_TP[0], out=out_P)
-    for vote_P in others_TP[1:]:
+    if len(votes_TP) == 1:
+        return out_P.copy_(votes_TP[0])
+    torch.add(votes_TP[0], votes_TP[1], out=out_P)
+    for vote_P in votes_TP[2:]:
         out_P.add_(vote_P)
     return out_P
 

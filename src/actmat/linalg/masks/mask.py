@@ -2,7 +2,7 @@
 
 Random masks are in `linalg.masks.random`; `linalg.masks.election` adds masked deltas up.
 
-Shapes: `N` entries of a flattened tensor, `P` entries of one chunk of it.
+Shapes: `N` entries of a flattened tensor, `P` entries of one chunk of it, `L` of its last entries.
 """
 
 from __future__ import annotations

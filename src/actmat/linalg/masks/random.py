@@ -1,7 +1,7 @@
 """Random masks: uniform (`Drop`), and by the rank of magnitudes within rows (`magnitude_sampled`).
 
-Shapes: `N` entries of a flattened tensor, `P` entries of one chunk of it, `E` entries of small probability, `R` rows,
-`X` rows at a time, `I` entries of a row.
+Shapes: `N` entries of a flattened tensor, `P` entries of one chunk of it, `E` entries of small probability, `G` gaps
+drawn at a time, `R` rows, `X` rows at a time, `I` entries of a row.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Drop:
     def _extras(self, stop: int, probability: float) -> Tensor:
         """Entries of the second kind before `stop` that have not been returned yet, ascending."""
         while probability > 0 and self._last_extra < stop:
-            gaps_E = torch.empty(_GAPS, dtype=torch.float64).geometric_(probability, generator=self._fine)
+            gaps_G = torch.empty(_GAPS, dtype=torch.float64).geometric_(probability, generator=self._fine)
             # a gap past the end of every tensor is cut, so that sums stay within 64 bits
-            fresh_E = gaps_E.clamp_max_(2.0**48).long().cumsum(0).add_(self._last_extra)
-            self._extra_E = torch.cat([self._extra_E, fresh_E])
-            self._last_extra = int(fresh_E[-1])
+            fresh_G = gaps_G.clamp_max_(2.0**48).long().cumsum(0).add_(self._last_extra)
+            self._extra_E = torch.cat([self._extra_E, fresh_G])
+            self._last_extra = int(fresh_G[-1])
         found = int(torch.searchsorted(self._extra_E, stop))
         extra_E, self._extra_E = self._extra_E[:found], self._extra_E[found:]
         return extra_E

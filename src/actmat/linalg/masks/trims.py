@@ -1,6 +1,7 @@
 """Masks of the largest magnitudes, and factors that keep a norm.
 
-Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk of it.
+Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk of it, `O` rows and `I`
+columns of a matrix.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What several method files share; the files beside this folder are one method each, and their contract."""
+"""Code that several methods share; every other file of `methods` is one method, or their contract."""

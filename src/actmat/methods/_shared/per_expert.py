@@ -14,6 +14,9 @@ def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> lis
 
     Raises:
         RecipeError: another length, or a number outside [0, 1].
+
+    >>> per_expert("density", 0.5, 2)
+    [0.5, 0.5]
     """
     if isinstance(value, int | float):
         return [float(value)] * n_experts

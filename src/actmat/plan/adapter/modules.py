@@ -104,9 +104,7 @@ class _Found:
         return next(m for m in self.modules if m is not None)
 
 
-def _collect(
-    adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str], problems: list[str]
-) -> list[_Found]:
+def _collect(adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str], problems: list[str]) -> list[_Found]:
     """Modules of all adapters, in the order of their first occurrence; those that the recipe keeps go to `kept`."""
     out = []
     for name in {name: None for a in adapters for name in a.modules}:

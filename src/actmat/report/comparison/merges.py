@@ -61,9 +61,7 @@ def compare(
 
 
 def _tensors(
-    sides: tuple[tuple[Path, Manifest], tuple[Path, Manifest]],
-    notes: list[str],
-    progress: Callable[[int, int], None],
+    sides: tuple[tuple[Path, Manifest], tuple[Path, Manifest]], notes: list[str], progress: Callable[[int, int], None]
 ) -> list[TensorDifference]:
     """Differences of all items of the outputs, in the order of the first."""
     found = []

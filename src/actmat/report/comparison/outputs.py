@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from actmat.experts.lora.adapter import Adapter
-from actmat.experts.resolve import open_adapter
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.resolve import open_adapter
 from actmat.linalg.lowrank import LowRank
 
 __all__ = ["Output", "items_of", "makes_adapter", "open_output"]

@@ -14,7 +14,7 @@ from actmat.report.html.figures import TENTHS, figure, heat_legend
 from actmat.report.html.layers import kind_of_name
 from actmat.report.html.markup import Child, Markup, el, join
 from actmat.report.html.scales import number, residual_text
-from actmat.report.html.strips import Cell, Strip, strips
+from actmat.report.html.strips import Cell, largest_strips, strips
 from actmat.report.html.tensors import Column, big_table
 from actmat.report.html.words import caveat, plural, shape_text
 from actmat.version import __version__
@@ -43,12 +43,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def write_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Write the page to a file, whole or not at all.
-
-    Raises:
-        OutputError: it is a directory.
-        OSError: writing failed.
-    """
+    """Write the page to a file; errors as of `write_document`."""
     return write_document(render_comparison(comparison), path)
 
 
@@ -83,13 +78,9 @@ def _summary(comparison: Comparison) -> Markup:
 def _settings(comparison: Comparison) -> Markup:
     rows = [[s.field, _value(s.first), _value(s.second)] for s in comparison.settings]
     table = stacked_table(["field", "first", "second"], rows, caption="What differs in the recipes")
-    same = el("p", "The recipes, versions and devices agree.")
-    return section(
-        "settings",
-        "Recipes",
-        table if rows else same,
-        lead="What was asked for differently. A dash: left at its default.",
-    )
+    shown = table if rows else el("p", "The recipes, versions and devices agree.")
+    lead = "What was asked for differently. A dash: left at its default."
+    return section("settings", "Recipes", shown, lead=lead)
 
 
 def _value(value: Any) -> Child:
@@ -147,21 +138,21 @@ def _numbers(t: TensorDifference) -> tuple[float | None, ...]:
 
 
 def _heat(tensors: Sequence[TensorDifference]) -> Markup | None:
-    shown = [t for t in tensors if t.depth is not None and (t.same or t.relative is not None) and len(t.shape) > 1]
-    depths = sorted({t.depth for t in shown if t.depth is not None})
+    kinds: dict[str, list[TensorDifference]] = {}
+    for t in tensors:
+        if t.depth is not None and (t.same or t.relative is not None) and len(t.shape) > 1:
+            kinds.setdefault(kind_of_name(t.name), []).append(t)
+    depths = sorted({t.depth for ts in kinds.values() for t in ts if t.depth is not None})
     if len(depths) < 2:
         return None
-    kinds: dict[str, dict[int, TensorDifference]] = {}
-    for t in shown:
-        cells = kinds.setdefault(kind_of_name(t.name), {})
-        at = t.depth or 0
-        if at not in cells or _far(t) > _far(cells[at]):
-            cells[at] = t
-    rows = []
-    for kind in sorted(kinds, key=lambda k: -max(map(_far, kinds[k].values())))[:MOST_KINDS]:
-        found = [kinds[kind].get(d) for d in depths]
-        tips = [None if t is None else Cell(_level(_far(t)), f"{t.name}: {number(_far(t))}") for t in found]
-        rows.append(Strip(el("code", kind), kind, tips, number(max(_far(t) for t in found if t is not None))))
+    rows = largest_strips(
+        sorted(kinds.items(), key=lambda kind: -max(map(_far, kind[1])))[:MOST_KINDS],
+        depths,
+        depth=lambda t: t.depth,
+        value=_far,
+        cell=lambda t: Cell(_level(_far(t)), f"{t.name}: {number(_far(t))}"),
+        text=number,
+    )
     legend = heat_legend(TENTHS, "0, the same", "1", ("h0", "above 1"), ("h1", "above 1.5"))
     return figure(
         "Relative distance by layer",

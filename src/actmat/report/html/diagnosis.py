@@ -57,10 +57,5 @@ def render_html(diagnosis: Diagnosis) -> str:
 
 
 def write_html(diagnosis: Diagnosis, path: str | Path) -> Path:
-    """Write the report of a diagnosis to a file, whole or not at all.
-
-    Raises:
-        OutputError: it is a directory.
-        OSError: writing failed.
-    """
+    """Write the report of a diagnosis to a file; errors as of `write_document`."""
     return write_document(render_html(diagnosis), path)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from actmat.report.html.elements import columns_table
 from actmat.report.html.markup import Child, Markup, el
-from actmat.report.html.scales import EXPERT_COLOURS, Axis, tick_places
+from actmat.report.html.scales import EXPERT_COLOURS, Axis, tick_indices
 
 __all__ = [
     "TENTHS",
@@ -61,20 +61,22 @@ def frame(area: Markup, left: Markup, below: Markup, *, x_title: Child) -> Marku
 
 def y_labels(axis: Axis, text: Sequence[str]) -> Markup:
     """Labels of an upward axis."""
-    spans = (el("span", t, style=f"bottom:{100 * axis.place(v):.2f}%") for v, t in zip(axis.ticks, text, strict=True))
+    spans = (
+        el("span", t, style=f"bottom:{100 * axis.position(v):.2f}%") for v, t in zip(axis.ticks, text, strict=True)
+    )
     return el("div", *spans, class_="y-axis", aria_hidden="true")
 
 
-def x_labels(places: Iterable[tuple[float, str]]) -> Markup:
-    """Labels at places from 0 to 1 along the bottom."""
-    spans = (el("span", t, style=f"left:{100 * p:.2f}%") for p, t in places)
+def x_labels(labels: Iterable[tuple[float, str]]) -> Markup:
+    """Labels (position from 0 to 1, text) along the bottom."""
+    spans = (el("span", t, style=f"left:{100 * p:.2f}%") for p, t in labels)
     return el("div", *spans, class_="x-axis", aria_hidden="true")
 
 
 def layer_labels(columns: Sequence[str]) -> Markup:
     """Labels below one column per layer, as many as fit a narrow screen, always with the last if it is no layer."""
     wide = len(columns)
-    ticks = tick_places(wide, 10)
+    ticks = tick_indices(wide, 10)
     if columns[-1] == "other" and wide - 1 not in ticks:
         ticks = [*(i for i in ticks if i < wide - 1 - wide / 10), wide - 1]
     return x_labels(((i + 0.5) / wide, columns[i]) for i in ticks)

@@ -60,15 +60,15 @@ def residual_over(measures: Sequence[Measure], expert: int) -> float | None:
     return math.sqrt(math.fsum((m.residual[expert] * m.norms[expert]) ** 2 for m in measures) / energy)
 
 
-def root_sum(measures: Iterable[Measure], norm: Callable[[Measure], float]) -> float:
+def root_sum(norms: Iterable[float]) -> float:
     """Norm of all matrices together, from the norm of each."""
-    return math.sqrt(math.fsum(norm(m) ** 2 for m in measures))
+    return math.sqrt(math.fsum(n**2 for n in norms))
 
 
 def overall_cosine(measures: Sequence[Measure]) -> Matrix:
     """Cosine between whole experts: `sum_m <D_s, D_t> / (||D_s|| ||D_t||)` over all measured matrices; 0 for a zero."""
     size = len(measures[0].norms)
-    norms = [root_sum(measures, lambda m, t=t: m.norms[t]) for t in range(size)]  # type: ignore[misc]
+    norms = [root_sum(m.norms[t] for m in measures) for t in range(size)]
 
     def cosine(s: int, t: int) -> float:
         inner = math.fsum(m.cosine[s][t] * m.norms[s] * m.norms[t] for m in measures)

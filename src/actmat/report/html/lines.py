@@ -30,12 +30,12 @@ def layer_lines(
     wide = len(columns)
     shapes: list[Child] = []
     if floor is not None:
-        top = 1 - axis.place(floor)
+        top = axis.top(floor)
         shapes.append(el("rect", x=0, y=f"{top:.4f}", width=wide, height=f"{1 - top:.4f}", class_="ground"))
         shapes.append(el("path", d=f"M0 {top:.4f}H{wide}", class_="floor"))
-    shapes += [el("path", d=f"M0 {1 - axis.place(t):.4f}H{wide}", class_="grid") for t in axis.ticks]
+    shapes += [el("path", d=f"M0 {axis.top(t):.4f}H{wide}", class_="grid") for t in axis.ticks]
     for line in lines:
-        points = [None if v is None else (i + 0.5, 1 - axis.place(v)) for i, v in enumerate(line.values)]
+        points = [None if v is None else (i + 0.5, axis.top(v)) for i, v in enumerate(line.values)]
         along = points[:-1] if columns[-1] == "other" else points  # matrices outside the layers are no next layer
         shapes.append(el("path", d=curve(along), class_=f"line {line.style}"))
         dots = "".join(f"M{p[0]:g} {p[1]:.4f}h0" for p in points if p)
@@ -63,24 +63,22 @@ def scree(spectra: Sequence[tuple[str, str, Spectrum, int | None]], *, label: st
     """Falling eigenvalues: share of the directions (right) against size relative to the largest (down, log10).
 
     Args:
-        spectra: class, name, spectrum and rank kept of each curve; a dot stands where the rule stopped.
+        spectra: class, name, spectrum and rank kept of each curve; a dot marks where the method stopped.
         label: for screen readers.
     """
     low = min((s.edges[0] for _, _, s, _ in spectra), default=-12.0)
     step = 2.0 if low >= -8 else 3.0
     axis = Axis(low, 0.0, tuple(-step * k for k in range(int(-low / step) + 1)))
-    shapes: list[Child] = [el("path", d=f"M0 {1 - axis.place(t):.4f}H1", class_="grid") for t in axis.ticks]
+    shapes: list[Child] = [el("path", d=f"M0 {axis.top(t):.4f}H1", class_="grid") for t in axis.ticks]
     for style, name, spectrum, kept in spectra:
-        places = _fall(spectrum)
-        points: list[tuple[float, float] | None] = [(x, 1 - axis.place(y)) for x, y in places]
+        fall = _fall(spectrum)
+        points: list[tuple[float, float] | None] = [(x, axis.top(y)) for x, y in fall]
         total = sum(spectrum.counts)
         tip = name if kept is None else f"{name}: {kept} of {total} directions kept"
         shapes.append(el("path", d=curve(points), class_=f"line {style}", data_tip=tip))
         if kept is not None and total > 0:
-            share = kept / total
-            shapes.append(
-                el("path", d=f"M{share:.4f} {1 - axis.place(_height(places, share)):.4f}h0", class_=f"stop {style}")
-            )
+            stop = axis.top(_height(fall, kept / total))
+            shapes.append(el("path", d=f"M{kept / total:.4f} {stop:.4f}h0", class_=f"stop {style}"))
     area = plot(shapes, width=1, height=1, label=label)
     text = ["1" if not t else f"1e{t:g}" for t in axis.ticks]
     below = x_labels([(0, "0"), (0.5, "50 %"), (1, "100 %")])

@@ -49,7 +49,7 @@ def join(children: Iterable[Child]) -> Markup:
 def data_block(name: str, data: Any) -> Markup:
     """Data for the script, in an element that no browser executes and no string can end.
 
-    `<`, `>` and `&` are written as JSON escapes, so that `</script>` or `<!--` in a name stays a piece of a string.
+    `<`, `>` and `&` are written as JSON escapes, so that `</script>` or `<!--` in a name stays part of a string.
     """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_IN_SCRIPT)
     return Markup(f'<script type="application/json" id="{escape(name)}">{text}</script>')

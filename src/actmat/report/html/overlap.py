@@ -14,7 +14,7 @@ from actmat.report.html.scales import diverging, number, percent, sequential
 __all__ = ["overlap"]
 
 UPRIGHT = 4
-"""Experts from which on their names stand upright above the columns."""
+"""With more experts than this, names are upright above the columns."""
 
 
 def overlap(diagnosis: Diagnosis) -> Markup | None:

@@ -50,14 +50,14 @@ def recipe_text(recipe: Mapping[str, Any]) -> str:
 def recipe(diagnosis: Diagnosis) -> Markup:
     """The recipe, and the command that makes the same merge from it."""
     text = recipe_text(diagnosis.recipe)
-    place = shlex.quote(diagnosis.out or "merged")
+    out = shlex.quote(diagnosis.out or "merged")
     address = "data:application/yaml;charset=utf-8," + quote(text.encode("utf-8", "replace"))
-    file, merge = el("code", "recipe.yaml"), f"actmat merge recipe.yaml --out {place}"
+    file, merge = el("code", "recipe.yaml"), f"actmat merge recipe.yaml --out {out}"
     download = el("a", "download", href=address, download="recipe.yaml")
     steps = [
         el("li", "Save the recipe as ", file, " (", download, "):", code_block(text)),
         el("li", "Install ", el("code", f"actmat {diagnosis.actmat}"), " and run:", code_block(merge)),
-        el("li", "Compare with what is on record:", code_block(f"actmat verify {place}")),
+        el("li", "Compare with what is on record:", code_block(f"actmat verify {out}")),
     ]  # fmt: skip
     return section(
         "recipe",

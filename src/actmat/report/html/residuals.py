@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from actmat.diagnostics.model import Diagnosis, Measure
 from actmat.report.html.elements import section
 from actmat.report.html.figures import TENTHS, figure, heat_legend, numbers
-from actmat.report.html.layers import Layer, kinds, layers_of, residual_over
-from actmat.report.html.markup import Markup, el
+from actmat.report.html.layers import kinds, layers_of, residual_over
+from actmat.report.html.markup import Markup
 from actmat.report.html.scales import residual_level, residual_text
-from actmat.report.html.strips import Cell, Strip, strips
+from actmat.report.html.strips import Cell, Strip, largest_strips, strips
 from actmat.report.html.words import caveat
 
 __all__ = ["residuals"]
@@ -38,7 +36,14 @@ def residuals(diagnosis: Diagnosis) -> Markup:
         ([x.title, *map(residual_text, v)] for x, v in zip(layers, by_layer, strict=True)),
         caption="Residual ρ by layer and expert",
     )
-    by_kind = [_kind_strip(diagnosis, name, layers, ms) for name, ms in kinds(diagnosis.measures, MOST_KINDS)]
+    by_kind = largest_strips(
+        kinds(diagnosis.measures, MOST_KINDS),
+        [x.depth for x in layers],
+        depth=lambda m: m.layer,
+        value=lambda m: m.contested,
+        cell=lambda m: _worst_cell(diagnosis, m),
+        text=residual_text,
+    )
     return section(
         "layers",
         "Residual by layer",
@@ -61,14 +66,6 @@ def residuals(diagnosis: Diagnosis) -> Markup:
     )
 
 
-def _kind_strip(diagnosis: Diagnosis, name: str, layers: Sequence[Layer], measures: Sequence[Measure]) -> Strip:
-    cells: list[Cell | None] = []
-    for layer in layers:
-        worst = max((m for m in measures if m.layer == layer.depth), key=lambda m: m.contested, default=None)
-        if worst is None:
-            cells.append(None)
-            continue
-        expert = diagnosis.experts[worst.residual.index(worst.contested)].name
-        tip = f"{worst.label}: {expert}, ρ = {residual_text(worst.contested)}"
-        cells.append(Cell(residual_level(worst.contested), tip))
-    return Strip(el("code", name), name, cells, residual_text(max(m.contested for m in measures)))
+def _worst_cell(diagnosis: Diagnosis, m: Measure) -> Cell:
+    expert = diagnosis.experts[m.residual.index(m.contested)].name
+    return Cell(residual_level(m.contested), f"{m.label}: {expert}, ρ = {residual_text(m.contested)}")

@@ -17,7 +17,7 @@ __all__ = [
     "residual_level",
     "residual_text",
     "sequential",
-    "tick_places",
+    "tick_indices",
 ]
 
 EXPERT_COLOURS = 8
@@ -88,14 +88,16 @@ class Axis:
     ticks: tuple[float, ...]
     log: bool = False
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Position of a value: 0 at the low end, 1 at the high end; values outside are moved to the end."""
-        low, high, at = (
-            (math.log10(self.low), math.log10(self.high), math.log10(max(value, self.low)))
-            if self.log
-            else (self.low, self.high, value)
-        )
-        return min(1.0, max(0.0, (at - low) / (high - low)))
+        low, high, at = self.low, self.high, max(value, self.low)
+        if self.log:
+            low, high, at = math.log10(low), math.log10(high), math.log10(at)
+        return min(1.0, (at - low) / (high - low))
+
+    def top(self, value: float) -> float:
+        """Distance of a value from the high end of an upward axis, as SVG counts."""
+        return 1 - self.position(value)
 
 
 def positive_axis(values: Sequence[float]) -> Axis:
@@ -120,7 +122,7 @@ def log_axis(values: Sequence[float], *, include: float = 1.0) -> Axis:
     return Axis(10.0**low, 10.0**high, tuple(10.0**k for k in range(low, high + 1, stride)), log=True)
 
 
-def tick_places(count: int, wanted: int = 8) -> list[int]:
+def tick_indices(count: int, wanted: int = 8) -> list[int]:
     """Indices, of `count` along an axis, that get a label: the first, then in even round steps."""
     if count <= wanted:
         return list(range(count))

@@ -16,13 +16,13 @@ __all__ = ["norms", "rounding"]
 def norms(diagnosis: Diagnosis) -> Markup:
     """Size of the merged change by layer, between the mean and the sum of the experts' changes."""
     layers = layers_of(diagnosis.measures)
-    total, merged, mean = (
-        [root_sum(x.measures, lambda m, field=field: float(getattr(m, field))) for x in layers]  # type: ignore[misc]
-        for field in ("sum_norm", "merged_norm", "mean_norm")
-    )
+    total = [root_sum(m.sum_norm for m in x.measures) for x in layers]
+    merged = [root_sum(m.merged_norm for m in x.measures) for x in layers]
+    mean = [root_sum(m.mean_norm for m in x.measures) for x in layers]
     lines = [Line("e0", "sum of deltas", total), Line("e1 thick", "merged", merged), Line("e2", "mean of deltas", mean)]
     ratios = [m / s if s else None for m, s in zip(merged, total, strict=True)]
     rows = ([x.title, *map(number, row)] for x, *row in zip(layers, total, merged, mean, ratios, strict=True))
+    head = ["layer", *(line.name for line in lines), "merged / sum"]
     axis = positive_axis([*total, *merged, *mean])
     return section(
         "norms",
@@ -31,9 +31,7 @@ def norms(diagnosis: Diagnosis) -> Markup:
             "Frobenius norm ‖D‖ by layer",
             line_legend((line.style, line.name) for line in lines),
             layer_lines(lines, [x.label for x in layers], axis, label="Norms of merged delta, mean and sum by layer"),
-            numbers(
-                ["layer", *(line.name for line in lines), "merged / sum"], rows, caption="Frobenius norms by layer"
-            ),
+            numbers(head, rows, caption="Frobenius norms by layer"),
         ),
         lead="The merged change beside the mean and the sum of the experts' changes. Far above the sum is a sign of an "
         "unstable solve; near the mean, experts were averaged away.",

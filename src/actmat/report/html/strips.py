@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from actmat.report.html.figures import layer_labels, plot
 from actmat.report.html.markup import Child, Markup, el
 
-__all__ = ["Cell", "Strip", "strips"]
+__all__ = ["Cell", "Strip", "largest_strips", "strips"]
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """One row; `label` stands to the left, `total` to the right."""
+    """One row, with `label` to its left and `total` to its right."""
 
     label: Child
     name: str
@@ -58,3 +61,21 @@ def strips(rows: Sequence[Strip], columns: Sequence[str], *, x_title: str, total
         el("div"),
         class_="strips",
     )
+
+
+def largest_strips(
+    kinds: Iterable[tuple[str, Sequence[Item]]],
+    depths: Sequence[int | None],
+    *,
+    depth: Callable[[Item], int | None],
+    value: Callable[[Item], float],
+    cell: Callable[[Item], Cell],
+    text: Callable[[float], str],
+) -> list[Strip]:
+    """One row per kind, one cell per depth: the item of the largest value there, and the largest of all as total."""
+    rows = []
+    for kind, items in kinds:
+        largest = (max((i for i in items if depth(i) == d), key=value, default=None) for d in depths)
+        cells = [None if i is None else cell(i) for i in largest]
+        rows.append(Strip(el("code", kind), kind, cells, text(max(map(value, items)))))
+    return rows

@@ -16,7 +16,7 @@ from actmat.report.html.words import plural, shape_text
 __all__ = ["DETAILED", "PAGE_ROWS", "Column", "big_table", "tensors"]
 
 PAGE_ROWS = 50
-"""Rows on one page of the table, and rows that stand in the page without a script."""
+"""Rows on one page of the table, and rows that are shown without a script."""
 
 DETAILED = 2000
 """Matrices whose measures are in the page: those of the largest residual. All are in report.json."""
@@ -125,7 +125,7 @@ _HEAD = ("expert", "‖D‖", "‖D‖ / ‖W₀‖", "over rounding", "effectiv
 
 def _details(diagnosis: Diagnosis, kept: Iterable[Measure]) -> dict[str, Any]:
     """Per row: lines of text, and one table per measured matrix, experts down."""
-    places = {t.name: i for i, t in enumerate(diagnosis.tensors)}
+    rows = {t.name: i for i, t in enumerate(diagnosis.tensors)}
     matrices: dict[int, list[Any]] = {}
     edges = diagnosis.measures[0].spectrum.edges if diagnosis.measures else ()
     for m in kept:
@@ -139,7 +139,7 @@ def _details(diagnosis: Diagnosis, kept: Iterable[Measure]) -> dict[str, Any]:
             "rank kept": m.rank_kept,
             "cut-off": m.cutoff,
         }
-        matrices.setdefault(places.get(m.name, -1), []).append(
+        matrices.setdefault(rows.get(m.name, -1), []).append(
             {
                 "part": m.part,
                 "values": [None if c is None else [_rounded(v) for v in c] for c in columns],

@@ -130,8 +130,6 @@ def token_records(
     Args:
         model: read along; its gradients (`.grad`) are left as they were.
         loss: forward pass of one batch; mean or sum over samples.
-        n_samples: samples of the batch.
-        layers: patterns of weight names.
     """
     taps, _ = find_taps(model, layers=layers)
     records: dict[str, TokenRecord] = {}
@@ -170,11 +168,6 @@ def correlation(
         model: read along, not changed.
         loss: from a number of samples to the loss of a batch of so many, each with the same number of tokens.
         sizes: numbers of samples, ascending.
-        layers: patterns of weight names; default: every linear layer.
-        n_permutations: permutations of samples per size.
-        seed: of the permutations.
-        title: what was measured, in a few words.
-        on_size: called after every size.
 
     Raises:
         RecipeError: fewer than two samples, or samples with different numbers of tokens.

@@ -97,9 +97,6 @@ def cosine(
     """Cosines per layer and expert. Layers without Gram matrices of all experts are left out.
 
     Args:
-        base: `W_0`.
-        experts: name -> `W_t`.
-        grams: see `Grams`; what is compared with.
         drawn: gives Gram matrices of a few samples, drawn from other data than `grams`.
         sizes: numbers of samples to ask `drawn` for.
 

@@ -204,10 +204,7 @@ def cost(
         shapes: `(O, I)` of layers.
         n_experts: `T`; methods that take fewer are given as many as they take.
         methods: names; default: all; Gram matrices and Fisher information are made up like the layers.
-        device: "cpu" or "cuda".
         repeats: measurements per method and shape, after one that is not counted.
-        seed: of the layers.
-        on_method: called after every method and shape.
 
     Raises:
         RecipeError: an unknown method or device, no shape, or a shape without entries.

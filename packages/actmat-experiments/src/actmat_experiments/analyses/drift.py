@@ -37,11 +37,7 @@ def drift(
     `C` is measured on all training examples of the task, at the weights of the moment.
 
     Args:
-        demo: folder of `actmat demo`.
-        task: whose expert.
-        layers: patterns of weight names; default: every linear layer.
         n_moments: how often to measure, evenly spaced on a logarithmic scale.
-        on_step: called after every step.
 
     Raises:
         CheckpointError: no demo there.

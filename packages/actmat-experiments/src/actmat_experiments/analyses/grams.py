@@ -24,7 +24,6 @@ def input_grams(model: nn.Module, passes: Iterable[Callable[[], object]]) -> dic
     Packed projections (q, k, v) share one tensor. Layers that no pass reaches are left out.
 
     Args:
-        model: read along, not changed.
         passes: each runs the model on one batch, without padding.
     """
     taps, _ = find_taps(model)
@@ -48,7 +47,6 @@ def demo_grams(models: DemoModels, examples: dict[str, Examples] | None = None) 
     """Every expert's Gram matrices on its own task.
 
     Args:
-        models: of the demo.
         examples: task -> what to measure on; default: the test part.
     """
     chosen = examples or {name: data.test for name, data in models.data.items()}

@@ -116,9 +116,6 @@ def interference(
     """Relative interference of merged models, and of the base itself.
 
     Args:
-        base: `W_0`.
-        experts: name -> `W_t`.
-        merged: name -> `W*`.
         grams: see `Grams`; sums or means. Layers without Gram matrices of all experts are left out.
 
     Raises:

@@ -129,7 +129,6 @@ class DriftMonitor:
         """Around the backward passes of one optimiser step; several add up to one gradient.
 
         Args:
-            number: of the step, for `steps`.
             mask: bool `(samples, tokens)`, False where a token is padding; its input then counts nowhere.
         """
         self.begin_step(mask=mask)

@@ -59,8 +59,6 @@ def demo_interference(
     """`interference` on the test photographs.
 
     Args:
-        demo: folder of the demo.
-        methods: of the demo's merges; default: all.
         merged: name -> further merges of the demo's experts.
 
     Raises:
@@ -87,15 +85,6 @@ def demo_correlation(
     on_size: Callable[[], object] = lambda: None,
 ) -> CorrelationResult:
     """`correlation` on training photographs (not their moved copies), at the start or the end of fine-tuning.
-
-    Args:
-        demo: folder of the demo.
-        task: whose loss.
-        at: "base" or "expert".
-        sizes: numbers of photographs.
-        n_permutations: see `correlation`.
-        layers: see `correlation`.
-        on_size: see `correlation`.
 
     Raises:
         RecipeError: an unknown task, or more photographs than there are.

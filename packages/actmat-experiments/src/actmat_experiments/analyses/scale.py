@@ -99,8 +99,6 @@ def scale(base: Source, experts: Mapping[str, Source], grams: Grams) -> ScaleRes
     """`kappa_t` of every layer and expert. Layers without Gram matrices of all experts are left out.
 
     Args:
-        base: `W_0`.
-        experts: name -> `W_t`.
         grams: see `Grams`; means, not sums: a sum's scale would be that of the number of tokens.
 
     Raises:

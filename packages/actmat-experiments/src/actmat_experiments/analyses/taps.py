@@ -69,9 +69,7 @@ def find_taps(
     matrix (stacked experts of a mixture, a table tied to the head) is in the second list.
 
     Args:
-        model: any module.
         config: parsed `config.json` for the layout; default: that of a transformers model.
-        layers: patterns of weight names; default: all.
 
     Raises:
         RecipeError: a pattern matches no linear layer.

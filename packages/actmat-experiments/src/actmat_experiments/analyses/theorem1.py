@@ -47,12 +47,7 @@ def theorem1(
     Args:
         network: "mlp", `64 -> width -> width -> 10`, one token per image; or "transformer", two layers of the demo's
             model with a frozen random head, 17 tokens per image.
-        n_steps: steps.
-        rate: the fixed step `eta`.
-        n_images: photographs in the batch.
         width: hidden width; a multiple of 4 for the transformer.
-        seed: of weights and choice of photographs.
-        on_step: called after every step.
 
     Raises:
         NumericalError: the descent diverged, or the inequality does not hold (which would be an error of this package).
@@ -104,10 +99,6 @@ def descend_watched(
     Args:
         model: float64, so that rounding does not turn the delta away from the gradient.
         loss: the full-batch loss at the weights of the moment; called once per step and once per measurement.
-        n_steps: steps.
-        rate: the step.
-        layers: patterns of weights to watch; default: all linear layers.
-        on_step: called after every step.
 
     Raises:
         NumericalError: the loss is not finite any more.

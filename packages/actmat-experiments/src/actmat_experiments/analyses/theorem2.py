@@ -207,11 +207,9 @@ def transfer_bound(
     """Both sides of Theorem 2 for a merge with `C^_t` proportional to `D_t^T D_t`.
 
     Args:
-        base: `W_0`.
         experts: one per task, in the order of `samples`.
         merged: any network of the same shape; the bound is meant for the minimiser under the estimates.
         samples: data of every task; expectations are means over it.
-        settings: for the record.
     """
     largest = max(s.lipschitz for s in samples.values())
     pairs = list(zip(experts, samples.values(), strict=True))

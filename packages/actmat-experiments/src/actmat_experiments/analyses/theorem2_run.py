@@ -40,13 +40,9 @@ def theorem2(
 
     Args:
         n_tasks: 2 to 6 tasks of the demo.
-        width: hidden width.
-        activation: of the network.
         pretraining_steps: AdamW steps of the base, digits in all looks.
         finetuning_steps: AdamW steps of every expert.
         method: rule that merges the weight matrices; biases are averaged.
-        seed: of everything random.
-        on_step: called after every optimiser step.
 
     Raises:
         RecipeError: fewer than two tasks, or more than the demo has.

@@ -53,8 +53,6 @@ def between(
     Args:
         x, y: one value each per row.
         clusters: to which cluster each row belongs.
-        seed: of the draws.
-        resamples: how many draws.
     """
     ranks_x, ranks_y = _Ranks(x), _Ranks(y)
     numbers, count = _numbered(clusters)
@@ -78,7 +76,6 @@ def within(
         x, y: one value each per row.
         groups: rows are compared within their group alone.
         clusters: of the rows; all rows of a group belong to one.
-        seed, resamples: as for `between`.
     """
     xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     where, n_groups = _numbered(groups)

@@ -32,9 +32,6 @@ def finetune_lowrank(
 
     Args:
         base: left as it is.
-        head: the frozen head of the task.
-        examples: training examples of the task.
-        schedule: length and step size.
         rank: at least 1.
         generator: starts of the factors, order of the examples.
     """

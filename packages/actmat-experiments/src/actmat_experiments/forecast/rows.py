@@ -112,15 +112,7 @@ def measure(
     methods: Callable[[int], Sequence[str]] = rules,
     scales: Sequence[float] = SCALES,
 ) -> Iterator[Row]:
-    """One row per merge and expert.
-
-    Args:
-        trained: the model.
-        family, seed: its names.
-        subsets: which experts to merge.
-        methods: rules for so many experts.
-        scales: factors of the merged delta.
-    """
+    """One row per merge and expert."""
     known = _know(trained)
     names = list(trained.experts)
     for subset in subsets:

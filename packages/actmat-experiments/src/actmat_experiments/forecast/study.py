@@ -33,9 +33,6 @@ def rows_of(
     """Train and measure what is not measured yet, seed by seed; all rows.
 
     Args:
-        cache: where rows are kept.
-        families, seeds: which models.
-        subsets, methods: which merges of each, see `measure`.
         progress: told the name of a model before it is made or read.
     """
     rows = []

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -22,7 +23,7 @@ from typing import Any
 
 from actmat.errors import OutputError
 
-__all__ = ["Cache", "canonical", "code_digest", "digest", "file_digest", "library_versions"]
+__all__ = ["Cache", "canonical", "code_digest", "digest", "file_digest", "library_versions", "meaning"]
 
 _KEY_FILE = "key.json"
 _HEX = 16
@@ -68,11 +69,33 @@ def file_digest(paths: Iterable[Path]) -> str:
 
 @functools.cache
 def code_digest(*layers: str) -> str:
-    """Hash of the code of some layers of the package: a changed rule never returns an old number."""
+    """Hash of the code of some layers of actmat: a changed rule never returns an old number.
+
+    Comments and docstrings do not count, see `meaning`.
+    """
     import actmat
 
     package = Path(actmat.__file__).parent
-    return file_digest(p for layer in layers for p in sorted((package / layer).rglob("*.py")))
+    found = hashlib.sha256()
+    for path in (p for layer in layers for p in sorted((package / layer).rglob("*.py"))):
+        found.update(f"{path.relative_to(package).as_posix()}\0{meaning(path.read_text(encoding='utf-8'))}\0".encode())
+    return found.hexdigest()
+
+
+def meaning(source: str) -> str:
+    """The syntax tree of a module as text, without comments, layout and strings that stand alone (docstrings)."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(node, field, None)
+            if isinstance(body, list):
+                body[:] = [s for s in body if not _is_text(s)] or ([ast.Pass()] if body else [])
+    return ast.dump(tree)
+
+
+def _is_text(statement: ast.AST) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def library_versions(*names: str) -> dict[str, str]:
@@ -129,14 +152,7 @@ class Cache:
         *,
         resumable: bool = False,
     ) -> dict[str, Path]:
-        """The same for several results of one stage; `make` gets the folders of those that are missing, in one call.
-
-        Args:
-            stage: as for `get`.
-            keys: name -> key.
-            make: fills all the folders that it is given, by name.
-            resumable: as for `get`.
-        """
+        """The same for several results of one stage; `make` gets the folders of those that are missing, in one call."""
         if not stage.replace("-", "").replace("_", "").isalnum():
             raise ValueError(f"'{stage}' is no name of a stage: letters, digits, - and _ alone")
         done = {name: self.path(stage, key) for name, key in keys.items()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from actmat.demo.merging import Candidate, choose_methods
 from actmat.errors import RecipeError, did_you_mean
-from actmat.methods import METHODS
+from actmat.methods import METHODS, get_method
 from actmat_experiments.harness.cache import code_digest
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = [
     "best_scale",
     "candidates",
     "merging_code",
+    "needs_statistics",
     "rescaled",
 ]
 
@@ -70,6 +71,11 @@ def candidates(
     return rows + [c for n, c in variants.items() if wanted is None or n in wanted], left_out
 
 
+def needs_statistics(rows: Sequence[Candidate]) -> bool:
+    """Whether one of the rows needs statistics measured on data."""
+    return any(get_method(row.method).needs_statistics for row in rows)
+
+
 def merging_code() -> str:
     """Hash of the code that decides the bytes of a merge, for the key of what is made from one."""
     return code_digest("linalg", "methods", "checkpoints", "layout", "recipe", "plan", "engine")
@@ -87,11 +93,6 @@ def rescaled(
 
 
 def best_scale(score: Callable[[float], float], scales: Sequence[float] = SCALES) -> tuple[float, dict[float, float]]:
-    """The scale of the highest score, of equal ones the nearest to 1, and all scores.
-
-    Args:
-        score: mean accuracy on validation data.
-        scales: values to try.
-    """
+    """The scale of the highest score, of equal ones the nearest to 1, and all scores."""
     found = {scale: score(scale) for scale in scales}
     return max(found, key=lambda s: (found[s], -abs(s - 1.0))), found

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 from actmat.errors import CheckpointError
 
-__all__ = ["REFERENCES", "Regime", "ScaleKind", "Score", "append_scores", "read_scores"]
+__all__ = ["REFERENCES", "REGIMES", "Regime", "ScaleKind", "Score", "append_scores", "read_scores"]
 
 Regime = Literal["full", "lora"]
+REGIMES: tuple[Regime, ...] = ("full", "lora")
 ScaleKind = Literal["default", "tuned"]
 
 REFERENCES = ("majority", "base", "experts")

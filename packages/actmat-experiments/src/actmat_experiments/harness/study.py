@@ -179,7 +179,6 @@ def compare_variants(
 
     Args:
         points: of one regime; all seeds.
-        cuts: see `halves`.
         choose_among: names that may be chosen; default: all.
         references: names of the variants to compare with.
     """

@@ -59,10 +59,7 @@ def run_study(suite: str, cache: Path, subjects: Iterable[Subject], splits: int,
     """Points of all subjects, compared per regime, written below the cache.
 
     Args:
-        suite: names the files.
-        cache: folder of the runs.
         subjects: all of the same tasks; each is made when its turn comes.
-        splits: random cuts of the tasks into halves.
         family: names of the variants that may be chosen; the others are what they are held against.
 
     Returns:

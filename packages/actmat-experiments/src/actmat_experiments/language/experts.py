@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actmat_experiments.harness.cache import Cache, library_versions
+from actmat_experiments.harness.cache import library_versions
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.language.exams import Exam
@@ -15,12 +14,9 @@ from actmat_experiments.language.models import add_lora, load_model, load_tokeni
 from actmat_experiments.language.settings import ExpertSettings
 from actmat_experiments.language.train import Progress, finetune
 
-__all__ = ["Made", "expert_key", "train_experts"]
+__all__ = ["expert_key", "train_expert"]
 
 _VERSION = 1
-
-Made = tuple[Path, str]
-"""A checkpoint, and the digest of all that determines it."""
 
 
 def expert_key(
@@ -41,34 +37,7 @@ def expert_key(
     }
 
 
-def train_experts(
-    base: Made,
-    exams: Mapping[str, Exam],
-    regime: Regime,
-    settings: ExpertSettings,
-    *,
-    seed: int,
-    device: str,
-    cache: Cache,
-    watch: Watch,
-) -> dict[str, Made]:
-    """Task -> expert, trained now unless it is in the cache. An interrupted one goes on from its last validation.
-
-    Beside the weights stands `training.json`: updates, best validation accuracy and when it was reached.
-    """
-    found = {}
-    for name, exam in exams.items():
-        key = expert_key(base[1], exam, regime, settings, seed, device)
-
-        def make(folder: Path, exam: Exam = exam) -> None:
-            _train(base[0], exam, regime, settings, seed=seed, device=device, folder=folder, watch=watch)
-
-        place = cache.get("experts", key, make, resumable=True)
-        found[name] = (place, place.name)
-    return found
-
-
-def _train(
+def train_expert(
     base: Path,
     exam: Exam,
     regime: Regime,
@@ -79,6 +48,10 @@ def _train(
     folder: Path,
     watch: Watch,
 ) -> None:
+    """Train the expert of a task and write it, from the last validation on if it was interrupted.
+
+    Beside the weights stands `training.json`: updates, best validation accuracy and when it was reached.
+    """
     training = settings.of(regime)
     model = load_model(base)
     if regime == "lora":

@@ -20,7 +20,6 @@ def load_model(base: str | Path, expert: Path | None = None, *, device: str = "c
     Args:
         base: folder or hub id.
         expert: folder of a model or of an adapter of the base.
-        device: where it will compute.
 
     Raises:
         CheckpointError: there is no encoder-decoder model.
@@ -61,7 +60,6 @@ def add_lora(model: Any, *, rank: int, alpha: float, base: str) -> Any:
 
     Args:
         model: of transformers; it is changed.
-        rank: of every pair of factors.
         alpha: the delta is `alpha / rank * B A`.
         base: what the adapter's config will call its base.
     """

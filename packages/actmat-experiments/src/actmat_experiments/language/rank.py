@@ -36,7 +36,6 @@ def chosen(
 
     Args:
         model: an encoder-decoder of transformers; it is left in its mode.
-        items: what to ask.
         max_tokens: prompt tokens of a batch, after padding; default: what suits the model's device.
         on_batch: called with the number of items of each batch that is done.
     """

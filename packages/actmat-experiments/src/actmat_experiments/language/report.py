@@ -9,24 +9,12 @@ from rich.console import Console
 
 from actmat.errors import RecipeError
 from actmat_experiments.harness.results import Regime, Score, read_scores
+from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import Figure, average_table, markdown_table, summarise, task_table
 
-__all__ = ["balanced", "groups", "say_left_out", "score_file", "show"]
+__all__ = ["balanced", "groups", "show"]
 
 Group = tuple[str, Regime, str]
-
-
-def score_file(cache: Path, suite: str) -> Path:
-    """Where a suite's scores are kept."""
-    return cache / "scores" / f"{suite}.jsonl"
-
-
-def say_left_out(console: Console | None, left_out: Sequence[Mapping[str, str]]) -> None:
-    """Print which methods were not run, and why."""
-    reasons = {name: why for some in left_out for name, why in some.items()}
-    if console is not None and reasons:
-        text = "; ".join(f"{name} ({why})" for name, why in reasons.items())
-        console.print(f"Left out: {text}.", highlight=False)
 
 
 def groups(scores: Iterable[Score]) -> dict[Group, list[Score]]:

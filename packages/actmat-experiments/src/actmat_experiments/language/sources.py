@@ -90,7 +90,6 @@ def load_tasks(
 
     Args:
         names: keys of `SOURCES`.
-        folder: of local files.
         cycle: training items are asked by all templates in turn.
         fetch: reads a split from the hub; default: the library `datasets`.
 

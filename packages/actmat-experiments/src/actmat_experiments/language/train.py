@@ -109,14 +109,9 @@ def finetune(
 
     Args:
         model: base, or base with LoRA; it is changed.
-        train: items to fit.
         validation: items that decide when to stop and which weights are kept.
-        settings: how.
         seed: with `purpose`, decides order and dropout.
-        purpose: name of the run.
         folder: where its state is kept after every validation; a run that finds one goes on from there.
-        device: "cpu", "cuda", "cuda:N", "mps".
-        on_update: called after every update.
     """
     place = torch.device(device)
     autocast = partial(torch.autocast, place.type, torch.bfloat16, enabled=settings.precision == "bf16")

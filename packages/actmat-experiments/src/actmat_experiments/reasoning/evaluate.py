@@ -95,7 +95,6 @@ class Exam:
         Args:
             location: directory or hub id.
             model: all that determines the model, as plain data.
-            label: for progress.
         """
         missing = [
             (b, p) for b, p in self.benchmarks if not self.cache.holds("reasoning-answers", self.key(b, p, model))

@@ -98,8 +98,6 @@ def program(prompt: str, answer: str, entry_point: str, stops: Sequence[str]) ->
 
     Args:
         prompt: signature and docstring of the function to write.
-        answer: what the model wrote.
-        entry_point: name of the function.
         stops: texts at which a continuation has left the function.
     """
     blocks = _FENCE.findall(answer)

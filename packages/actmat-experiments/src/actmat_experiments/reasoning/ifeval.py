@@ -40,7 +40,6 @@ def followed(problem: Mapping[str, Any], answer: str) -> Followed:
 
     Args:
         problem: a row of the data set: key, prompt, instruction_id_list, kwargs.
-        answer: what the model wrote.
     """
     with _LOCK:  # the environment belongs to all threads
         judge = _judge()

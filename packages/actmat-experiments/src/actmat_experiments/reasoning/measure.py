@@ -11,16 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat.demo.merging import Candidate
-from actmat.methods import get_method
 from actmat_experiments.reasoning.quiet import quiet
 
-__all__ = ["measure", "needs_statistics"]
-
-
-def needs_statistics(rows: Sequence[Candidate]) -> bool:
-    """Whether one of the rules wants to know the inputs of layers."""
-    return any(get_method(row.method).needs_statistics for row in rows)
+__all__ = ["measure"]
 
 
 def measure(
@@ -37,11 +30,8 @@ def measure(
 
     Args:
         checkpoint: directory or hub id of the expert.
-        prompts: text.
         out: folder to write, as `actmat merge` reads it.
-        batch_size: prompts at once.
         longest: tokens of a prompt that are looked at.
-        device: where the model computes.
         dtype: of the model; sums are in float32.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer

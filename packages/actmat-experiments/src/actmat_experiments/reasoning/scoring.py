@@ -38,13 +38,6 @@ def scores_at_k(
         n_samples: answers per problem.
         ks: numbers of answers allowed.
         task: the benchmark.
-        suite: see `Score`, as all the others.
-        method: row of the table.
-        seed: of sampling and training.
-        regime: how the experts were trained.
-        scale: whether it was chosen on validation data.
-        model: architecture or storage.
-        settings: digest of what else decided the number.
         detail: more that is worth knowing; the 95 % interval and the number of answers are added.
     """
     lines = []

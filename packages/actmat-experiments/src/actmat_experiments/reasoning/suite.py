@@ -15,14 +15,15 @@ from rich.console import Console
 from actmat.demo.merging import Candidate, merge_candidates
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
-from actmat_experiments.harness.merging import candidates, merging_code
+from actmat_experiments.harness.merging import candidates, merging_code, needs_statistics
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import REFERENCES, Score, append_scores, read_scores
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import Figure, Line, average_table, markdown_table, summarise
 from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
 from actmat_experiments.reasoning.evaluate import Counts, Exam, identity_of
-from actmat_experiments.reasoning.measure import measure, needs_statistics
+from actmat_experiments.reasoning.measure import measure
 from actmat_experiments.reasoning.published import unsolvable
 from actmat_experiments.reasoning.scoring import at, scores_at_k
 from actmat_experiments.reasoning.settings import ReasoningSettings
@@ -83,7 +84,7 @@ def run(request: RunRequest) -> list[Score]:
         for seed in request.seeds:
             exam = Exam(cache, watch, settings, asked, seed, request.device, failing)
             for found in _seed(exam, rows, prompts, request):
-                append_scores(_scores_path(request.cache), found)
+                append_scores(score_file(request.cache, NAME), found)
                 scores += found
     return scores
 
@@ -132,10 +133,6 @@ def _doubts(failing: Mapping[str, Sequence[str]]) -> list[str]:
         for name, ids in failing.items()
         if ids
     ]
-
-
-def _scores_path(cache: Path) -> Path:
-    return cache / "scores" / f"{NAME}.jsonl"
 
 
 def _seed(
@@ -236,7 +233,7 @@ def table(request: TableRequest) -> list[Line]:
     Raises:
         RecipeError: nothing has been run with this cache, or figures are asked for.
     """
-    scores = read_scores(_scores_path(request.cache))
+    scores = read_scores(score_file(request.cache, NAME))
     if request.figures is not None:
         raise RecipeError(f"The suite {NAME} has tables alone: leave out --figures.")
     if not scores:

@@ -25,7 +25,6 @@ def at_k_rows(
 
     Args:
         scores: of one suite, model, settings and kind of scale.
-        columns: what is shown.
         order: names of the rows; those without a score are left out.
         cell: text for a share and half its 95 % interval, both in percent (the widest of the seeds).
     """

@@ -100,7 +100,6 @@ def source_of(location: str, patterns: Sequence[str] = _WEIGHTS) -> tuple[Path, 
 
     Args:
         location: folder, or hub id `org/name[@revision]`.
-        patterns: of the files that are needed.
 
     Raises:
         CheckpointError: it is neither a folder nor a model on the hub that can be reached.
@@ -189,12 +188,8 @@ def clip_head(cache: Cache, location: str, base: Path, task: ImageTask, known: C
     normalised again, times `exp(logit_scale)`.
 
     Args:
-        cache: keeps the head.
         location: of the CLIP model, for its text encoder and tokenizer.
         base: what `clip_base` made of it.
-        task: for the data set's names of the classes.
-        known: templates and words.
-        device: where the text encoder runs.
     """
     words = known.classes or tuple(class_words(c) for c in task.class_names)
     if len(words) != len(task.class_names):

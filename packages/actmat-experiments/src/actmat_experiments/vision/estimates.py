@@ -14,10 +14,8 @@ from torch import Tensor
 
 from actmat.statistics import open_statistics
 from actmat_experiments.analyses.cosine import CosineResult
-from actmat_experiments.harness.results import Regime
 from actmat_experiments.linalg import angles
 from actmat_experiments.vision.backbones import read_tensors
-from actmat_experiments.vision.evaluate import load_expert
 from actmat_experiments.vision.experiment import Vision
 
 __all__ = ["ESTIMATES", "estimate_file", "estimates", "read_estimates", "store_estimates"]
@@ -31,14 +29,14 @@ def estimate_file(cache: Path, suite: str, model: str, regime: str, seed: int) -
     return cache / "estimates" / f"{name}.json"
 
 
-def estimates(vision: Vision, regime: Regime) -> CosineResult:
+def estimates(vision: Vision) -> CosineResult:
     """Cosines of the estimates with the Gram matrices, per layer and expert."""
-    base = read_tensors(vision.base)
-    measured = vision.statistics(regime)
+    base = read_tensors(vision.base.path)
+    measured = vision.statistics()
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for task, expert in vision.experts(regime).items():
-        tensors = _tensors(vision, expert)
-        with open_statistics(measured[task]) as statistics:
+    for task, expert in vision.experts().items():
+        tensors = _tensors(vision, expert.path)
+        with open_statistics(measured[task].path) as statistics:
             for name, origin in base.items():
                 key = statistics.find(name)
                 if key is None or origin.dim() != 2:
@@ -51,11 +49,11 @@ def estimates(vision: Vision, regime: Regime) -> CosineResult:
     return CosineResult(found, 0)
 
 
-def store_estimates(vision: Vision, regime: Regime, folder: Path) -> Path:
+def store_estimates(vision: Vision, folder: Path) -> Path:
     """Measure and keep them; whatever was there is replaced."""
-    path = estimate_file(folder, vision.suite, vision.model, regime, vision.seed)
+    path = estimate_file(folder, vision.suite, vision.model, vision.regime, vision.seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(estimates(vision, regime).data()) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(estimates(vision).data()) + "\n", encoding="utf-8")
     return path
 
 
@@ -77,7 +75,7 @@ def _tensors(vision: Vision, expert: Path) -> dict[str, Tensor]:
     if not (expert / "adapter_config.json").is_file():
         return read_tensors(expert)
     with tempfile.TemporaryDirectory() as folder:
-        load_expert(vision.backbone, vision.base, expert).save_pretrained(folder)
+        vision.load(expert).save_pretrained(folder)
         return read_tensors(Path(folder))
 
 

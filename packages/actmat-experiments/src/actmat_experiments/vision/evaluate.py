@@ -5,7 +5,6 @@ Shapes: `N` images, `S` pixels a side, `D` features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ from torch import Tensor
 from actmat.demo.heads import Head
 from actmat_experiments.harness.loading import LOADING
 from actmat_experiments.vision.backbones import Backbone, ClipHead
-from actmat_experiments.vision.images import Examples, ImageTask
+from actmat_experiments.vision.images import Examples
 
-__all__ = ["Counts", "features", "load_expert", "mean_share", "right_answers"]
-
-Counts = dict[str, tuple[int, int]]
-"""Task -> right and all answers."""
+__all__ = ["features", "load_expert", "right_answers"]
 
 _BATCH = 250
 
@@ -37,25 +33,11 @@ def features(backbone: Backbone, model: Any, examples: Examples, device: str = "
 
 
 def right_answers(
-    backbone: Backbone,
-    model: Any,
-    heads: Mapping[str, Head | ClipHead],
-    tasks: Sequence[ImageTask],
-    part: str,
-    device: str = "cpu",
-) -> Counts:
-    """Right and all answers of one encoder on a part ("validation", "test") of every task."""
-    found = {}
-    for task in tasks:
-        examples: Examples = getattr(task, part)
-        logits_NC = heads[task.name](features(backbone, model, examples, device))
-        found[task.name] = (int((logits_NC.argmax(1) == examples.labels_N).sum()), len(examples))
-    return found
-
-
-def mean_share(counts: Counts) -> float:
-    """Mean over tasks of the share of right answers."""
-    return sum(right / n for right, n in counts.values()) / len(counts)
+    backbone: Backbone, model: Any, head: Head | ClipHead, examples: Examples, device: str = "cpu"
+) -> dict[str, int]:
+    """How many answers of an encoder behind a head are right, `correct`, and how many there are, `total`."""
+    logits_NC = head(features(backbone, model, examples, device))
+    return {"correct": int((logits_NC.argmax(1) == examples.labels_N).sum()), "total": len(examples)}
 
 
 def load_expert(backbone: Backbone, base: Path, expert: Path) -> Any:

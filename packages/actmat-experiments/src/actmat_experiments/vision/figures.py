@@ -10,7 +10,7 @@ from typing import Any, get_args
 from actmat_experiments.harness.results import REFERENCES, Regime, Score
 from actmat_experiments.harness.table import Line, summarise
 from actmat_experiments.suites import TableRequest
-from actmat_experiments.vision.compare import curve_file
+from actmat_experiments.vision.curves import curve_file
 from actmat_experiments.vision.estimates import read_estimates
 from actmat_experiments.vision.tables import latest
 
@@ -22,11 +22,6 @@ _COLOURS = {"full": "#3b6ea5", "lora": "#c9722e"}
 
 def draw(request: TableRequest, scores: Sequence[Score], models: Sequence[str]) -> list[Path]:
     """Draw what there are numbers for, as PNG, into `request.figures`.
-
-    Args:
-        request: of `actmat experiment table`.
-        scores: all scores of the suite.
-        models: one set of figures each.
 
     Returns:
         The files.

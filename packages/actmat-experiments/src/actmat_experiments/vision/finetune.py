@@ -51,21 +51,11 @@ def finetune(
     again, since they have to see all of it.
 
     Args:
-        backbone: of the base.
-        base: checkpoint to start from.
         head: frozen; takes no part in the merge.
-        examples: training examples of the task.
-        schedule: length and step size.
-        out: folder to write.
         name: of the task; with the seed it decides the order of examples and the start of the factors.
-        seed: of the run.
         regime: all weights, or LoRA with `alpha = rank` and no dropout.
-        rank: of the LoRA factors.
-        device: where to train.
         precision: of the forward pass (autocast); weights and moments stay float32.
-        on_step: called after every step.
         callbacks: analyses of the run, made from the model that is trained.
-        save_every: steps between two states.
     """
     model = backbone.load(base)
     if regime == "lora":

@@ -106,15 +106,7 @@ def split_indices(n: int, name: str) -> tuple[list[int], list[int]]:
 
 
 def prepare_task(cache: Cache, raw: RawTask, size: int, watch: Watch, limits: Limits | None = None) -> ImageTask:
-    """The task at `size` pixels: shorter side resized (bicubic), centre cropped, by the image processor of CLIP.
-
-    Args:
-        cache: keeps the pixels.
-        raw: the task as published.
-        size: pixels a side.
-        watch: progress.
-        limits: smaller parts.
-    """
+    """The task at `size` pixels: shorter side resized (bicubic), centre cropped, by the image processor of CLIP."""
     limits = limits or Limits()
     key = {
         "version": _VERSION,

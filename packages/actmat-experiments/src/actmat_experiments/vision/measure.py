@@ -42,16 +42,10 @@ def measure(
     """Measure an expert on images of its task and write the statistics.
 
     Args:
-        backbone: of the base.
         base: checkpoint of the base, for adapters.
-        expert: checkpoint or adapter.
         head: of the task, for the Fisher.
-        examples: what to measure on.
-        out: folder to write.
-        name: of the task.
         seed: of the labels that are drawn.
         fisher: measure the Fisher too, one backward pass per image.
-        device: where the model runs.
         advance: called after every batch with the number of its images.
     """
     from actmat.statistics import collect

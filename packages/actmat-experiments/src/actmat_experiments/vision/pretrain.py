@@ -48,13 +48,7 @@ def pretrain(
 
     Args:
         backbone: of kind "vit".
-        sizes: of the encoder.
-        task: what the base learns.
-        schedule: of the run.
-        out: folder of the checkpoint.
         seed: decides start, order and augmentation.
-        device: where to train.
-        on_step: called after every step.
     """
     from transformers import ViTConfig, ViTModel
 

@@ -4,8 +4,7 @@ least seven other tasks are merged. Local data, see `sources`.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,18 +16,18 @@ from actmat_experiments.harness.processes import one_thread_on
 from actmat_experiments.harness.progress import Watch, quiet_libraries
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.suite import study_experiments
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, save_head
-from actmat_experiments.vision.compare import compare
-from actmat_experiments.vision.compare import study as study_variants
+from actmat_experiments.vision.curves import run_vision
 from actmat_experiments.vision.evaluate import features
-from actmat_experiments.vision.experiment import Vision
+from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, prepare_task
 from actmat_experiments.vision.pretrain import VitSizes, pretrain
 from actmat_experiments.vision.sources import local_task
 from actmat_experiments.vision.tables import show
 
-__all__ = ["TASKS", "SmallSettings", "prepared", "run", "study", "table"]
+__all__ = ["TASKS", "SmallSettings", "experiments", "run", "study", "table"]
 
 TASKS = ("mnist", "eurosat", "gtsrb", "dtd10", "sign_digits", "usps", "cifar10")
 _BASE_TASK = "cifar100"
@@ -91,16 +90,22 @@ def run(request: RunRequest) -> None:
         RecipeError: no data folder was given, or a setting cannot be.
         CheckpointError: the folder lacks a task.
     """
-    with Watch(request.console, request.cache / "logs") as watch:
-        for seed in request.seeds:
-            vision = prepared(request, seed, watch)
-            left_out = compare(vision, request, subsets=changed(SmallSettings(), request.settings).subsets)
-    for name, why in left_out.items():
-        watch.console.print(f"left out: {name} ({why})", highlight=False)
+    subsets = changed(SmallSettings(), request.settings).subsets
+    run_vision(request, experiments, len(request.tasks or TASKS), subsets)
 
 
-def prepared(request: RunRequest, seed: int, watch: Watch) -> Vision:
-    """Everything up to the experts, for one seed: images, base, heads."""
+def study(request: RunRequest) -> str:
+    """See `suites.Suite`."""
+    return study_experiments(request, experiments)
+
+
+def table(request: TableRequest) -> None:
+    """See `suites.Suite`."""
+    show(request, models=("",))
+
+
+def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
+    """One for each seed and regime: images, base and heads are made, experts are not yet trained."""
     settings = changed(SmallSettings(), request.settings)
     if request.models:
         raise RecipeError("The suite vision-small has one architecture; change its sizes with --set.")
@@ -117,38 +122,26 @@ def prepared(request: RunRequest, seed: int, watch: Watch) -> Vision:
     names = request.tasks or TASKS
     tasks = [prepare_task(cache, local_task(request.data, name), backbone.size, watch, limits) for name in names]
     source = prepare_task(cache, local_task(request.data, _BASE_TASK), backbone.size, watch)
-    base = _base(cache, watch, backbone, settings, source, seed, request.device)
     schedules: dict[Regime, dict[str, Schedule]] = {
         "full": {n: Schedule(settings.epochs, settings.batch_size, settings.rate) for n in names},
         "lora": {n: Schedule(settings.lora_epochs, settings.batch_size, settings.lora_rate) for n in names},
     }
-    return Vision(
-        suite=request.suite,
-        model="",
-        backbone=backbone,
-        tasks=tasks,
-        base=base,
-        heads={task.name: _head(cache, backbone, settings, base, task, request.device) for task in tasks},
-        schedules=schedules,
-        seed=seed,
-        settings=_settings_digest(settings, tasks, source),
-        cache=cache,
-        watch=watch,
-        rank=settings.rank,
-        samples=settings.samples,
-        device=request.device,
-        threads=request.threads or os.cpu_count() or 1,
-    )
-
-
-def study(request: RunRequest) -> str:
-    """See `suites.Suite`."""
-    return study_variants(request, lambda seed, watch: prepared(request, seed, watch))
-
-
-def table(request: TableRequest) -> None:
-    """See `suites.Suite`."""
-    show(request, models=("",))
+    for seed in request.seeds:
+        base = _base(cache, watch, backbone, settings, source, seed, request.device)
+        heads = {task.name: _head(cache, backbone, settings, base, task, request.device) for task in tasks}
+        for regime in request.regimes:
+            yield Vision(
+                **common(request, base, cache, watch),
+                regime=regime,
+                seed=seed,
+                digest=_settings_digest(settings, tasks, source),
+                backbone=backbone,
+                tasks=tasks,
+                heads=heads,
+                schedules=schedules,
+                rank=settings.rank,
+                samples=settings.samples,
+            )
 
 
 def _base(

@@ -159,8 +159,6 @@ def open_hub(name: str, where: HubSet, class_names: Sequence[str] | None = None)
     """A data set of the hub, downloaded or from the local store of `datasets`.
 
     Args:
-        name: of the task.
-        where: the data set and its columns.
         class_names: what the labels mean, where the data set's own names are not it.
 
     Raises:

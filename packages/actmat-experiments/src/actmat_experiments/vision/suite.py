@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from actmat.demo.training import Schedule
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest
-from actmat_experiments.harness.processes import placed
 from actmat_experiments.harness.progress import Watch, quiet_libraries
-from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.results import REGIMES, Regime
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.suite import study_experiments
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, clip_tasks, public_expert
-from actmat_experiments.vision.compare import compare
-from actmat_experiments.vision.compare import study as study_variants
-from actmat_experiments.vision.experiment import Vision
+from actmat_experiments.vision.curves import run_vision
+from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.finetune import Precision
 from actmat_experiments.vision.images import ImageTask, Limits, prepare_task
 from actmat_experiments.vision.sources import RawTask, local_task, open_hub
 from actmat_experiments.vision.tables import show
 
-__all__ = ["MODELS", "ClipSettings", "prepared", "run", "study", "table"]
+__all__ = ["MODELS", "ClipSettings", "experiments", "run", "study", "table"]
 
 MODELS = {
     "ViT-B/32": "openai/clip-vit-base-patch32",
@@ -72,71 +70,14 @@ class ClipSettings:
 
 
 def run(request: RunRequest) -> None:
-    """See `suites.Suite`. Under `accelerate launch` every process trains its share of the experts on its own GPU, and
-    the first one goes on with the merges.
+    """See `suites.Suite` and `run_experiments`.
 
     Raises:
         RecipeError: a model, task or setting is not known.
         CheckpointError: data or a model cannot be had.
     """
-    names = request.models or list(MODELS)
-    if unknown := [n for n in names if n not in MODELS]:
-        problems = [f"there is no model '{n}'.{did_you_mean(n, MODELS)} Models: {', '.join(MODELS)}" for n in unknown]
-        raise RecipeError("These models are not known.", problems)
-    settings = changed(ClipSettings(), request.settings)
-    share, device = placed(request.device)
-    left_out: dict[str, str] = {}
-    with Watch(request.console, request.cache / "logs") as watch:
-        for name in names:
-            for seed in request.seeds:
-                vision = prepared(request, name, seed, watch, device)
-                if share is not None:
-                    for regime in request.regimes:
-                        vision.experts(regime, share)
-                    if share[0]:
-                        continue
-                left_out |= compare(vision, request, subsets=settings.subsets)
-    for method, why in left_out.items():
-        watch.console.print(f"left out: {method} ({why})", highlight=False)
-
-
-def prepared(request: RunRequest, name: str, seed: int, watch: Watch, device: str) -> Vision:
-    """Everything up to the experts, for one model and seed."""
-    settings = changed(ClipSettings(), request.settings)
-    if settings.experts == "public" and "lora" in request.regimes:
-        raise RecipeError("There are public experts of full fine-tuning alone: leave out --lora, or experts=public.")
-    quiet_libraries()
-    cache = Cache(request.cache)
-    cache.root.mkdir(parents=True, exist_ok=True)
-    location = settings.base or MODELS[name]
-    known = clip_tasks(request.tasks)
-    limits = Limits(settings.train, settings.validation, settings.test)
-    tasks = [prepare_task(cache, _raw(request, task), settings.size, watch, limits) for task in known]
-    base = clip_base(cache, location)
-    heads = {t.name: clip_head(cache, location, base, t, k, device) for t, k in zip(tasks, known, strict=True)}
-    public = {}
-    if settings.experts == "public":
-        family = MODELS[name].partition("/")[2]
-        public = {task.name: public_expert(cache, f"tanganke/{family}_{task.expert}") for task in known}
-    return Vision(
-        suite=request.suite,
-        model=name,
-        backbone=Backbone("clip", settings.size, CLIP_SCALE),
-        tasks=tasks,
-        base=base / "encoder",
-        heads=heads,
-        schedules={"full": _schedules(settings, known, "full"), "lora": _schedules(settings, known, "lora")},
-        seed=seed,
-        settings=_settings_digest(settings, base.name, tasks),
-        cache=cache,
-        watch=watch,
-        rank=settings.rank,
-        device=device,
-        threads=request.threads or os.cpu_count() or 1,
-        precision=settings.precision,
-        public=public,
-        samples=settings.samples,
-    )
+    subsets = changed(ClipSettings(), request.settings).subsets
+    run_vision(request, experiments, len(clip_tasks(request.tasks)), subsets)
 
 
 def study(request: RunRequest) -> str:
@@ -147,13 +88,56 @@ def study(request: RunRequest) -> str:
     """
     if request.models is None or len(request.models) != 1 or request.models[0] not in MODELS:
         raise RecipeError(f"The study takes one model at a time: --models with one of {', '.join(MODELS)}.")
-    (name,) = request.models
-    return study_variants(request, lambda seed, watch: prepared(request, name, seed, watch, request.device))
+    return study_experiments(request, experiments)
 
 
 def table(request: TableRequest) -> None:
     """See `suites.Suite`."""
     show(request, models=tuple(MODELS))
+
+
+def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
+    """One for each model, seed and regime: images, base and heads are made, experts are not yet trained."""
+    settings = changed(ClipSettings(), request.settings)
+    names = request.models or list(MODELS)
+    if unknown := [n for n in names if n not in MODELS]:
+        problems = [f"there is no model '{n}'.{did_you_mean(n, MODELS)} Models: {', '.join(MODELS)}" for n in unknown]
+        raise RecipeError("These models are not known.", problems)
+    if settings.experts == "public" and "lora" in request.regimes:
+        raise RecipeError("There are public experts of full fine-tuning alone: leave out --lora, or experts=public.")
+    quiet_libraries()
+    cache = Cache(request.cache)
+    cache.root.mkdir(parents=True, exist_ok=True)
+    known = clip_tasks(request.tasks)
+    limits = Limits(settings.train, settings.validation, settings.test)
+    tasks = [prepare_task(cache, _raw(request, task), settings.size, watch, limits) for task in known]
+    for name in names:
+        location = settings.base or MODELS[name]
+        base = clip_base(cache, location)
+        heads = {
+            t.name: clip_head(cache, location, base, t, k, request.device) for t, k in zip(tasks, known, strict=True)
+        }
+        public = {}
+        if settings.experts == "public":
+            family = MODELS[name].partition("/")[2]
+            public = {task.name: public_expert(cache, f"tanganke/{family}_{task.expert}") for task in known}
+        for seed in request.seeds:
+            for regime in request.regimes:
+                yield Vision(
+                    **common(request, base / "encoder", cache, watch),
+                    model=name,
+                    regime=regime,
+                    seed=seed,
+                    digest=_settings_digest(settings, base.name, tasks),
+                    backbone=Backbone("clip", settings.size, CLIP_SCALE),
+                    tasks=tasks,
+                    heads=heads,
+                    schedules={r: _schedules(settings, known, r) for r in REGIMES},
+                    rank=settings.rank,
+                    precision=settings.precision,
+                    public=public,
+                    samples=settings.samples,
+                )
 
 
 def _raw(request: RunRequest, task: ClipTask) -> RawTask:

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from actmat.errors import RecipeError
 from actmat_experiments.harness.results import Regime, Score, read_scores
+from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import average_table, markdown_table, summarise, task_table
 from actmat_experiments.paper import NOTES, paper_figures
 from actmat_experiments.suites import TableRequest
-from actmat_experiments.vision.compare import score_file
 
 __all__ = ["latest", "show"]
 

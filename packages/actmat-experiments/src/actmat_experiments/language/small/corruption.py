@@ -29,7 +29,6 @@ def corrupt(
     Args:
         ids: at least two tokens.
         sentinels: tokens that stand for spans; one more than there are spans is needed, fewer make fewer spans.
-        generator: where the spans lie.
         density: share of tokens in spans; at least one token is in a span, at least one is not.
         mean_span: mean length of a span.
 

@@ -106,12 +106,8 @@ def pretrain(
     Args:
         model: it is changed.
         texts: token ids, without an end token.
-        questions: items of all tasks.
         sentinels: tokens that stand for spans.
-        settings: how.
         seed: order, spans and mixture.
-        device: where to compute.
-        on_step: called after every update.
     """
     model.to(device).train()
     usable = [text for text in texts if len(text) >= 2]

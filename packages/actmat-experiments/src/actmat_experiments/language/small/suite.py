@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 from rich.console import Console
 
-from actmat.demo.merging import Candidate
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest, library_versions
-from actmat_experiments.harness.merging import candidates
-from actmat_experiments.harness.processes import one_thread_on, placed
+from actmat_experiments.harness.experiment import Made
+from actmat_experiments.harness.processes import one_thread_on
 from actmat_experiments.harness.progress import Watch, quiet_libraries
-from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS
-from actmat_experiments.harness.study_run import run_study
-from actmat_experiments.language.chain import Chain
-from actmat_experiments.language.experts import Made
-from actmat_experiments.language.items import TextTask
-from actmat_experiments.language.measure import KINDS
+from actmat_experiments.harness.suite import run_experiments, study_experiments
+from actmat_experiments.language.experiment import Language
 from actmat_experiments.language.models import load_tokenizer
-from actmat_experiments.language.report import say_left_out, show
+from actmat_experiments.language.report import show
 from actmat_experiments.language.settings import ExpertSettings, LanguageSettings
 from actmat_experiments.language.small.pretrain import Architecture, Pretraining, new_model, pretrain
 from actmat_experiments.language.small.tasks import SMALL_TASKS, SmallData, load_small
 from actmat_experiments.language.small.tokenizer import sentinels, train_tokenizer
-from actmat_experiments.language.subsets import subject
 from actmat_experiments.language.tokens import encode
 from actmat_experiments.language.train import FineTuning
 from actmat_experiments.suites import RunRequest, TableRequest
@@ -78,21 +71,14 @@ class SmallSettings(LanguageSettings):
 
 
 def run(request: RunRequest) -> None:
-    """Base, experts, merges and tests of all regimes and seeds; see `actmat experiment run`.
-
-    Under `accelerate launch` every process trains its share of the experts, and the first one goes on with the merges.
+    """Base, experts, merges and tests of all seeds and regimes; see `run_experiments`.
 
     Raises:
         MergeError: a task, a method or a setting is unknown, or data are missing.
     """
-    settings, folder, names = _checked(request)
-    rows = {regime: candidates(request.methods, regime, len(names), KINDS) for regime in request.regimes}
-    share, device = placed(request.device)
-    request = replace(request, device=device)
-    with one_thread_on(device), Watch(request.console, request.cache / "logs") as watch:
-        for chain in _chains(request, settings, folder, names, {r: chosen for r, (chosen, _) in rows.items()}, watch):
-            chain.run(share)
-    say_left_out(request.console, [left_out for _, left_out in rows.values()])
+    _, names = _checked(request)
+    with one_thread_on(request.device):
+        run_experiments(request, experiments, len(names))
 
 
 def study(request: RunRequest) -> str:
@@ -101,40 +87,25 @@ def study(request: RunRequest) -> str:
     Raises:
         MergeError: a task or a setting is unknown, or data are missing.
     """
-    settings, folder, names = _checked(request)
-    rows, family = (*VARIANTS, *NEIGHBOURS), [row.name for row in VARIANTS]
-    with one_thread_on(request.device), Watch(request.console, request.cache / "logs") as watch:
-        chains = _chains(request, settings, folder, names, dict.fromkeys(request.regimes, rows), watch)
-        subjects = (subject(chain.prepare(), Cache(request.cache), watch) for chain in chains)
-        return run_study(request.suite, request.cache, subjects, settings.splits, family)
+    settings, _ = _checked(request)
+    with one_thread_on(request.device):
+        return study_experiments(request, experiments, settings.splits)
 
 
-def _chains(
-    request: RunRequest,
-    settings: SmallSettings,
-    folder: Path,
-    names: Sequence[str],
-    rows: Mapping[Regime, Sequence[Candidate]],
-    watch: Watch,
-) -> Iterator[Chain]:
+def experiments(request: RunRequest, watch: Watch) -> Iterator[Language]:
     """One for each seed and regime; the base of a seed is made when its first one is asked for."""
+    settings, names = _checked(request)
+    assert request.data is not None, "checked"
     for seed in request.seeds:
-        base, tasks = _prepared(request, settings, folder, names, seed, watch)
+        data = load_small(request.data, seed=seed, n_validation=settings.n_validation, n_test=settings.n_test)
+        base = _base(data, settings, seed, request.device, Cache(request.cache), watch)
+        tasks = [task for task in data.tasks if task.name in names]
         for regime in request.regimes:
-            yield Chain(
-                request=request,
-                settings=settings,
-                base=base,
-                tasks=tasks,
-                regime=regime,
-                rows=rows[regime],
-                seed=seed,
-                watch=watch,
-            )
+            yield Language.of(request, settings, base, tasks, regime=regime, seed=seed, watch=watch)
 
 
-def _checked(request: RunRequest) -> tuple[SmallSettings, Path, list[str]]:
-    """Settings, folder of the data and names of the tasks."""
+def _checked(request: RunRequest) -> tuple[SmallSettings, list[str]]:
+    """Settings and names of the tasks."""
     settings = changed(SmallSettings(), request.settings)
     known = [t.name for t in SMALL_TASKS]
     names = list(request.tasks or known)
@@ -147,16 +118,7 @@ def _checked(request: RunRequest) -> tuple[SmallSettings, Path, list[str]]:
         raise RecipeError(
             f"{request.suite} needs local data: --data FOLDER with {SMALL_TASKS[0].file}.train.jsonl, ..."
         )
-    return settings, request.data, names
-
-
-def _prepared(
-    request: RunRequest, settings: SmallSettings, folder: Path, names: Sequence[str], seed: int, watch: Watch
-) -> tuple[Made, list[TextTask]]:
-    """The base of a seed, and the tasks that are asked for."""
-    data = load_small(folder, seed=seed, n_validation=settings.n_validation, n_test=settings.n_test)
-    base = _base(data, settings, seed, request.device, Cache(request.cache), watch)
-    return base, [task for task in data.tasks if task.name in names]
+    return settings, names
 
 
 def _base(data: SmallData, settings: SmallSettings, seed: int, device: str, cache: Cache, watch: Watch) -> Made:
@@ -192,7 +154,7 @@ def _base(data: SmallData, settings: SmallSettings, seed: int, device: str, cach
         (folder / "training.json").write_text(json.dumps({"loss per token": losses}) + "\n", encoding="utf-8")
 
     place = cache.get("base", key, make)
-    return place, place.name
+    return Made(place, place.name)
 
 
 def table(request: TableRequest) -> None:

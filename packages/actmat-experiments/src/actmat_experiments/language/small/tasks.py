@@ -76,7 +76,6 @@ def load_small(
     """Read, split and clean.
 
     Args:
-        folder: where the files are.
         seed: which training rows are the validation part, and the order of the others: the first ones are what the
             base's mixture and the statistics see, and files may be sorted by label.
         n_validation: how many, per task.

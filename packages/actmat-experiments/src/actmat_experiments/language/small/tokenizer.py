@@ -16,9 +16,7 @@ def train_tokenizer(corpus: Sequence[str], vocabulary: int, out: Path) -> None:
     """Write a tokenizer that `AutoTokenizer.from_pretrained` loads: pad 0, end 1, unknown 2, sentinels last.
 
     Args:
-        corpus: texts.
         vocabulary: number of tokens, special ones included; a small corpus may give fewer.
-        out: folder.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

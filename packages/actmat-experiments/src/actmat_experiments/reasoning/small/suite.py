@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest, library_versions
-from actmat_experiments.harness.merging import candidates
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.results import REFERENCES, Score, append_scores, read_scores
+from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.suite import run_experiments, score_file
 from actmat_experiments.harness.table import Line, average_table, markdown_table, summarise
-from actmat_experiments.reasoning.scoring import at, scores_at_k
+from actmat_experiments.reasoning.scoring import at
+from actmat_experiments.reasoning.small.experiment import STORAGES, Small, stored, trained_base
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
 from actmat_experiments.reasoning.small.settings import SmallSettings
-from actmat_experiments.reasoning.small.stages import STORAGES, Right, Small
 from actmat_experiments.reasoning.table import Columns, at_k_table, markdown
 from actmat_experiments.suites import RunRequest, TableRequest
 
@@ -39,19 +38,33 @@ def run(request: RunRequest) -> list[Score]:
     Raises:
         RecipeError: a setting, task or method is unknown, or asks for what the suite does not have.
     """
-    settings, puzzles = changed(SmallSettings(), request.settings), _check(request)
-    rows, left_out = candidates(request.methods, "full", len(puzzles), STATISTICS)
-    console = request.console or Console(quiet=True)
-    for name, why in left_out.items():
-        console.print(f"left out: {name} ({why})", highlight=False)
-    scores: list[Score] = []
-    with Watch(request.console, request.cache / "logs") as watch:
-        for seed in request.seeds:
-            small = Small(Cache(request.cache), watch, settings, seed, puzzles, request.threads, request.device)
-            found = list(_scores(small, rows))
-            append_scores(_scores_path(request.cache), found)
-            scores += found
-    return scores
+    changed(SmallSettings(), request.settings)
+    with one_thread():
+        return run_experiments(request, experiments, len(_check(request)), kinds=STATISTICS)
+
+
+def experiments(request: RunRequest, watch: Watch) -> Iterator[Small]:
+    """One for each seed and storage; scales are tuned in float32 only."""
+    s, puzzles, cache = changed(SmallSettings(), request.settings), _check(request), Cache(request.cache)
+    what = {n: v for n, v in asdict(s).items() if n != "storages"}  # each storage has rows of its own
+    names, libraries = [p.name for p in puzzles], library_versions("actmat", "torch", "trl")
+    for seed in request.seeds:
+        for storage in s.storages:
+            yield Small(
+                suite=NAME,
+                model=storage,
+                regime="full",
+                seed=seed,
+                digest=digest({"settings": what, "tasks": names, "libraries": libraries}),
+                base=stored(cache, trained_base(cache, watch, s, seed), storage),
+                cache=cache,
+                watch=watch,
+                device=request.device,
+                threads=request.threads,
+                scales=s.scales if storage == "float32" else (),
+                settings=s,
+                puzzles=puzzles,
+            )
 
 
 def _check(request: RunRequest) -> Sequence[Puzzle]:
@@ -69,61 +82,13 @@ def _check(request: RunRequest) -> Sequence[Puzzle]:
     return [p for p in PUZZLES if p.name in (request.tasks or known)]
 
 
-def _scores_path(cache: Path) -> Path:
-    return cache / "scores" / f"{NAME}.jsonl"
-
-
-def _scores(small: Small, rows: Sequence[Any]) -> Iterable[Score]:
-    """All lines of one seed: references and merges, from weights in float32 and in bfloat16."""
-    s = small.settings
-    names = [p.name for p in small.puzzles]
-    what = {n: v for n, v in asdict(s).items() if n != "storages"}  # each storage has rows of its own
-    identity = digest({"settings": what, "tasks": names, "libraries": library_versions("actmat", "torch", "trl")})
-
-    def lines(method: str, right: Right, storage: str, kind: str = "default", **detail: Any) -> Iterable[Score]:
-        for task, right_N in right.items():
-            yield from scores_at_k(
-                right_N,
-                s.samples,
-                (1, s.k),
-                task=task,
-                suite=NAME,
-                method=method,
-                scale=kind,  # type: ignore[arg-type]  # one of two words below
-                seed=small.seed,
-                model=storage,
-                settings=identity,
-                detail=detail | {"temperature": s.temperature},
-            )
-
-    tuned = small.tuned(rows) if s.scales and "float32" in s.storages else []
-    for storage in s.storages:
-        base, experts = small.inputs(storage)
-        yield from lines("base", small.right(base, small.base_key() | {"storage": storage}, "base"), storage)
-        own: dict[str, Sequence[int]] = {}
-        for puzzle in small.puzzles:
-            key = small.expert_key(puzzle) | {"storage": storage}
-            right = small.right(experts[puzzle.name], key, f"expert {puzzle.name}")
-            own[puzzle.name] = right[puzzle.name]
-            yield from lines(f"expert {puzzle.name}", right, storage, survival=small.survival(puzzle))
-        yield from lines("experts", own, storage)
-        for some, kind in ((rows, "default"), (tuned if storage == "float32" else [], "tuned")):
-            if not some:
-                continue
-            merged = small.merges(storage, some)
-            for row in some:
-                key = small.merge_key(storage, [row])
-                right = small.right(merged / row.name, key, f"{row.name} ({kind} scale)")
-                yield from lines(row.name, right, storage, kind, scale=float(row.scale))
-
-
 def table(request: TableRequest) -> list[Line]:
     """The tables of the latest settings in the cache: per task at 1 and k answers, averages, what storage keeps.
 
     Raises:
         RecipeError: nothing has been run with this cache, or figures are asked for.
     """
-    scores = read_scores(_scores_path(request.cache))
+    scores = read_scores(score_file(request.cache, NAME))
     if request.figures is not None:
         raise RecipeError(f"The suite {NAME} has tables alone: leave out --figures.")
     if not scores:

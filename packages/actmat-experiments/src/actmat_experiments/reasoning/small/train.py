@@ -45,12 +45,10 @@ def pretrain(
     """The base: next-token prediction on lines of all tasks in equal parts, of which only some are right.
 
     Args:
-        size: of the model.
         texts: every task with its training prompts.
         reliability: share of right answers.
         schedule: an epoch is one step.
         seed: of weights and lines.
-        on_step: called after every step.
     """
     model, tokenizer = new_model(size, seed=seed).train(), new_tokenizer()
     draw = random.Random(f"{seed}/lines of the base")
@@ -87,13 +85,11 @@ def new_trainer(
     """TRL's trainer, set up for one expert; it trains `model` in place.
 
     Args:
-        model: what is trained.
         puzzle: its verifier is the reward.
         prompts: of the training part.
         settings: length and step size, prompts per step, answers per prompt.
         seed: of prompts and answers.
         folder: where the library may write; nothing of value is left there.
-        on_step: called after every step.
         on_log: gets a line with mean reward and gradient norm now and then.
     """
     from datasets import Dataset

@@ -12,22 +12,22 @@ from tests.helpers.one_tensor import VECTOR, OneTensor, digest
 from torch import Tensor
 
 import actmat
-from actmat.engine import stacked as module
-from actmat.engine.stacked import StackedDeltas
+from actmat.engine import rows as module
+from actmat.engine.rows import RowDeltas
 from actmat.errors import CheckpointError, NumericalError
 from actmat.linalg.chunks import Stacked, Streamed
-from actmat.plan.parts import CHUNK_ENTRIES, Part
+from actmat.plan.parts import CHUNK, Part
 
 NAN, INF = float("nan"), float("inf")
 WHOLE = Part(0, 11, (11,), VECTOR)
 
 
 @pytest.fixture(autouse=True)
-def short_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPAN", 4)
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRODUCT", 4)
 
 
-def walked(stack: StackedDeltas) -> list[Tensor]:
+def walked(stack: RowDeltas) -> list[Tensor]:
     """The rows of all places, put together."""
     places = [[row.clone() for row in pieces] for _, pieces in stack.walk()]
     return [torch.cat(row) for row in zip(*places, strict=True)]
@@ -41,7 +41,7 @@ def test_rows_and_hashes(dtypes: Sequence[torch.dtype], compute: torch.dtype, wi
     generator = torch.Generator().manual_seed(0)
     base, *experts = (torch.randn(11, generator=generator).to(dtype) for dtype in dtypes)
     setup = OneTensor(base, *experts, compute=compute)
-    stack = StackedDeltas(setup.reader, WHOLE, with_base=with_base)
+    stack = RowDeltas(setup.reader, WHOLE, with_base=with_base)
     assert isinstance(stack, Streamed)
     wanted = [expert.to(compute) - base.to(compute) for expert in experts]
     wanted = [base.to(compute), *wanted] if with_base else wanted
@@ -57,7 +57,7 @@ def test_rows_and_hashes(dtypes: Sequence[torch.dtype], compute: torch.dtype, wi
 
 def test_rows_lie_equally_far_apart_also_at_the_end() -> None:
     setup = OneTensor(torch.zeros(11), torch.ones(11), torch.ones(11))
-    for _, pieces in StackedDeltas(setup.reader, WHOLE, with_base=False).walk():
+    for _, pieces in RowDeltas(setup.reader, WHOLE, with_base=False).walk():
         assert isinstance(pieces, Stacked)
         assert pieces.rows_TS.stride() == (4, 1)
         assert [row.data_ptr() for row in pieces] == [row.data_ptr() for row in pieces.rows_TS]
@@ -67,7 +67,7 @@ def test_parts_of_one_tensor_are_hashed_together() -> None:
     base, expert = torch.arange(22.0), torch.zeros(22)
     setup = OneTensor(base, expert)
     for start in (0, 11):
-        (delta,) = walked(StackedDeltas(setup.reader, Part(start, start + 11, (11,), VECTOR), with_base=False))
+        (delta,) = walked(RowDeltas(setup.reader, Part(start, start + 11, (11,), VECTOR), with_base=False))
         assert torch.equal(delta, -base[start : start + 11])
     assert setup.reader.hashes() == (digest(base), (digest(expert),))
 
@@ -77,7 +77,7 @@ def test_nobody_looks_before_somebody_asks_and_then_once() -> None:
     base[2] = good[2] = bad[2] = -INF  # a mask
     bad[6], bad[9] = NAN, INF
     setup = OneTensor(base, good, bad)
-    stack = StackedDeltas(setup.reader, WHOLE, with_base=False)
+    stack = RowDeltas(setup.reader, WHOLE, with_base=False)
     first, second = walked(stack)
     assert (int(first.isnan().sum()), int((~second.isfinite()).sum())) == (1, 3)
     assert setup.findings.problems() == []
@@ -93,7 +93,7 @@ def test_nobody_looks_before_somebody_asks_and_then_once() -> None:
 def test_an_expert_with_the_bits_of_the_base_is_exactly_zero() -> None:
     base = torch.tensor([NAN, 1.0, INF, -0.0] * 3)[:11]
     setup = OneTensor(base, base.clone(), torch.ones(11))
-    same, other = walked(StackedDeltas(setup.reader, WHOLE, with_base=False))
+    same, other = walked(RowDeltas(setup.reader, WHOLE, with_base=False))
     assert same.tolist() == [0.0] * 11
     assert int(other.isfinite().sum()) == 5
 
@@ -103,7 +103,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         generator = torch.Generator().manual_seed(0)
-        size = CHUNK_ENTRIES + 1000
+        size = CHUNK + 1000
         self.base = torch.randn(size, generator=generator)
         self.experts = [self.base + 0.01 * torch.randn(size, generator=generator) for _ in range(3)]
         self.folder = folder
@@ -125,7 +125,7 @@ class Files:
 def test_a_merge_names_what_is_not_finite_and_goes_on_without_it_where_that_is_tolerated(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SPAN", 1 << 18)
+    monkeypatch.setattr(module, "PRODUCT", 1 << 18)
     files = Files(tmp_path)
     files.experts[1][7], files.experts[2][-1] = NAN, INF
     with pytest.raises(CheckpointError, match=r"(?s)expert 'e1' has 1 value.*expert 'e2' has 1 value"):
@@ -138,7 +138,7 @@ def test_a_merge_names_what_is_not_finite_and_goes_on_without_it_where_that_is_t
 
 @pytest.mark.parametrize("method", ["model_stock", "karcher"])
 def test_what_nobody_changed_keeps_its_bits(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPAN", 1 << 18)
+    monkeypatch.setattr(module, "PRODUCT", 1 << 18)
     files = Files(tmp_path)
     files.base[5], files.base[6] = -0.0, -INF
     files.experts = [files.base.clone() for _ in range(3)]
@@ -158,7 +158,7 @@ PLAIN_SUM = replace(MODEL_STOCK, name="plain_sum", combine=combine)
 
 
 def test_a_sum_beyond_the_range_of_the_dtype_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPAN", 1 << 18)
+    monkeypatch.setattr(module, "PRODUCT", 1 << 18)
     files = Files(tmp_path)
     files.base[:] = 0
     files.experts = [torch.full_like(files.base, 2e38) for _ in range(3)]

@@ -1,0 +1,344 @@
+"""The driver of all suites: experts of one base, regime and seed, merged by every row and tested.
+
+A suite derives from `Experiment` and says how its models are trained, loaded and tested. Every result is a stage of
+the cache whose key holds the digests of the stages before it, so that a change anywhere changes all that follows.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from actmat.demo.merging import Candidate, merge_candidates
+from actmat.demo.training import side_by_side
+from actmat_experiments.harness.cache import Cache, library_versions
+from actmat_experiments.harness.merging import SCALES, best_scale, merging_code, needs_statistics
+from actmat_experiments.harness.processes import one_thread_on
+from actmat_experiments.harness.progress import Stage, Watch
+from actmat_experiments.harness.results import Regime, ScaleKind, Score, append_scores
+from actmat_experiments.harness.study_run import Answers, Subject
+
+__all__ = ["Counts", "Experiment", "Made", "Share", "mean_share"]
+
+_VERSION = 2
+
+Counts = Mapping[str, Any]
+"""What a model answers of one task: `correct`, `total`, and whatever else a suite reports, as plain data."""
+
+Share = tuple[int, int]
+"""Number of a process and how many there are."""
+
+
+class Made(NamedTuple):
+    """A folder (checkpoint, adapter, statistics) and the digest of all that determines it."""
+
+    path: Path
+    digest: str
+
+
+def mean_share(counts: Mapping[str, Counts]) -> float:
+    """Mean over tasks of the share of right answers."""
+    return float(sum(c["correct"] / c["total"] for c in counts.values()) / len(counts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(abc.ABC):
+    """One model, regime and seed.
+
+    Args:
+        suite, model, regime, seed: for the scores.
+        digest: of everything else that decides the numbers; `Score.settings`.
+        base: checkpoint that the experts start from.
+        cache, watch: see the harness.
+        device: where models compute.
+        threads: workers of the merges.
+        testers: models tested at the same time, one thread each, on a CPU; None: one after the other, with all threads.
+        together: models merged in one reading of the inputs, which lie on the disk until they are tested.
+        keep: leave merged models in the cache.
+        scales: factors of the merged delta that tuning tries; empty: nothing is tuned.
+    """
+
+    suite: str
+    regime: Regime
+    seed: int
+    digest: str
+    base: Made
+    cache: Cache
+    watch: Watch
+    model: str = ""
+    device: str = "cpu"
+    threads: int | None = None
+    testers: int | None = None
+    together: int = 16
+    keep: bool = False
+    scales: Sequence[float] = SCALES
+
+    # What a suite supplies
+
+    @property
+    @abc.abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The tasks, in the order of the tables."""
+
+    @abc.abstractmethod
+    def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
+        """Task -> its expert, trained now unless it is in the cache; of the i-th of n processes, every n-th."""
+
+    @abc.abstractmethod
+    def statistics(self, samples: int | None = None) -> dict[str, Made]:
+        """Task -> statistics of its expert on training examples, measured now unless they are in the cache."""
+
+    @abc.abstractmethod
+    def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
+        """All that decides what a model answers to these parts of these tasks, as plain data."""
+
+    @abc.abstractmethod
+    def load(self, folder: Path) -> Any:
+        """The model of a checkpoint, or of the base with an adapter, ready to be tested."""
+
+    @abc.abstractmethod
+    def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
+        """From a scale to the merged model at it, see `rescaled`; a model may be used up by the next call.
+
+        Args:
+            folder: the merged model at scale 1.
+            acted: names of the tensors that the scale acts on.
+        """
+
+    @abc.abstractmethod
+    def test(self, model: Any, task: str, part: str) -> Counts:
+        """What the model answers of a part ("validation", "test") of a task."""
+
+    def majority(self) -> dict[str, Counts]:
+        """What the most frequent answer scores on every task; empty: no such row."""
+        return {}
+
+    def lines(
+        self, method: str, kind: ScaleKind, found: Mapping[str, Counts], detail: Mapping[str, Any] | None = None
+    ) -> list[Score]:
+        """Lines of the results of one model."""
+        return [
+            Score(
+                *(self.suite, self.regime, method, kind, task, self.seed, counts["correct"], counts["total"]),
+                model=self.model,
+                settings=self.digest,
+                detail={n: v for n, v in counts.items() if n not in ("correct", "total")} | dict(detail or {}),
+            )
+            for task, counts in found.items()
+        ]
+
+    # What follows from it
+
+    def compare(self, rows: Sequence[Candidate], path: Path) -> list[Score]:
+        """All scores, added to a file as they become known: references first, then some merged models at a time."""
+        scores = self.references()
+        append_scores(path, scores)
+        for some in self._groups(rows):
+            found = self.merges(some, tune=bool(self.scales))
+            new = [line for row, result in found.items() for line in self.row_scores(row, result)]
+            append_scores(path, new)
+            scores += new
+        return scores
+
+    def references(self) -> list[Score]:
+        """Scores of the most frequent answer, the base, and every task by its own expert."""
+        found = {"majority": self.majority()}
+        found["base"] = self.tested(self.base, self.names, "test", "base")
+        found["experts"] = self.own_answers("test")
+        return [line for row, counts in found.items() for line in self.lines(row, "default", counts)]
+
+    def row_scores(self, row: str, found: Mapping[str, Any]) -> list[Score]:
+        """Scores of a result of `merges`, at the default scale and the tuned one."""
+        lines = self.lines(row, "default", found["test"], {"scale": found["default"]})
+        if "tuned" in found:
+            lines += self.lines(row, "tuned", found["tuned"], {"scale": found["scale"]})
+        return lines
+
+    def tested(self, made: Made, tasks: Sequence[str], part: str, label: str) -> dict[str, Counts]:
+        """What a model that is no merge answers of a part of some tasks."""
+        key = {"version": _VERSION, "model": made.digest, **self._key(tasks, [part])}
+
+        def make(folder: Path) -> None:
+            with self.watch.stage(f"test: {label} ({self.regime})", total=len(tasks)) as stage, self._alone():
+                found = self._answers(self.load(made.path), tasks, part, stage)
+            _write(folder, found)
+
+        found: dict[str, Counts] = _read(self.cache.get("answers", key, make))
+        return found
+
+    def own_answers(self, part: str) -> dict[str, Counts]:
+        """What every expert answers of its own task."""
+        found: dict[str, Counts] = {}
+        for task, made in self.experts().items():
+            found |= self.tested(made, [task], part, task)
+        return found
+
+    def subject(self, rows: Sequence[Candidate]) -> Subject:
+        """These experts as the subject of a study: subsets of them merged by all rows, each at its own scale."""
+
+        def merged(subset: tuple[str, ...]) -> dict[str, Answers]:
+            found = self.merges(rows, only=subset, tune=False)
+            return {
+                row: {"validation": _pairs(next(iter(r["validation"].values()))), "test": _pairs(r["test"])}
+                for row, r in found.items()
+            }
+
+        own = {part: _pairs(self.own_answers(part)) for part in ("validation", "test")}
+        return Subject(self.regime, self.seed, self.names, own, merged)
+
+    def merges(
+        self,
+        rows: Sequence[Candidate],
+        *,
+        only: Sequence[str] | None = None,
+        tune: bool = True,
+        samples: int | None = None,
+    ) -> dict[str, dict[str, Any]]:
+        """Row -> what its merge answers: `test` at the scale `default`, `validation` by scale; and, if `tune`, the best
+        scale on validation, `scale`, with `tuned` on test.
+
+        Args:
+            rows: what to merge, at scale 1 if it is to be tuned.
+            only: tasks whose experts are merged, and which are tested; default: all.
+            tune: whether a scale is chosen on validation, too.
+            samples: training examples of the statistics, where a row needs them.
+        """
+        if tune and any(row.scale != 1 for row in rows):
+            raise ValueError("the scale of a row that has one already cannot be tuned")
+        chosen = [n for n in self.names if only is None or n in only]
+        experts = {name: made for name, made in self.experts().items() if name in chosen}
+        statistics: dict[str, Made] = {}
+        if needs_statistics(rows):
+            statistics = {name: made for name, made in self.statistics(samples).items() if name in chosen}
+        key = {
+            "version": _VERSION,
+            **self._key(chosen, ["validation", "test"]),
+            "experts": [[name, made.digest] for name, made in experts.items()],
+            "seed": self.seed,
+            "scales": self.scales if tune else None,
+            "merging": merging_code(),
+        }
+        measured = {name: made.digest for name, made in statistics.items()}
+        keys = {
+            row.name: {**key, "row": asdict(row), "statistics": measured if needs_statistics([row]) else None}
+            for row in rows
+        }
+        by_name = {row.name: row for row in rows}
+
+        def make(folders: Mapping[str, Path]) -> None:
+            some = [by_name[name] for name in folders]
+            with self.watch.stage(f"merges: {self.regime}, {len(chosen)} experts", total=len(folders)) as stage:
+                self._merge_and_test(some, folders, experts, statistics, tune, stage)
+
+        done: dict[str, Path] = {}
+        for group in self._groups(rows):
+            done |= self.cache.get_many("merge", {row.name: keys[row.name] for row in group}, make)
+        return {name: _read(folder) for name, folder in done.items()}
+
+    def _merge_and_test(
+        self,
+        rows: Sequence[Candidate],
+        folders: Mapping[str, Path],
+        experts: Mapping[str, Made],
+        statistics: Mapping[str, Made],
+        tune: bool,
+        stage: Stage,
+    ) -> None:
+        """One reading of the inputs for all rows, one more for the scales that were chosen."""
+        tasks = list(experts)
+
+        def merge(some: Sequence[Candidate], kind: str) -> dict[str, tuple[str, ...]]:
+            stage.say("merging")
+            return merge_candidates(
+                self.base.path,
+                {name: made.path for name, made in experts.items()},
+                some,
+                {row.name: folders[row.name] / kind for row in some},
+                seed=self.seed,
+                threads=self.threads,
+                device=self.device if self.device.startswith("cuda") else "cpu",
+                statistics={name: made.path for name, made in statistics.items()},
+            )
+
+        acted = merge(rows, "default")
+
+        def score(row: Candidate) -> dict[str, Any]:
+            stage.say(row.name)
+            model = self.load(folders[row.name] / "default")
+            found: dict[str, Any] = {"default": row.scale, "test": self._answers(model, tasks, "test")}
+            if tune:
+                found |= self._tuned(folders[row.name] / "default", acted[row.name], tasks)
+            else:
+                found["validation"] = {str(row.scale): self._answers(model, tasks, "validation")}
+            stage.advance()
+            stage.log(f"{row.name}: {100 * mean_share(found['test']):.1f} % {found.get('scale', '')}")
+            return found
+
+        with self._alone():
+            scored = side_by_side(score, rows, self.testers) if self.testers else [score(row) for row in rows]
+        found = {row.name: result for row, result in zip(rows, scored, strict=True)}
+        if tune:
+            moved = [row.at(found[row.name]["scale"]) for row in rows if found[row.name]["scale"] != row.scale]
+            if moved:
+                merge(moved, "tuned")
+            for result in found.values():
+                result["tuned"] = result["test"]
+            with self._alone():
+                for row in moved:
+                    model = self.load(folders[row.name] / "tuned")
+                    found[row.name]["tuned"] = self._answers(model, tasks, "test")
+        for name, result in found.items():
+            _write(folders[name], result)
+            for kind in () if self.keep else ("default", "tuned"):
+                shutil.rmtree(folders[name] / kind, ignore_errors=True)
+
+    def _tuned(self, folder: Path, acted: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
+        """The scale of the highest mean validation share, and the answers at all scales."""
+        model_at = self.at_scales(folder, acted)
+        by_scale: dict[str, dict[str, Counts]] = {}
+
+        def validate(scale: float) -> float:
+            by_scale[str(scale)] = self._answers(model_at(scale), tasks, "validation")
+            return mean_share(by_scale[str(scale)])
+
+        return {"scale": best_scale(validate, self.scales)[0], "validation": by_scale}
+
+    def _answers(self, model: Any, tasks: Sequence[str], part: str, stage: Stage | None = None) -> dict[str, Counts]:
+        found = {}
+        for task in tasks:
+            found[task] = self.test(model, task, part)
+            if stage is not None:
+                stage.advance()
+        return found
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        return one_thread_on(self.device) if self.testers else contextlib.nullcontext()
+
+    def _groups(self, rows: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:
+        return (rows[start : start + self.together] for start in range(0, len(rows), self.together))
+
+    def _key(self, tasks: Sequence[str], parts: Sequence[str]) -> dict[str, Any]:
+        return {
+            "base": self.base.digest,
+            "content": self.content(tasks, parts),
+            "device": self.device.split(":")[0],
+            "libraries": library_versions("torch", "transformers", "peft"),
+        }
+
+
+def _pairs(found: Mapping[str, Counts]) -> dict[str, list[float]]:
+    return {task: [counts["correct"], counts["total"]] for task, counts in found.items()}
+
+
+def _write(folder: Path, value: Any) -> None:
+    (folder / "scores.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(folder: Path) -> Any:
+    return json.loads((folder / "scores.json").read_text(encoding="utf-8"))

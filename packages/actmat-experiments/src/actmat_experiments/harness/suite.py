@@ -1,0 +1,83 @@
+"""What all suites do with a request: run their experiments, study variants on them, find their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from actmat.demo.merging import Candidate
+from actmat_experiments.harness.experiment import Experiment
+from actmat_experiments.harness.merging import candidates
+from actmat_experiments.harness.processes import placed
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import Score
+from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS
+from actmat_experiments.harness.study_run import run_study
+from actmat_experiments.suites import RunRequest
+
+__all__ = ["Experiments", "run_experiments", "score_file", "study_experiments"]
+
+KINDS = ("gram", "fisher")
+"""Statistics that the suites measure on experts."""
+
+Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
+"""One experiment per model, seed and regime of a request; what they share is made when the first is asked for."""
+
+
+def score_file(cache: Path, suite: str) -> Path:
+    """Where the scores of a suite are."""
+    return cache / "scores" / f"{suite}.jsonl"
+
+
+def run_experiments(
+    request: RunRequest,
+    experiments: Experiments,
+    n_tasks: int,
+    more: Callable[[Experiment, Sequence[Candidate]], object] = lambda experiment, rows: None,
+    kinds: Sequence[str] = KINDS,
+) -> list[Score]:
+    """Train, merge by all rows and test; scores are added to the suite's file as they become known.
+
+    Under `accelerate launch` every process trains its share of the experts on its own GPU, and the first one goes on
+    with the merges.
+
+    Args:
+        more: what else is done with an experiment and its rows.
+        kinds: statistics that the suite can measure.
+
+    Returns:
+        All scores.
+
+    Raises:
+        RecipeError: a method is unknown or cannot run; found before anything is made.
+    """
+    rows = {regime: candidates(request.methods, regime, n_tasks, kinds) for regime in request.regimes}
+    share, device = placed(request.device)
+    scores: list[Score] = []
+    with Watch(request.console, request.cache / "logs") as watch:
+        for experiment in experiments(replace(request, device=device), watch):
+            if share is not None:
+                experiment.experts(share)
+                if share[0]:
+                    continue
+            chosen = rows[experiment.regime][0]
+            scores += experiment.compare(chosen, score_file(request.cache, request.suite))
+            more(experiment, chosen)
+        for name, why in {n: w for _, left_out in rows.values() for n, w in left_out.items()}.items():
+            watch.console.print(f"left out: {name} ({why})", highlight=False)
+    return scores
+
+
+def study_experiments(request: RunRequest, experiments: Experiments, splits: int = 2) -> str:
+    """Variants of the interference family on subsets of the experts, over all seeds and regimes; see `study_run`.
+
+    Args:
+        splits: random cuts of the tasks into halves.
+
+    Returns:
+        The tables, in Markdown.
+    """
+    with Watch(request.console, request.cache / "logs") as watch:
+        subjects = (experiment.subject((*VARIANTS, *NEIGHBOURS)) for experiment in experiments(request, watch))
+        return run_study(request.suite, request.cache, subjects, splits, [row.name for row in VARIANTS])

@@ -1,0 +1,202 @@
+"""The experiment of the small reasoning suite: a small decoder, one expert per puzzle by reinforcement learning.
+
+Base and experts are merged as they were trained, in float32, or rounded to what bfloat16 holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
+from actmat_experiments.harness.merging import rescaled
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import ScaleKind, Score
+from actmat_experiments.reasoning.measure import measure
+from actmat_experiments.reasoning.scoring import scores_at_k
+from actmat_experiments.reasoning.small.evaluate import right_answers
+from actmat_experiments.reasoning.small.model import load_model, save_model
+from actmat_experiments.reasoning.small.puzzles import PUZZLES, Parts, Puzzle, split
+from actmat_experiments.reasoning.small.settings import SmallSettings
+from actmat_experiments.reasoning.small.train import pretrain, reinforce
+from actmat_experiments.reasoning.storage import survival
+
+__all__ = ["STORAGES", "Small", "stored", "trained_base"]
+
+STORAGES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Small(Experiment):
+    """One seed of the suite, stored in one dtype, which is the `model` of its scores.
+
+    Args:
+        settings: everything but the seed.
+        puzzles: the tasks, one expert each.
+    """
+
+    settings: SmallSettings
+    puzzles: Sequence[Puzzle] = PUZZLES
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Experiment`."""
+        return tuple(p.name for p in self.puzzles)
+
+    @property
+    def parts(self) -> dict[str, Parts]:
+        """Task -> its prompts."""
+        return {p.name: split(p, self.settings.validation, self.settings.test, self.seed) for p in PUZZLES}
+
+    def trained(self, puzzle: Puzzle) -> Made:
+        """The expert on one task, in float32."""
+        s = self.settings
+        key = {
+            "base": digest(_base_key(s, self.seed)),
+            "task": puzzle.name,
+            "learning": {n: getattr(s, n) for n in ("steps", "prompts", "group", "rate", "temperature")},
+            "libraries": library_versions("trl", "accelerate"),
+        }
+
+        def make(folder: Path) -> None:
+            base, prompts = load_model(trained_base(self.cache, self.watch, s, self.seed).path), self.parts[puzzle.name]
+            with self.watch.stage(f"expert {puzzle.name}: seed {self.seed}", s.steps) as stage:
+                watching = {"on_step": stage.advance, "on_log": stage.log}
+                expert = reinforce(base, puzzle, prompts.train, s, seed=self.seed, folder=folder, **watching)
+                save_model(expert, folder)
+
+        place = self.cache.get("reasoning-small-expert", key, make)
+        return Made(place, place.name)
+
+    def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
+        """See `Experiment`."""
+        wanted = self.puzzles[share[0] :: share[1]]
+        return {p.name: stored(self.cache, self.trained(p), self.model) for p in wanted}
+
+    def statistics(self, samples: int | None = None) -> dict[str, Made]:
+        """See `Experiment`: second moments of the inputs of the expert's layers."""
+        found = {}
+        for name, expert in self.experts().items():
+            prompts = self.parts[name].train[: samples or self.settings.measured]
+            key = {"expert": expert.digest, "prompts": len(prompts)}
+
+            def make(folder: Path, name: str = name, expert: Made = expert, prompts: Sequence[str] = prompts) -> None:
+                with self.watch.stage(f"statistics: {name}, {self.model}"):
+                    measure(str(expert.path), prompts, folder / "statistics")
+
+            place = self.cache.get("reasoning-small-statistics", key, make)
+            found[name] = Made(place / "statistics", place.name)
+        return found
+
+    def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
+        """See `Experiment`."""
+        s = self.settings
+        sizes = [s.validation, s.test, s.validation_samples, s.samples, s.temperature]
+        return {"tasks": list(tasks), "parts": list(parts), "sizes": sizes, "seed": self.seed}
+
+    def load(self, folder: Path) -> Any:
+        """See `Experiment`."""
+        return load_model(folder)
+
+    def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
+        """See `Experiment`."""
+        model = load_model(self.base.path)
+        before = {n: t.clone() for n, t in model.state_dict().items()}
+        after = load_model(folder).state_dict()
+
+        def at(scale: float) -> Any:
+            model.load_state_dict(rescaled(before, after, acted, scale))
+            return model
+
+        return at
+
+    def test(self, model: Any, task: str, part: str) -> Counts:
+        """See `Experiment`; `right` is the number of right answers per prompt."""
+        s, puzzle = self.settings, next(p for p in self.puzzles if p.name == task)
+        prompts = getattr(self.parts[task], part)
+        n = s.samples if part == "test" else s.validation_samples
+        right_NS = right_answers(model, puzzle, prompts, n, temperature=s.temperature, seed=self.seed)
+        return {"correct": int(right_NS.sum()) / n, "total": len(prompts), "right": right_NS.sum(1).tolist()}
+
+    def lines(
+        self, method: str, kind: ScaleKind, found: Mapping[str, Counts], detail: Mapping[str, Any] | None = None
+    ) -> list[Score]:
+        """A line per task and number of answers allowed."""
+        s = self.settings
+        return [
+            score
+            for task, counts in found.items()
+            for score in scores_at_k(
+                *(counts["right"], s.samples, (1, s.k)),
+                task=task,
+                suite=self.suite,
+                method=method,
+                scale=kind,
+                seed=self.seed,
+                model=self.model,
+                settings=self.digest,
+                detail={**(detail or {}), "temperature": s.temperature},
+            )
+        ]
+
+    def references(self) -> list[Score]:
+        """Scores of the base, of every expert on all tasks with what bfloat16 keeps of it, and on its own task."""
+        lines = self.lines("base", "default", self.tested(self.base, self.names, "test", "base"))
+        own = {}
+        for puzzle in self.puzzles:
+            label = f"expert {puzzle.name}"
+            found = self.tested(self.experts()[puzzle.name], self.names, "test", label)
+            own[puzzle.name] = found[puzzle.name]
+            lines += self.lines(label, "default", found, {"survival": self.survival(puzzle)})
+        return lines + self.lines("experts", "default", own)
+
+    def survival(self, puzzle: Puzzle) -> dict[str, float]:
+        """What bfloat16 keeps of an expert's change."""
+        base, expert = trained_base(self.cache, self.watch, self.settings, self.seed), self.trained(puzzle)
+
+        def make(folder: Path) -> None:
+            found = asdict(survival(load_model(base.path).state_dict(), load_model(expert.path).state_dict()))
+            (folder / "survival.json").write_text(json.dumps(found), encoding="utf-8")
+
+        folder = self.cache.get("reasoning-small-survival", {"expert": expert.digest}, make)
+        found: dict[str, float] = json.loads((folder / "survival.json").read_text(encoding="utf-8"))
+        return found
+
+
+def trained_base(cache: Cache, watch: Watch, settings: SmallSettings, seed: int) -> Made:
+    """The base of a seed, in float32."""
+
+    def make(folder: Path) -> None:
+        s = settings
+        texts = [(p, split(p, s.validation, s.test, seed).train) for p in PUZZLES]
+        with watch.stage(f"base: seed {seed}", s.base_steps) as stage:
+            model = pretrain(s.size, texts, s.reliability, s.pretraining, seed=seed, on_step=stage.advance)
+            save_model(model, folder)
+
+    place = cache.get("reasoning-small-base", _base_key(settings, seed), make)
+    return Made(place, place.name)
+
+
+def stored(cache: Cache, source: Made, storage: str) -> Made:
+    """A checkpoint as it is, or rounded to what `storage` holds."""
+    if storage == "float32":
+        return source
+
+    def make(folder: Path) -> None:
+        save_model(load_model(source.path), folder, STORAGES[storage])
+
+    place = cache.get("reasoning-small-stored", {"of": source.digest, "storage": storage}, make)
+    return Made(place, place.name)
+
+
+def _base_key(settings: SmallSettings, seed: int) -> dict[str, Any]:
+    chosen = {n: getattr(settings, n) for n in ("size", "reliability", "pretraining", "validation", "test")}
+    libraries = library_versions("torch", "transformers", "tokenizers")
+    return {"version": _VERSION, "seed": seed, **chosen, "libraries": libraries}

@@ -1,0 +1,106 @@
+"""The curves of the vision suites: accuracy by number of experts, and RegMean's by number of images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actmat.demo.merging import Candidate
+from actmat.demo.training import generator_for
+from actmat_experiments.harness.experiment import Counts, Experiment
+from actmat_experiments.harness.suite import Experiments, run_experiments
+from actmat_experiments.suites import RunRequest
+from actmat_experiments.vision.estimates import store_estimates
+from actmat_experiments.vision.experiment import Vision
+
+__all__ = ["CURVE_ROWS", "SAMPLE_COUNTS", "curve_file", "run_vision", "store_curves", "subsets_of"]
+
+CURVE_ROWS = (
+    "average",
+    "task_arithmetic",
+    "ties",
+    "tsv",
+    "iso_c",
+    "regmean",
+    "actmat",
+    "actmat_ridge",
+    "actmat_bounded",
+)
+"""Rows of the figure of accuracy against the number of experts, as far as they can run."""
+
+SAMPLE_COUNTS = (1, 4, 16, 64, 320)
+"""Images per task of the figure of RegMean's accuracy against what it was given."""
+
+
+def curve_file(cache: Path, suite: str) -> Path:
+    """Where the points of the curves are: merges of subsets, RegMean by number of images."""
+    return cache / "scores" / f"{suite}-curves.jsonl"
+
+
+def store_curves(vision: Vision, rows: Sequence[Candidate], subsets: int) -> None:
+    """Add the points of the curves of an experiment, and how near `D^T D` is to the Gram matrices.
+
+    Args:
+        rows: all rows of the tables; those of `CURVE_ROWS` are merged over subsets.
+    """
+    path = curve_file(vision.cache.root, vision.suite)
+    _append(path, _points_of_subsets(vision, [row for row in rows if row.name in CURVE_ROWS], subsets))
+    _append(path, _points_of_samples(vision))
+    store_estimates(vision, vision.cache.root)
+
+
+def run_vision(request: RunRequest, experiments: Experiments, n_tasks: int, subsets: int) -> None:
+    """`run_experiments`; if `subsets` > 0, also the curves."""
+
+    def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
+        if subsets and isinstance(experiment, Vision):
+            store_curves(experiment, rows, subsets)
+
+    run_experiments(request, experiments, n_tasks, more)
+
+
+def subsets_of(names: Sequence[str], size: int, n: int, seed: int) -> list[tuple[str, ...]]:
+    """At most `n` subsets of a size, drawn without repetition, in the order in which they were drawn."""
+    everything = list(combinations(names, size))
+    order = torch.randperm(len(everything), generator=generator_for(seed, f"subsets of {size}")).tolist()
+    return [everything[i] for i in order[:n]]
+
+
+def _points_of_subsets(vision: Vision, rows: Sequence[Candidate], n: int) -> Iterator[dict[str, Any]]:
+    references = {(s.method, s.task): s.share for s in vision.references()}
+    for size in range(2, len(vision.names) + 1):
+        for chosen in subsets_of(vision.names, size, n, vision.seed):
+            found = vision.merges(rows, only=chosen, tune=False)
+            shares = {row: _shares(result["test"]) for row, result in found.items()}
+            shares |= {w: {t: references[w, t] for t in chosen} for w in ("base", "experts")}
+            for row, by_task in shares.items():
+                yield _identity(vision) | {"curve": "subsets", "method": row, "shares": by_task}
+
+
+def _points_of_samples(vision: Vision) -> Iterator[dict[str, Any]]:
+    row = Candidate("regmean", "regmean")
+    for n in SAMPLE_COUNTS:
+        if n <= min(len(task.train) for task in vision.tasks):
+            found = vision.merges([row], tune=False, samples=n)["regmean"]["test"]
+            point = {"curve": "samples", "method": "regmean", "samples": n, "shares": _shares(found)}
+            yield _identity(vision) | point
+
+
+def _shares(found: Mapping[str, Counts]) -> dict[str, float]:
+    return {task: counts["correct"] / counts["total"] for task, counts in found.items()}
+
+
+def _identity(vision: Vision) -> dict[str, Any]:
+    return {"model": vision.model, "regime": vision.regime, "seed": vision.seed, "settings": vision.digest}
+
+
+def _append(path: Path, points: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for point in points:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(point) + "\n")

@@ -1,0 +1,77 @@
+"""Names tell shapes: every tensor of a numerical function has the axes that its suffix names."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.experts import Experts, usable_experts
+from tests.helpers.shapes import checked_suffixes, suffix_problems
+from tests.helpers.survey import call, run_survey
+
+from actmat.linalg.caps import cap_delta, cap_lowrank
+from actmat.linalg.lowrank import LowRank, truncate
+from actmat.methods import METHODS, MergeMethod
+
+
+def variants(method: MergeMethod) -> list[dict[str, Any]]:
+    """Each value of a `Literal` option and each flag, alone."""
+    out: list[dict[str, Any]] = [{}]
+    for name, option in method.options.items():
+        if typing.get_origin(option.type) is typing.Literal:
+            out += [{name: value} for value in typing.get_args(option.type)]
+        elif option.type is bool:
+            out += [{name: not option.default}]
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("shape", [(7, 11), (24, 5), (2, 6, 9)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_suffixes_of_every_method(method: MergeMethod, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    experts = Experts.random(usable_experts(method, 3), shape, dtype=dtype)
+    with checked_suffixes() as problems:
+        for variant in variants(method):
+            options = method.resolve_options(variant)
+            survey = run_survey(method, {"weight": experts.deltas}, options)
+            given = {"base": experts.base, "statistics": experts.statistics, "survey": survey}
+            call(method, experts.deltas, options, **given)
+    assert not problems
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.merge_lowrank], ids=lambda m: m.name)
+def test_suffixes_of_every_low_rank_form(method: MergeMethod) -> None:
+    experts = Experts.random(3, (7, 11))
+    deltas = [LowRank(d[:, : t + 1], d[: t + 1]) for t, d in enumerate(experts.deltas)]
+    given: dict[str, Any] = {"statistics": experts.statistics, "generator": torch.Generator().manual_seed(0)}
+    assert method.merge_lowrank is not None
+    taken = inspect.signature(method.merge_lowrank).parameters
+    with checked_suffixes() as problems:
+        for variant in variants(method):
+            options = method.resolve_options(variant)
+            if method.why_dense(options, 3) is None:
+                method.merge_lowrank(deltas, **{n: v for n, v in given.items() if n in taken}, **options)
+    assert not problems
+
+
+def test_suffixes_of_caps_and_truncation() -> None:
+    deltas = Experts.random(2, (7, 11)).deltas
+    factored = [LowRank(d[:, :2], d[:2]) for d in deltas]
+    with checked_suffixes() as problems:
+        cap_delta(2 * deltas[0], deltas, norm_cap="average", singular_value_cap=0.5)
+        cap_lowrank(factored[0], factored, norm_cap="average", singular_value_cap=0.5)
+        truncate(factored[0], 1)
+        truncate(factored[0], 4)
+    assert not problems
+
+
+def test_a_wrong_suffix_is_found() -> None:
+    matrix, vector = torch.zeros(3, 4), torch.zeros(3)
+    assert suffix_problems({"x_OI": matrix, "s_O": vector, "n_experts": 2, "batch_OI": torch.zeros(2, 3, 4)}) == []
+    assert suffix_problems({"x_OI": matrix, "s_I": vector}) == ["s_I has I = 3, and x_OI has 4"]
+    assert suffix_problems({"x_OI": vector}) == ["x_OI has 1 axes"]
+    assert suffix_problems({"rows_TS": [vector, vector], "signs_T": vector}) == ["signs_T has T = 3, and rows_TS has 2"]
+    assert suffix_problems({"work_2S": [vector, vector, vector]}) == ["work_2S has 2 = 3, and work_2S has 2"]
