@@ -80,7 +80,7 @@ def _check_complete(given: Mapping[str, Any]) -> None:
     """Refuse flags without experts, or without a base where the experts need one."""
     missing = [flag for flag, field in (("--base", "base"), ("--expert", "experts")) if not given.get(field)]
     if missing == ["--base"] and given.get("to") != "model":
-        from actmat.checkpoints.adapter_open import is_adapter
+        from actmat.experts.resolve import is_adapter
 
         if all(is_adapter(e["path"]) for e in given["experts"]):
             return

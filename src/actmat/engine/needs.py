@@ -32,7 +32,7 @@ class Surroundings:
 
     statistics: ExpertStatistics
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
     base: Callable[[Part], Tensor] | None = None
     stages: dict[Any, Any] = field(default_factory=dict)
 
@@ -86,7 +86,8 @@ def _statistics(task: Task, part: Part, k: int, around: Surroundings) -> Mapping
 
 def _fisher(task: Task, t: int, around: Surroundings) -> Tensor:
     file, source = around.statistics.files[t], task.item.sources[t]
-    assert file is not None and source is not None, "the plan chose a method that needs it"
+    assert file is not None, "the plan chose a method that needs it"
+    assert source is not None
     return file.fisher(source.name, dtype=around.dtype).to(around.device)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
@@ -64,7 +64,7 @@ class CallShape:
     n_experts: int
     base_itemsize: int
     compute_dtype: str
-    caps: Postprocess = Postprocess()
+    caps: Postprocess = field(default_factory=Postprocess)
     chunkable: bool = True
 
 

@@ -75,7 +75,7 @@ class ExpertStatistics:
         return problems
 
     def gram_keys(self, item: Item, part: Part, k: int) -> list[str | None]:
-        """For every expert, the key of the Gram that matrix `k` of a part reads; None: none of its tokens came there."""
+        """Per expert, the key of the Gram that matrix `k` of a part reads; None: none of its tokens came there."""
         if item.factors is not None:
             return list(item.factors.grams[k])
         pairs = zip(self.files, item.sources, strict=True)

@@ -52,12 +52,13 @@ def plan_tensors(
     kept = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
+    only_adapters = all(e.kind == "adapter" for e in experts)
     for name in alignment.canonical:
         spec, sources = base.specs[name], alignment.sources[name]
         decision = _decide(spec, layouts.tensors[name], chooser, kept)
         decision = with_statistics(decision, spec, sources, statistics, chooser, problems)
-        decided[name] = _of_touched(decision, [None if s is None else e.source(s)
-                                               for e, s in zip(experts, sources, strict=True)], chooser)  # fmt: skip
+        given = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
+        decided[name] = _of_touched(decision, given, chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
     problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     max_shard_bytes = 1
@@ -94,17 +95,20 @@ def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapp
     return chooser.decide(spec, layout)
 
 
-def _of_touched(decision: Decision, sources: Sequence[Source | None], chooser: Chooser) -> Decision:
-    """A copy where no expert changes the tensor; an average counts only the experts that train it.
+def _of_touched(
+    decision: Decision, sources: Sequence[Source | None], chooser: Chooser, *, only_adapters: bool
+) -> Decision:
+    """A copy where no expert changes the tensor; among adapters, an average over those that train it.
 
-    A copy computes nothing and rounds nothing. An adapter without a delta for a tensor says nothing about it.
+    A copy computes nothing and rounds nothing. An adapter without a delta for a tensor says nothing about it; a full
+    checkpoint that has the base's values does, so that beside one all experts count.
     """
     if decision.call is None or any(s is None for s in sources):
         return decision
     touched = [s is not None and s.kind != "zero" for s in sources]
     if not any(touched):
         return Decision("copy", "no adapter changes it: copied from the base", decision.layout)
-    if decision.action == "average" and not all(touched):
+    if decision.action == "average" and only_adapters and not all(touched):
         return chooser.average_over(decision, touched)
     return decision
 
@@ -256,9 +260,8 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
         notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
         if expert.adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights; the base's own are used")
-    free = [
-        i for i in items if i.form == "factored" and i.call is not None and get_method(i.call.method).meets_every_expert
-    ]
+    calls = [(i, i.call) for i in items if i.form == "factored" and i.call is not None]
+    free = [i for i, call in calls if get_method(call.method).meets_every_expert]
     small = [i for i in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]
     if small and len(experts) > 1:
         notes.append(

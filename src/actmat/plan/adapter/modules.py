@@ -148,10 +148,10 @@ class _ModulePlanner:
         out = []
         for module in found:
             decision = module.decision
-            assert decision is not None and decision.call is not None, "unknown methods are problems"
+            assert decision is not None
             if module.name in depth:
                 decision = decision.scaled(depth[module.name])
-            assert decision.call is not None
+            assert decision.call is not None, "unknown methods are problems"
             key = str((decision.call.method, decision.call.options, decision.call.weights))
             if key not in reasons:
                 reasons[key] = why_not_factored(decision.call, len(self.adapters))

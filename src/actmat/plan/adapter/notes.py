@@ -31,11 +31,7 @@ def plan_notes(
             notes.append(f"expert '{label}' leaves {len(missing)} modules alone (a zero delta there): {shown}")
         if adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights ({', '.join(adapter.copies)}); not merged")
-    free = [
-        m
-        for m in modules
-        if m.call is not None and get_method(m.call.method).meets_every_expert and sum(m.pair.ranks) <= m.shape[-1]
-    ]
+    free = [m for m in modules if _meets_every_expert(m) and sum(m.pair.ranks) <= m.shape[-1]]
     if free and len(adapters) > 1:
         method = free[0].call.method if free[0].call is not None else ""
         notes.append(
@@ -63,3 +59,7 @@ def plan_notes(
     else:
         notes += serving_notes(config, modules)
     return notes
+
+
+def _meets_every_expert(item: Item) -> bool:
+    return item.call is not None and get_method(item.call.method).meets_every_expert
