@@ -48,13 +48,12 @@ class ToyExpert(Expert):
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         if self.source(name).kind == "zero":
-            return torch.zeros(stop - start, dtype=dtype)
+            return super().delta(name, start, stop, dtype)
         return self._open().dense().flatten()[start:stop].to(dtype)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
         if self.source(name).kind == "zero":
-            *batch, rows, columns = shape
-            return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
+            return super().factors(name, shape, dtype)
         return self._open().to(dtype)
 
     def content(self, name: str) -> str:

@@ -1,6 +1,7 @@
 """The `Expert` contract: how a fine-tuned checkpoint or an adapter gives the deltas `D_t = W_t - W_0` of a base.
 
 `actmat.experts.conformance` is its shipped test-suite. `resolve.open_expert` picks the implementation.
+Shapes: `O` rows and `I` columns of a tensor as it is stored.
 """
 
 from __future__ import annotations
@@ -81,11 +82,13 @@ class Expert(abc.ABC):
         self._refuse(name, "read")
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Entries `start:stop` of the flattened delta of a formed or zero source."""
-        self._refuse(name, "formed")
+        """Entries `start:stop` of the flattened delta of a formed or zero source. The default serves zero sources."""
+        if self.source(name).kind != "zero":
+            self._refuse(name, "formed")
+        return torch.zeros(stop - start, dtype=dtype)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
-        """The delta of a formed source with a rank, or of a zero source, as a product.
+        """The delta of a formed source with a rank, or of a zero source, as a product. The default serves the latter.
 
         Args:
             name: the tensor.
@@ -93,7 +96,10 @@ class Expert(abc.ABC):
                 product of zeros of this shape, of rank 1; a formed source has its own.
             dtype: of the factors.
         """
-        self._refuse(name, "factored")
+        if self.source(name).kind != "zero":
+            self._refuse(name, "factored")
+        *batch, rows, columns = shape
+        return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
 
     def content(self, name: str) -> str:
         """Hash of all that a formed or zero delta is made of."""

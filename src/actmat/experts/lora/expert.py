@@ -129,39 +129,18 @@ class AdapterExpert(_OpenAdapter):
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed."""
-        if self.source(name).kind == "stored":
-            self._refuse(name, "formed")
-        piece = self._pieces.get(name)
-        if piece is None:
-            return torch.zeros(stop - start, dtype=dtype)
+        if self.source(name).kind != "formed":
+            return super().delta(name, start, stop, dtype)
+        piece = self._pieces[name]
         if piece.bias:
             bias = self.adapter.bias_delta(piece.module, dtype)
             assert bias is not None
             return bias.flatten()[start:stop]
-        factors = self._product(name, dtype)
-        rows, columns = factors.shape[-2:]
-        out = torch.empty(stop - start, dtype=dtype)
-        position = start
-        while position < stop:
-            expert, inside = divmod(position, rows * columns)
-            first = inside // columns
-            last = min(rows, first + max(1, _SLAB // columns), -(-(inside + stop - position) // columns))
-            one = LowRank(factors.b_OR[expert], factors.a_RI[expert]) if factors.b_OR.ndim == 3 else factors
-            slab = (one.b_OR[first:last] @ one.a_RI).flatten()
-            take = slab[inside - first * columns :][: stop - position]
-            out[position - start : position - start + take.numel()] = take
-            position += take.numel()
-        return out
+        return _entries(self._product(name, dtype), start, stop)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
         """The delta as a product, with a convolution's kernel flattened into `I`."""
-        source = self.source(name)
-        if source.kind == "zero":
-            *batch, rows, columns = shape
-            return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
-        if not source.rank:
-            self._refuse(name, "factored")
-        return self._product(name, dtype)
+        return self._product(name, dtype) if self.source(name).rank else super().factors(name, shape, dtype)
 
     def content(self, name: str) -> str:
         """Hash over the factors of the tensor's delta; that of nothing for a zero delta."""
@@ -201,6 +180,23 @@ class AdapterExpert(_OpenAdapter):
         if piece.bias:
             return (piece.module.bias,) if piece.module.bias is not None else ()
         return piece.module.a, piece.module.b
+
+
+def _entries(product: LowRank, start: int, stop: int) -> Tensor:
+    """Entries `start:stop` of the flattened product; only the rows around them are formed, a slab at a time."""
+    rows, columns = product.shape[-2:]
+    out = torch.empty(stop - start, dtype=product.b_OR.dtype)
+    position = start
+    while position < stop:
+        expert, inside = divmod(position, rows * columns)
+        first = inside // columns
+        last = min(rows, first + max(1, _SLAB // columns), -(-(inside + stop - position) // columns))
+        one = LowRank(product.b_OR[expert], product.a_RI[expert]) if product.b_OR.ndim == 3 else product
+        slab = (one.b_OR[first:last] @ one.a_RI).flatten()
+        found = slab[inside - first * columns :][: stop - position]
+        out[position - start : position - start + found.numel()] = found
+        position += found.numel()
+    return out
 
 
 def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
