@@ -15,8 +15,7 @@ __all__ = ["methods"]
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show this method in full.")] = None,
-    json: flags.Json = False,
+    name: Annotated[str | None, typer.Argument(help="Show this method in full.")] = None, json: flags.Json = False
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
     from actmat.cli.screen import print_json

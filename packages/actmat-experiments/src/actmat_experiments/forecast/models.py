@@ -5,16 +5,15 @@ A *family* is an architecture and a way of training; its seeds share neither dat
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from actmat.demo.data import load_photographs, split_photographs
-from actmat.demo.evaluate import features
-from actmat.demo.heads import Head, fit_head
+from actmat.demo.heads import Head, features, fit_head
 from actmat.demo.model import Encoder, EncoderConfig
-from actmat.demo.settings import DemoSettings
-from actmat.demo.tasks import TASKS, TaskData, pose_split
+from actmat.demo.run import DemoSettings, load_data
+from actmat.demo.tasks import TASKS, TaskData
 from actmat.demo.train import finetune, pretrain
 from actmat.demo.training import Schedule, generator_for
 from actmat_experiments.forecast.lowrank import finetune_lowrank
@@ -83,23 +82,18 @@ class Trained:
 def train(family: Family, seed: int) -> Trained:
     """Everything from the seed alone."""
     settings = family.settings
-    split = split_photographs(
-        load_photographs(),
-        n_validation=settings.n_validation,
-        n_test=settings.n_test,
-        generator=generator_for(seed, "split"),
-    )
+    split, data = load_data(settings, seed)
     base = pretrain(settings.encoder, split.train, settings.pretraining, seed=seed)
-    experts, heads, data = {}, {}, {}
+    experts, heads = {}, {}
     for task in TASKS:
-        posed = data[task.name] = pose_split(task, split, n_views=settings.n_views, seed=seed)
+        posed = data[task.name]
         found = features(base, posed.train.images_NHW)
         head = heads[task.name] = fit_head(
             found, posed.train.labels_N, task.n_classes, ridge=settings.ridge, scale=settings.logit_scale
         )
         order = generator_for(seed, f"finetuning {task.name}")
         if family.regime == "full":
-            expert = finetune(base, head, posed.train, settings.finetuning, generator=order)
+            expert = finetune(copy.deepcopy(base), head, posed.train, settings.finetuning, generator=order)
         else:
             expert = finetune_lowrank(base, head, posed.train, settings.finetuning, rank=family.rank, generator=order)
         experts[task.name] = expert

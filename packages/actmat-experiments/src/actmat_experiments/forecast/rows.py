@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from actmat.demo.evaluate import correct
-from actmat.demo.evaluate import features as encode
+from actmat.demo.heads import correct
+from actmat.demo.heads import features as encode
 from actmat.demo.model import Encoder
 from actmat.linalg.forecast import output_features
 from actmat.matrices import merge_matrices

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from actmat.demo.intervals import Z_95
-from actmat.demo.merging import Candidate
 from actmat.demo.training import generator_for
+from actmat_experiments.harness.merging import Candidate
 
 __all__ = [
     "NEIGHBOURS",

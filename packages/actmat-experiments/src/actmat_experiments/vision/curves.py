@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from actmat.demo.merging import Candidate
 from actmat.demo.training import generator_for
 from actmat_experiments.harness.experiment import Counts, Experiment
+from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.suite import Experiments, run_experiments
 from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.estimates import store_estimates

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.training import OnStep, Resume, Schedule, descend, generator_for, steps_of
+from actmat.demo.training import OnStep, Schedule, descend, generator_for, steps_of
+from actmat_experiments.harness.training import Resume
 from actmat_experiments.vision.backbones import Backbone
 from actmat_experiments.vision.finetune import batches
 from actmat_experiments.vision.images import ImageTask
