@@ -10,7 +10,7 @@ from pathlib import Path
 
 from actmat.diagnostics.files import write_whole
 from actmat.errors import OutputError
-from actmat.report.html.markup import Child, Markup, el
+from actmat.report.html.elements import Child, Markup, el
 from actmat.version import __version__
 
 __all__ = ["document", "write_document"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from actmat.report.html.elements import columns_table
-from actmat.report.html.markup import Child, Markup, el
+from actmat.report.html.elements import Child, Markup, columns_table, el
 from actmat.report.html.scales import EXPERT_COLOURS, Axis, tick_indices
 
 __all__ = [
