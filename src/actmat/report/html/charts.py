@@ -142,20 +142,10 @@ def strips(rows: Sequence[Strip], columns: Sequence[str], *, x_title: str, total
             plot(cells, width=wide, height=1, label=f"{row.name}, one cell per column", class_="strip"),
             el("div", row.total, class_="strip-total"),
         ]
-    return el(
-        "div",
-        el("div", class_="strip-label"),
-        el("div"),
-        el("div", total_title, class_="strip-total"),
-        *body,
-        el("div"),
-        layer_labels(columns),
-        el("div"),
-        el("div"),
-        el("div", x_title, class_="x-title"),
-        el("div"),
-        class_="strips",
-    )
+    empty = el("div")
+    head = [el("div", class_="strip-label"), empty, el("div", total_title, class_="strip-total")]
+    below = [empty, layer_labels(columns), empty, empty, el("div", x_title, class_="x-title"), empty]
+    return el("div", *head, *body, *below, class_="strips")
 
 
 def largest_strips(

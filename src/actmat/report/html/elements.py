@@ -19,13 +19,9 @@ _IN_SCRIPT = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
 
 def el(tag: str, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """One element.
+    """One element with children: texts (escaped), elements, or None for nothing.
 
-    Args:
-        tag: name of the element.
-        children: texts (escaped), elements, or None for nothing.
-        attributes: `class_` and `for_` lose their underscore at the end, others turn into dashes; None and False leave
-            the attribute out, True gives it without a value.
+    Attributes lose an underscore at the end, others turn into dashes; None and False leave one out, True has no value.
     """
     opening = "".join(_attribute(name, value) for name, value in attributes.items())
     if tag in _VOID:

@@ -95,30 +95,17 @@ def overlap(diagnosis: Diagnosis) -> Markup | None:
     entries = sum(m.shape[0] * m.shape[1] for m in measures)
     chance = sum(m.chance_overlap * m.shape[0] * m.shape[1] for m in measures) / entries
     names = [e.name for e in diagnosis.experts]
-    found: list[Child] = [
-        figure(
-            "Cosine",
-            _square(names, overall_cosine(measures), diverging, lambda v: f"{v:z.2f}", "Cosine between deltas"),
-            note="Of whole changes. 0: unrelated; 1: the same direction; below 0: against each other.",
-        )
-    ]
+    cosines = _square(names, overall_cosine(measures), diverging, lambda v: f"{v:z.2f}", "Cosine between deltas")
+    note = "Of whole changes. 0: unrelated; 1: the same direction; below 0: against each other."
+    found: list[Child] = [figure("Cosine", cosines, note=note)]
     if shared is not None:
-        found.append(
-            figure(
-                "Shared subspace",
-                _square(names, shared, sequential, _whole_percent, "Subspace overlap"),
-                note="Per cent: how far two experts change the same input directions, weighted by how much; by "
-                f"chance {percent(chance)}.",
-            )
-        )
+        note = "Per cent: how far two experts change the same input directions, weighted by how much; by chance "
+        overlaps = _square(names, shared, sequential, _whole_percent, "Subspace overlap")
+        found.append(figure("Shared subspace", overlaps, note=f"{note}{percent(chance)}."))
     if signs is not None:
-        found.append(
-            figure(
-                "Sign conflict",
-                _square(names, signs, sequential, _whole_percent, "Sign conflict"),
-                note="Per cent of the entries that two experts move in opposite directions; by chance 50 %.",
-            )
-        )
+        note = "Per cent of the entries that two experts move in opposite directions; by chance 50 %."
+        conflicts = _square(names, signs, sequential, _whole_percent, "Sign conflict")
+        found.append(figure("Sign conflict", conflicts, note=note))
     return section(
         "overlap",
         "Overlap of experts",
