@@ -22,7 +22,6 @@ from actmat.plan.adapter.problems import (
     adapter_problems,
     problems_of_full_tensors,
     recipe_problems,
-    why_not_factored,
 )
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import factored_bytes, method_flops, statistics_bytes
@@ -144,7 +143,6 @@ class _ModulePlanner:
         if self.recipe.postprocess.lines is not None:
             merged = [m.name for m in found if m.decision is not None and m.decision.action == "merge"]
             depth = depth_factors(merged, *self.recipe.postprocess.lines)
-        reasons: dict[str, str] = {}
         out = []
         for module in found:
             decision = module.decision
@@ -152,16 +150,14 @@ class _ModulePlanner:
             if module.name in depth:
                 decision = decision.scaled(depth[module.name])
             assert decision.call is not None, "unknown methods are problems"
-            key = str((decision.call.method, decision.call.options, decision.call.weights))
-            if key not in reasons:
-                reasons[key] = why_not_factored(decision.call, len(self.adapters))
-            out.append(self._item(module, decision, decision.call, reasons[key]))
+            out.append(self._item(module, decision, decision.call))
         if self.recipe.ranks == "uniform" and out:
             top = max(i.pair.rank for i in out)
             out = [self._with_rank(i, top) for i in out]
         return tuple(out)
 
-    def _item(self, module: _Found, decision: Decision, call: MethodCall, why_dense: str) -> Item:
+    def _item(self, module: _Found, decision: Decision, call: MethodCall) -> Item:
+        why_dense = get_method(call.method).why_dense(call.options, len(self.adapters), call.weights)
         first = module.first
         ranks = tuple(0 if m is None else m.rank for m in module.modules)
         limit = min(first.shape[-2:])
