@@ -229,7 +229,7 @@ def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callabl
 
 
 def writes_adapter(recipe: Recipe) -> bool:
-    """Whether the recipe's output is an adapter: asked for, or every expert is one and there is no base.
+    """True if the recipe's output is an adapter: asked for, or every expert is one and there is no base.
 
     Raises:
         RecipeError: an adapter is wanted of experts that are none, a model without a base, or neither is possible.

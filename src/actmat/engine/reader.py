@@ -129,7 +129,7 @@ class TensorReader:
         return self.scratch.room.take(part.numel, self.compute_dtype).copy_(base_raw).view(part.shape).to(self.device)
 
     def result(self, part: Part) -> Tensor:
-        """Where a rule may build the merged delta of a part, shaped like it; contents arbitrary."""
+        """Memory for the merged delta of a part, shaped like it; contents arbitrary."""
         if self.device.type != "cpu" or part.numel <= CHUNK:
             return torch.empty(part.shape, dtype=self.compute_dtype, device=self.device)
         return self.scratch.room.take(part.numel, self.compute_dtype).view(part.shape)
@@ -255,7 +255,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(raw: Tensor, data: memoryview, base_raw: Tensor, base_data: memoryview | None = None) -> bool:
-    """Whether an expert is the base bit by bit, both also given as bytes; the first few tell most that are not."""
+    """True if an expert is the base bit by bit, both also given as bytes; a few bytes rule most others out."""
     if raw.dtype != base_raw.dtype:
         return False
     base_data = raw_bytes(base_raw) if base_data is None else base_data

@@ -37,7 +37,7 @@ class Resources:
 
 
 def check_device(device: str) -> None:
-    """Whether torch can compute on `device`.
+    """Refuse a device that torch cannot compute on.
 
     Raises:
         RecipeError: it cannot, or there is no such device; says what there is.

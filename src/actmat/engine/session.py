@@ -53,7 +53,7 @@ def survey_key(plan: int, call: MethodCall) -> SurveyKey:
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """What a worker needs to open a session; picklable.
+    """Everything that a worker needs to open a session; picklable.
 
     Args:
         plans: of all outputs of the run; they share inputs and compute dtype.
@@ -78,7 +78,7 @@ class SessionSpec:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What became of one unit; picklable.
+    """Result of one unit; picklable.
 
     Args:
         unit: which one.

@@ -33,7 +33,7 @@ __all__ = ["TensorMerge", "record_of", "surroundings_of"]
 
 
 def surroundings_of(reader: TensorReader, base_raw: Tensor | StreamedBase) -> Surroundings:
-    """What methods may need of a part that a reader reads, besides its deltas."""
+    """Everything that methods may need of a part besides its deltas."""
 
     def base(part: Part) -> Tensor:
         assert isinstance(base_raw, Tensor), "a method that takes the base is given it whole"

@@ -47,7 +47,7 @@ def write_value(task: Task, piece: Tensor, reader: TensorReader) -> None:
 
 
 def check_range(item: Item, value: Tensor, cast: Tensor) -> None:
-    """Whether finite entries became infinite; what was not finite before (a mask of -inf in the base) may stay so.
+    """Refuse finite entries that became infinite; entries that were not finite (a mask of -inf) may stay so.
 
     Raises:
         NumericalError: they did.

@@ -14,7 +14,7 @@ __all__ = ["Alignment", "align"]
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """How the tensors of all checkpoints correspond.
+    """Correspondence of the tensors of all checkpoints.
 
     Args:
         canonical: base tensors to be merged or copied, in storage order -> tied names stored beside them.

@@ -70,7 +70,7 @@ class Chooser:
         return None
 
     def decide(self, spec: TensorSpec, layout: TensorLayout) -> Decision:
-        """What to do with one float tensor that is not kept."""
+        """Decision for one float tensor that is not kept."""
         call, why = self._default, ""
         for patterns, rule_call, _ in self._rules:
             if (hit := self._match(patterns, spec.name)) is not None:
@@ -102,7 +102,7 @@ class Chooser:
         return layout.role.is_matrix, layout.reason, layout
 
     def average(self) -> MethodCall:
-        """What is done where the rule does not apply."""
+        """The call for tensors that the method does not apply to."""
         weights = self._weights if self._weights and sum(self._weights) != 0 else None
         return MethodCall("average", {}, 1.0, weights)
 

@@ -38,7 +38,7 @@ Action = Literal["merge", "average", "copy", "tie"]
 copy: the base's bytes; tie: the bytes of the tensor it is tied to."""
 
 Form = Literal["dense", "factored"]
-"""What the method is given: whole deltas, or the factors of low-rank ones."""
+"""Input of the method: whole deltas, or the factors of low-rank ones."""
 
 FORMAT = 2
 """Version of a plan's JSON; see docs/formats/plan.md."""
@@ -77,7 +77,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class FactorPlan:
-    """How a merged delta is written as a pair of factors.
+    """Layout of a merged delta that is written as a pair of factors.
 
     Args:
         kind, kernel: see `experts.lora.modules.AdapterModule`.
@@ -201,7 +201,7 @@ class InputSummary:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What one merge will do, whatever its inputs and its output.
+    """Plan of one merge, for any inputs and any output.
 
     Args:
         recipe: what is wanted.

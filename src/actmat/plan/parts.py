@@ -47,12 +47,12 @@ class Part:
 
 
 def granularity(method: MergeMethod, postprocess: Postprocess) -> ActsOn:
-    """What one call must see: caps measure whole tensors, also those of a rule on entries."""
+    """Granularity of one call: caps measure whole tensors, also those of an elementwise method."""
     return "tensor" if method.acts_on == "elementwise" and postprocess.caps else method.acts_on
 
 
 def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_experts: int, itemsize: int) -> bool:
-    """Whether a rule takes deltas of `numel` entries place by place, if the engine can read them so.
+    """True if a method takes deltas of `numel` entries chunk by chunk, where they can be read so.
 
     One that walks over them several times is given them whole where that costs at most `HELD_BYTES`: a place that is
     read again is also converted and subtracted again.

@@ -42,7 +42,7 @@ class ExpertStatistics:
 
     @property
     def any(self) -> bool:
-        """Whether any expert has statistics."""
+        """True if any expert has statistics."""
         return any(f is not None for f in self.files)
 
     @property

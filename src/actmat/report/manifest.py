@@ -91,7 +91,7 @@ def total_error(records: Mapping[str, Record]) -> float:
 
 
 def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> dict[str, Any]:
-    """What was planned for one tensor of a model, and what happened."""
+    """Plan and record of one tensor of a model."""
     record = records[item.tied_to or item.name]
     row: dict[str, Any] = {
         "name": item.name,
@@ -122,7 +122,7 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
 
 
 def _module_row(item: Item) -> dict[str, Any]:
-    """What was planned for one module of an adapter, or for a tensor trained in full."""
+    """Plan of one module of an adapter, or of a tensor trained in full."""
     row: dict[str, Any] = {"name": item.name}
     if item.factors is not None:
         row["kind"] = item.factors.kind

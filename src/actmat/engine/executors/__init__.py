@@ -1,1 +1,1 @@
-"""Where units run: one file per executor. An executor decides nothing but that; `base.Executor` is the contract."""
+"""Executors: one file for each place that units can run in; `base.Executor` is the contract."""

@@ -99,7 +99,7 @@ class ThreadExecutor:
                 raise
 
     def _room(self, units: Sequence[Unit]) -> int:
-        """What a worker may keep mapped: with so much each, all workers together stay within their memory."""
+        """Bytes that each worker may keep mapped, so that all workers together stay within their memory."""
         largest = sorted((u.host_bytes for u in units), reverse=True)[: self._resources.workers]
         return largest[-1] if largest and sum(largest) <= self._resources.memory else 0
 
