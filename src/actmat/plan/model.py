@@ -145,7 +145,7 @@ class Item:
 
     @property
     def pair(self) -> FactorPlan:
-        """How A and B are written; only for items that are modules."""
+        """Layout of A and B; only for items that are modules."""
         assert self.factors is not None
         return self.factors
 
@@ -166,12 +166,12 @@ class Item:
 
     @property
     def is_observed(self) -> bool:
-        """Whether a diagnosis measures it: everything but tensors that adapters trained in full."""
+        """True if a diagnosis measures it: everything but tensors that adapters trained in full."""
         return self.factors is not None or bool(self.base_dtype)
 
     @property
     def is_chunkable(self) -> bool:
-        """Whether every delta is read from storage, so that chunks of it cost no more than their bytes."""
+        """True if every delta is read from storage, so that chunks of it cost no more than their bytes."""
         return all(s is not None and s.kind == "stored" for s in self.sources)
 
 
