@@ -56,7 +56,7 @@ def test_room_gives_back_what_the_next_tensor_cannot_bear_beside_it() -> None:
         assert held_bytes(room) == 640
     with room.opened(64, beside=500):
         assert held_bytes(room) == 64, "640 + 500 is more than 1000"
-    with room.opened(2048, beside=0):
+    with room.opened(2048, elsewhere=0):
         assert held_bytes(room) == 2048, "a tensor above the limit gets what it needs"
     assert held_bytes(room) == 0, "and leaves nothing behind"
 
@@ -64,7 +64,7 @@ def test_room_gives_back_what_the_next_tensor_cannot_bear_beside_it() -> None:
 def test_room_without_a_limit_keeps_nothing_and_unopened_gives_plain_tensors() -> None:
     room = Room()
     assert room.take(5, torch.float32).shape == (5,)
-    with room.opened(640, beside=0):
+    with room.opened(640, elsewhere=0):
         assert held_bytes(room) == 640
     assert held_bytes(room) == 0
 

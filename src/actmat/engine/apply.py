@@ -116,7 +116,7 @@ def _merge_matrices(task: Task, part: Part, deltas: Sequence[Tensor], call: Call
     for k in range(count):
         if split is not None:
             matrices: Sequence[Tensor] = [s[k] for s in split]
-        else:  # deltas that are read when they are asked for lie over one another: one matrix at a time
+        else:  # deltas that are read on request share their memory: one matrix at a time
             matrices = deltas if _is_single(part) else mapped(deltas, lambda d: part.layout.to_matrices(d)[0])
         label = _label(part, k)
         merged = call(matrices, label, k)
@@ -199,5 +199,5 @@ def _label(part: Part, k: int) -> str:
 
 def narrowed(whole: Tensor, own: Part) -> Tensor:
     """Entries of a part of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
-    piece = whole.reshape(-1)[own.start : own.stop]
-    return piece if piece.data_ptr() % _ALIGNMENT == 0 else piece.clone()
+    entries = whole.reshape(-1)[own.start : own.stop]
+    return entries if entries.data_ptr() % _ALIGNMENT == 0 else entries.clone()

@@ -28,7 +28,7 @@ class Resources:
     Args:
         workers: tensors at work at the same time.
         memory: budget of all workers together, in bytes, see `plan.cost`.
-        device: where matrix rules compute ("cpu", "cuda:0", "mps").
+        device: where matrix methods compute ("cpu", "cuda:0", "mps").
     """
 
     workers: int
@@ -69,7 +69,7 @@ def share_resources(
 
     Args:
         plans: what is to be done.
-        device: where matrix rules compute.
+        device: where matrix methods compute.
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.

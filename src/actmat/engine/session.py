@@ -60,7 +60,7 @@ class SessionSpec:
         base: handle of the base, or None.
         experts: handles of the experts.
         outputs: per plan, the folder of the files to write; None: nothing is written.
-        observers: makes observers, for a run that is measured.
+        observers: makes observers, for a run with a diagnosis.
         surveys: results of surveys of whole models.
         device: where matrix methods compute.
         room: bytes that a worker may keep mapped between tensors.
@@ -186,7 +186,7 @@ class Session:
             reader = self._reader(self._leader([t.item for t in groups[0]]), findings, self._scratch)
             merge = TensorMerge(groups[0], reader, findings, self.inspect_only)
             room = merge.room_bytes()
-            with self._scratch.room.opened(room, beside=max(0, unit.host_bytes - room)):
+            with self._scratch.room.opened(room, elsewhere=max(0, unit.host_bytes - room)):
                 return [merge.run()]
         readers = [self._reader(self._leader([t.item for t in group]), findings, Scratch()) for group in groups]
         by_plan = list(zip(*groups, strict=True))

@@ -1,4 +1,4 @@
-"""Items of a merged adapter: its modules, and the tensors trained in full beside them. Needs no base."""
+"""Items of a merged adapter: its modules, and the tensors trained in full next to them. Needs no base."""
 
 from __future__ import annotations
 
