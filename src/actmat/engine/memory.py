@@ -68,7 +68,7 @@ class Room:
     `opened`, or beyond the size given there, buffers are plain new tensors.
 
     Args:
-        keep: bytes that this worker may use at any time, its block and everything else that a tensor takes; where a tensor
+        keep: bytes that this worker may use at any time, its block and all else that a tensor takes; where a tensor
             would take more on top of a block of an earlier one, that block is given back first. 0 keeps nothing.
     """
 
