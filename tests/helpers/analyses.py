@@ -47,7 +47,7 @@ class Plain(Analysis):
         return [new_table("t", "c", "n", ("a",))]
 
     def figure(self):
-        from actmat_experiments.analyses.figures import new_axes
+        from actmat_experiments.harness.figures import new_axes
 
         figure, axes = new_axes("plain")
         axes.plot([1, 2], [1, self.value])

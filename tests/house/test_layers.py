@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.helpers.repository import EXPERIMENTS, PACKAGE, ROOT, SOURCES, Import, imports_of, modules
+from tests.helpers.repository import EXPERIMENTS, PACKAGE, ROOT, SOURCES, Import, cycles, imports_of, modules
 
 LAYERS = (
     "version",
@@ -120,3 +121,38 @@ def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
 )
 def test_a_right_import_passes(layer: str, source: str) -> None:
     assert not [problem(layer, i) for i in imports_of(source, f"actmat.{layer}") if problem(layer, i)]
+
+
+# Cycles between files
+
+
+def module_name(path: Path) -> str:
+    """`src/actmat/plan/x.py` -> actmat.plan.x; a package's `__init__.py` -> the package."""
+    (source,) = (s for s in SOURCES if path.is_relative_to(s))
+    return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
+def graph() -> dict[str, set[str]]:
+    """Module -> modules of the same distribution that it imports, inside functions and for types as well."""
+    files = {module_name(path): path for path in modules()}
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        targets = {_nearest(imported.target, files) for imported in imports_of(path.read_text(), package)}
+        found[name] = {t for t in targets if t is not None and t != name}
+    return found
+
+
+def _nearest(target: str, files: Mapping[str, Path]) -> str | None:
+    """The module that a dotted name is, or lies in."""
+    while target and target not in files:
+        target = target.rpartition(".")[0]
+    return target or None
+
+
+def test_no_two_files_import_one_another() -> None:
+    assert cycles(graph()) == []
+
+
+def test_a_cycle_is_seen() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d", "a"}}) == [["b", "c"], ["d"]]

@@ -14,9 +14,14 @@ from torch import nn
 
 from actmat.errors import NumericalError, RecipeError
 from actmat_experiments.analyses.mlp import ACTIVATIONS, MLP, new_mlp
-from actmat_experiments.analyses.theorem2 import Sample, transfer_bound
-from actmat_experiments.analyses.theorem2_run import merge_mlps, theorem2
-from actmat_experiments.linalg.interference import best_scale, least_interference
+from actmat_experiments.analyses.theorem2 import (
+    Sample,
+    best_scale,
+    least_interference,
+    merge_mlps,
+    theorem2,
+    transfer_bound,
+)
 
 
 def gaussian(*shape, seed=0):

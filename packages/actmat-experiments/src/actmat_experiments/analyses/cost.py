@@ -8,11 +8,13 @@ Shapes: `T` experts, `O` out_features, `I` in_features.
 
 from __future__ import annotations
 
+import ast
 import math
+import operator
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +42,7 @@ PAPER_FLOPS = {
 }
 """The paper's table, with the constants of decompositions that the declared leading terms leave out."""
 
-_TOKEN = re.compile(r"\s*(?:(\d+)|(log N|[TN])|([()+^]))")
+_OPERATIONS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Pow: operator.pow}
 
 
 def flop_count(formula: str, n_experts: int, side: float) -> float:
@@ -49,55 +51,26 @@ def flop_count(formula: str, n_experts: int, side: float) -> float:
     Raises:
         ValueError: it is not of that form.
     """
-    tokens = list(_tokens(formula))
-    known = {"T": float(n_experts), "N": side, "log N": math.log2(side)}
-
-    def total() -> float:
-        value = product()
-        while tokens and tokens[0] == "+":
-            tokens.pop(0)
-            value += product()
-        return value
-
-    def product() -> float:
-        value = power()
-        while tokens and tokens[0] not in ("+", ")"):
-            value *= power()
-        return value
-
-    def power() -> float:
-        if not tokens:
-            raise ValueError(f"'{formula}' ends too early")
-        token = tokens.pop(0)
-        if token == "(":
-            value = total()
-            if not tokens or tokens.pop(0) != ")":
-                raise ValueError(f"'{formula}' lacks a closing bracket")
-        elif token in known:
-            value = known[token]
-        elif token.isdigit():
-            value = float(token)
-        else:
-            raise ValueError(f"'{formula}': '{token}' stands where a number should")
-        if tokens and tokens[0] == "^":
-            tokens.pop(0)
-            value = value ** power()
-        return value
-
-    value = total()
-    if tokens:
-        raise ValueError(f"'{formula}' goes on with '{tokens[0]}'")
-    return value
+    known = {"T": float(n_experts), "N": float(side), "log N": math.log2(side)}
+    written, before = "", "+"
+    for token in re.findall(r"\d+|log N|\S", formula):
+        if not (token in known or token in "()+^" or token.isdigit()):
+            raise ValueError(f"'{formula}': '{token}' is neither a number nor one of T, N, log N and the signs ()+^")
+        times = "*" if before not in "(+^" and token not in ")+^" else ""
+        written += times + {"^": "**"}.get(token, str(known.get(token, token)))
+        before = token
+    try:
+        return float(_value(ast.parse(written, mode="eval").body))
+    except SyntaxError:
+        raise ValueError(f"'{formula}' cannot be read as a formula") from None
 
 
-def _tokens(formula: str) -> Iterator[str]:
-    place = 0
-    while place < len(formula.rstrip()):
-        found = _TOKEN.match(formula, place)
-        if not found:
-            raise ValueError(f"'{formula}' cannot be read from '{formula[place:]}' on")
-        yield next(g for g in found.groups() if g)
-        place = found.end()
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant):
+        return float(str(node.value))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return float(_OPERATIONS[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError(f"'{ast.unparse(node)}' is neither a number nor a sum, a product or a power")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +141,7 @@ class CostResult(Analysis):
 
     def figure(self) -> Figure:
         """Time over operations, one marker per method, and the machine's rate as a line."""
-        from actmat_experiments.analyses.figures import COLOURS, MARKERS, new_axes
+        from actmat_experiments.harness.figures import COLOURS, MARKERS, new_axes
 
         shapes = list(dict.fromkeys(c.shape for c in self.costs))
         figure, axes = new_axes(

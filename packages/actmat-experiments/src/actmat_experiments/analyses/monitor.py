@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import MergeError
+from actmat_experiments.analyses.angles import DriftAngles, drift_angles
 from actmat_experiments.analyses.taps import LinearMap, Tap, find_taps, reading
-from actmat_experiments.linalg.angles import DriftAngles, drift_angles
 
 __all__ = ["DriftMonitor", "MonitorCallback", "token_rows"]
 
@@ -249,7 +249,7 @@ class DriftMonitor:
 
 
 class MonitorCallback:
-    """A monitor as a callback of `harness.training.descend`: every backward pass of the run is watched.
+    """A monitor as a callback of `actmat.demo.training.descend`: every backward pass of the run is watched.
 
     Args:
         monitor: attached to the model already.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import NumericalError
-from actmat_experiments.analyses.drift_result import ROUNDING, DriftResult, Moment, moments_until
+from actmat_experiments.analyses.drift import ROUNDING, DriftResult, Moment, moments_until
 from actmat_experiments.analyses.mlp import new_mlp
 from actmat_experiments.analyses.monitor import DriftMonitor
 

@@ -19,10 +19,9 @@ from actmat.demo.merging import Candidate, merge_candidates
 from actmat.demo.training import side_by_side
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.merging import SCALES, best_scale, merging_code, needs_statistics
-from actmat_experiments.harness.processes import one_thread_on
-from actmat_experiments.harness.progress import Stage, Watch
+from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime, ScaleKind, Score, append_scores
-from actmat_experiments.harness.study_run import Answers, Subject
+from actmat_experiments.harness.study import Answers, Subject
 
 __all__ = ["Counts", "Experiment", "Made", "Share", "mean_share"]
 

@@ -10,14 +10,14 @@ table when it is equal. A later line replaces an earlier one with the same ident
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from actmat.errors import CheckpointError
 
-__all__ = ["REFERENCES", "REGIMES", "Regime", "ScaleKind", "Score", "append_scores", "read_scores"]
+__all__ = ["REFERENCES", "REGIMES", "Regime", "ScaleKind", "Score", "append_scores", "majority_share", "read_scores"]
 
 Regime = Literal["full", "lora"]
 REGIMES: tuple[Regime, ...] = ("full", "lora")
@@ -99,3 +99,10 @@ def read_scores(path: Path) -> list[Score]:
     if problems:
         raise CheckpointError(f"{path} holds lines that are no scores; remove them or the file.", problems)
     return list(found.values())
+
+
+def majority_share(train: Sequence[Any], test: Sequence[Any]) -> tuple[int, int]:
+    """Right and all answers when every test item gets the most frequent training answer (the smallest of equals)."""
+    values = sorted(set(train))
+    most = max(values, key=lambda v: sum(1 for t in train if t == v))
+    return sum(1 for t in test if t == most), len(test)

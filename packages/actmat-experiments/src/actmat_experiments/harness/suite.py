@@ -9,11 +9,9 @@ from pathlib import Path
 from actmat.demo.merging import Candidate
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import candidates
-from actmat_experiments.harness.processes import placed
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
-from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS
-from actmat_experiments.harness.study_run import run_study
+from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS, run_study
 from actmat_experiments.suites import RunRequest
 
 __all__ = ["Experiments", "run_experiments", "score_file", "study_experiments"]

@@ -15,11 +15,9 @@ from actmat_experiments.harness.merging import rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.language.exams import Exam, examine, make_exams
-from actmat_experiments.language.experts import expert_key, train_expert
-from actmat_experiments.language.items import TextTask
-from actmat_experiments.language.measure import measure
-from actmat_experiments.language.models import load_model, load_tokenizer
-from actmat_experiments.language.settings import LanguageSettings
+from actmat_experiments.language.models import load_model, load_tokenizer, measure
+from actmat_experiments.language.questions import TextTask
+from actmat_experiments.language.train import LanguageSettings, expert_key, train_expert
 from actmat_experiments.suites import RunRequest
 
 __all__ = ["Language"]
@@ -51,11 +49,11 @@ class Language(Experiment):
         seed: int,
         watch: Watch,
         model: str = "",
-        also: Any = None,
     ) -> Self:
-        """The experiment of a request; `also` is what else decided the numbers, beside settings and test items."""
+        """The experiment of a request; `model` is the name of the base in tables, where a suite has several."""
         exams = make_exams(load_tokenizer(base.path), tasks, max_length=settings.experts.of(regime).max_length)
         tests = [exam.key("test") for exam in exams.values()]
+        also = {"base": base.digest} if model else None
         return cls(
             suite=request.suite,
             model=model,

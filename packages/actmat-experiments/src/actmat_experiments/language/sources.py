@@ -22,8 +22,7 @@ import torch
 
 from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError, MergeError
-from actmat_experiments.language.items import TextTask
-from actmat_experiments.language.rows import Row, read_rows, to_items
+from actmat_experiments.language.questions import Row, TextTask, read_rows, to_items
 
 __all__ = ["SOURCES", "Source", "from_hub", "load_rows_file", "load_tasks"]
 
@@ -38,7 +37,7 @@ class Source:
     """One data set.
 
     Args:
-        task: key of `rows.FORMS`.
+        task: key of `questions.FORMS`.
         hub: repository, and configuration if there are several.
         train: name of the split to train on.
         test: name of the split that is reported.

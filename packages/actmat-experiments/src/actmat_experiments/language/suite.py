@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, file_digest
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.results import REGIMES
+from actmat_experiments.harness.report import show
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.language.experiment import Language
 from actmat_experiments.language.models import load_model, load_tokenizer
-from actmat_experiments.language.report import show
-from actmat_experiments.language.settings import PaperSettings
+from actmat_experiments.language.questions import TEMPLATES
 from actmat_experiments.language.sources import load_tasks
-from actmat_experiments.language.templates import TEMPLATES
-from actmat_experiments.paper import NOTES, paper_figures
+from actmat_experiments.language.train import PaperSettings
 from actmat_experiments.suites import RunRequest, TableRequest
 
 __all__ = ["MODELS", "prepare_base", "run", "table"]
@@ -53,7 +49,6 @@ def run(request: RunRequest) -> None:
                         seed=seed,
                         watch=watch,
                         model=model,
-                        also={"base": base.digest},
                     )
 
     run_experiments(request, experiments, len(names))
@@ -80,12 +75,4 @@ def prepare_base(source: str, cache: Cache, watch: Watch) -> Made:
 
 def table(request: TableRequest) -> None:
     """The tables of all earlier runs below the cache, the paper's averages beside."""
-    show(
-        request.suite,
-        request.cache,
-        request.console or Console(),
-        markdown=request.markdown,
-        figures={(model, regime): paper_figures(model, regime) for model in MODELS for regime in REGIMES},
-        notes=NOTES["language"],
-        skewed=("wikiqa",),
-    )
+    show(request, skewed=("wikiqa",))

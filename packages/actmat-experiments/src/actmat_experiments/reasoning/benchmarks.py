@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
-from actmat_experiments.reasoning.extract import aime_answer, flexible_number, program, same_number, strict_number
-from actmat_experiments.reasoning.ifeval import check_sentence_model, followed
+from actmat_experiments.reasoning.marks import (
+    aime_answer,
+    check_sentence_model,
+    flexible_number,
+    followed,
+    program,
+    same_number,
+    strict_number,
+)
 from actmat_experiments.reasoning.sandbox import Limits, require_protections, run_program
 
 __all__ = ["BENCHMARKS", "Benchmark", "Sampling", "get_benchmarks"]

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 
 from actmat.errors import MergeError
+from actmat_experiments.harness.progress import quiet
 from actmat_experiments.reasoning.benchmarks import Sampling
-from actmat_experiments.reasoning.quiet import quiet
 
 __all__ = ["Backend", "Job", "Questions", "answer_all", "read_answers", "release"]
 

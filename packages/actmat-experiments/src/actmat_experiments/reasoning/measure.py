@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat_experiments.reasoning.quiet import quiet
+from actmat_experiments.harness.progress import quiet
 
 __all__ = ["measure"]
 

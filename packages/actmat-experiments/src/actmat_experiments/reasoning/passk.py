@@ -1,5 +1,7 @@
 """pass@k: the chance that at least one of `k` answers is right, estimated from `n >= k` answers without bias.
 
+Scores have a line per benchmark and `k`, named `add@1`, `add@8`.
+
 Shapes: `N` problems.
 """
 
@@ -7,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actmat.demo.intervals import Z_95, Interval, wilson_interval
+from actmat_experiments.harness.results import Score
 
-__all__ = ["Estimate", "estimate", "pass_at_k"]
+__all__ = ["Estimate", "at", "estimate", "pass_at_k", "scores_at_k"]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -76,3 +79,28 @@ def estimate(right_N: Sequence[int], n: int, k: int) -> Estimate:
         return Estimate(k, Interval(mean, min(mean, exact.low), max(mean, exact.high)), size, n)
     half = Z_95 * math.sqrt(variance / size)
     return Estimate(k, Interval(mean, max(0.0, mean - half), min(1.0, mean + half)), size, n)
+
+
+def at(task: str, k: int) -> str:
+    """Column of a benchmark at `k` answers."""
+    return f"{task}@{k}"
+
+
+def scores_at_k(right_N: Sequence[int], n_samples: int, ks: Sequence[int], like: Score) -> list[Score]:
+    """A line per `k`: `correct` is the sum over problems of the estimate of pass@k, `total` their number.
+
+    Args:
+        right_N: right answers per problem.
+        n_samples: answers per problem.
+        ks: numbers of answers allowed.
+        like: all else of the lines; `task` is the benchmark. The 95 % interval and the number of answers are added to
+            its `detail`.
+    """
+    lines = []
+    for k in ks:
+        found = estimate(right_N, n_samples, k)
+        interval = {"low": found.interval.low, "high": found.interval.high, "n_samples": n_samples}
+        correct = found.interval.value * found.n_problems
+        detail = {**like.detail, **interval}
+        lines.append(replace(like, task=at(like.task, k), correct=correct, total=found.n_problems, detail=detail))
+    return lines

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich import box
 from rich.table import Table
 
 from actmat_experiments.harness.results import Score
+from actmat_experiments.harness.table import markdown, new_table
 
-__all__ = ["Columns", "at_k_rows", "at_k_table", "markdown"]
+__all__ = ["Columns", "at_k_markdown", "at_k_rows", "at_k_table"]
 
 Columns = Sequence[tuple[str, str]]
 """Task of the scores -> head of the column, in order."""
@@ -49,18 +49,14 @@ def at_k_rows(
 
 def at_k_table(title: str, scores: Sequence[Score], columns: Columns, order: Sequence[str], caption: str = "") -> Table:
     """For the terminal: percent without intervals, which would not fit."""
-    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for _, head in columns:
-        table.add_column(head, justify="right", no_wrap=True)
+    table = new_table(title, [head for _, head in columns], caption)
     for row in at_k_rows(scores, columns, order, lambda share, half: f" {share:.1f}"):
         table.add_row(*row)
     return table
 
 
-def markdown(scores: Sequence[Score], columns: Columns, order: Sequence[str]) -> str:
+def at_k_markdown(scores: Sequence[Score], columns: Columns, order: Sequence[str]) -> str:
     """For a page: percent with half of the 95 % interval."""
     head = ["", *(h.replace("\n", " ") for _, h in columns)]
     rows = at_k_rows(scores, columns, order, lambda share, half: f"{share:.1f} ±{half:.1f}")
-    lines = [head, ["---", *(["---:"] * len(columns))], *([f"`{r[0]}`", *r[1:]] for r in rows)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return markdown(head, [[f"`{row[0]}`", *row[1:]] for row in rows])

@@ -17,7 +17,7 @@ import torch
 
 from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError
-from actmat_experiments.language.items import Item, TextTask
+from actmat_experiments.language.questions import Item, TextTask
 
 __all__ = ["EXTRA_TEXTS", "SMALL_TASKS", "SmallData", "SmallTask", "load_small"]
 

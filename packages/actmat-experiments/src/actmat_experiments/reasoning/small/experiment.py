@@ -19,12 +19,10 @@ from actmat_experiments.harness.merging import rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import ScaleKind, Score
 from actmat_experiments.reasoning.measure import measure
-from actmat_experiments.reasoning.scoring import scores_at_k
-from actmat_experiments.reasoning.small.evaluate import right_answers
-from actmat_experiments.reasoning.small.model import load_model, save_model
+from actmat_experiments.reasoning.passk import scores_at_k
+from actmat_experiments.reasoning.small.model import SmallSettings, load_model, save_model
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Parts, Puzzle, split
-from actmat_experiments.reasoning.small.settings import SmallSettings
-from actmat_experiments.reasoning.small.train import pretrain, reinforce
+from actmat_experiments.reasoning.small.train import pretrain, reinforce, right_answers
 from actmat_experiments.reasoning.storage import survival
 
 __all__ = ["STORAGES", "Small", "stored", "trained_base"]
@@ -129,22 +127,13 @@ class Small(Experiment):
         self, method: str, kind: ScaleKind, found: Mapping[str, Counts], detail: Mapping[str, Any] | None = None
     ) -> list[Score]:
         """A line per task and number of answers allowed."""
-        s = self.settings
-        return [
-            score
-            for task, counts in found.items()
-            for score in scores_at_k(
-                *(counts["right"], s.samples, (1, s.k)),
-                task=task,
-                suite=self.suite,
-                method=method,
-                scale=kind,
-                seed=self.seed,
-                model=self.model,
-                settings=self.digest,
-                detail={**(detail or {}), "temperature": s.temperature},
-            )
-        ]
+        s, how = self.settings, {**(detail or {}), "temperature": self.settings.temperature}
+        lines = []
+        for task, counts in found.items():
+            fields = (self.suite, self.regime, method, kind, task, self.seed, counts["correct"], counts["total"])
+            like = Score(*fields, model=self.model, settings=self.digest, detail=how)
+            lines += scores_at_k(counts["right"], s.samples, (1, s.k), like)
+        return lines
 
     def references(self) -> list[Score]:
         """Scores of the base, of every expert on all tasks with what bfloat16 keeps of it, and on its own task."""

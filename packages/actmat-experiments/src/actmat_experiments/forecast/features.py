@@ -18,15 +18,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FEATURES",
-    "Energies",
-    "Leading",
-    "activation_energies",
-    "activation_features",
-    "energies",
-    "features",
-]
+__all__ = ["FEATURES", "Energies", "Leading", "activation_energies", "activation_features", "energies", "features"]
+
 
 FEATURES: Mapping[str, str] = {
     "residual": "rho_t, what ACTMat minimises: rms of ||E_t D_t^T|| / ||D_t D_t^T||, weighted by ||D_t||^2",
