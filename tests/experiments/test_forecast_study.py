@@ -182,7 +182,7 @@ def test_the_suite_refuses_what_it_does_not_choose(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no family 'ful'"):
         suite.run(RunRequest("forecast", tmp_path, models=["ful"]))
     with pytest.raises(RecipeError, match="fewer than two families"):
-        suite.show(TableRequest("forecast", tmp_path))
+        suite.table(TableRequest("forecast", tmp_path))
 
 
 def test_rows_survive_the_file(cache: Cache, rows: list[Row]) -> None:

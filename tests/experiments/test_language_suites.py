@@ -119,7 +119,7 @@ def test_stages_are_kept_and_merged_models_are_not(small: Path) -> None:
 
 def test_a_second_run_makes_nothing_and_changes_no_score(small: Path, monkeypatch) -> None:
     before = read_scores(score_file(small / "cache", "language-small"))
-    names = ("language.train.finetune", "language.experiment.examine", "language.small.suite.pretrain")
+    names = ("language.train.finetune", "language.suite.examine", "language.small.suite.pretrain")
     for name in (*names, "harness.experiment.merge_candidates"):
         monkeypatch.setattr(f"actmat_experiments.{name}", None)
     get_suite("language-small").run(small_request(small))

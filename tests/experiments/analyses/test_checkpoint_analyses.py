@@ -29,7 +29,7 @@ from actmat_experiments.analyses.demo import (
     load_demo,
 )
 from actmat_experiments.analyses.matrices import grams_of, layers_of
-from actmat_experiments.analyses.mlp import new_mlp
+from actmat_experiments.analyses.theorem1 import new_mlp
 
 NAMES = ("math", "code")
 

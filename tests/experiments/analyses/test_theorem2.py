@@ -13,7 +13,7 @@ from tests.tolerances import F64_ORACLE, relative_error
 from torch import nn
 
 from actmat.errors import NumericalError, RecipeError
-from actmat_experiments.analyses.mlp import ACTIVATIONS, MLP, new_mlp
+from actmat_experiments.analyses.theorem1 import ACTIVATIONS, MLP, new_mlp
 from actmat_experiments.analyses.theorem2 import (
     Sample,
     best_scale,

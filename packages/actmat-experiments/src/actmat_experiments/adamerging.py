@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from actmat.errors import AlignmentError
-from actmat.methods.adamerging import AdamState, adam_step, entropy
+from actmat_experiments.core import AdamState, adam_step, entropy
 
 __all__ = ["Coefficients", "learn"]
 

@@ -21,10 +21,8 @@ class RunRequest:
     """What `actmat experiment run` asks of a suite; None means the suite's own choice.
 
     Args:
-        suite: its name.
         cache: folder of all stages, logs and scores.
         models: architectures, or checkpoints of the base.
-        tasks: names of tasks.
         methods: rows to compare.
         regimes: how experts are trained: "full", "lora".
         seeds: one run each.
@@ -54,11 +52,8 @@ class TableRequest:
     """What `actmat experiment table` asks of a suite.
 
     Args:
-        suite: its name.
         cache: folder that `run` has filled.
-        markdown: Markdown instead of a table for the terminal.
         figures: folder for figures; None: no figures.
-        console: where it goes.
     """
 
     suite: str
@@ -73,8 +68,6 @@ class Suite:
     """A named set of experiments.
 
     Args:
-        name: as on the command line.
-        summary: one line.
         module: of its functions `run`, `table` and, where it has a study, `study`; imported when one is called.
     """
 

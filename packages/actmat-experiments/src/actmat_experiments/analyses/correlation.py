@@ -109,8 +109,6 @@ class Level:
     """Correlations of one linear map at one sample size.
 
     Args:
-        n_samples: samples.
-        n_tokens: tokens.
         rms: root mean square of the correlations over the entries of `z z^T`.
         null_tokens: `1 / sqrt(n_tokens - 1)`, exact for sizes dealt to tokens at random.
         null_samples: mean of `rms` with sizes dealt to whole samples at random, token by token position; keeps

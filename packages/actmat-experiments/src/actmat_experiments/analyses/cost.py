@@ -22,10 +22,10 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from actmat import merge_matrices
 from actmat.errors import RecipeError
-from actmat.matrices import merge_matrices
-from actmat.methods import METHODS, MergeMethod, get_method
 from actmat_experiments.analyses.result import Analysis, new_table, shown
+from actmat_experiments.core import METHODS, MergeMethod, get_method
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,8 +78,6 @@ class MethodCost:
     """One method on one shape.
 
     Args:
-        method: name.
-        shape: `O, I`.
         seconds: median time of a merge of one layer.
         declared: operations by the method's own formula, at `N = sqrt(O I)`.
         paper: operations by the paper's formula, or None where it has none.
@@ -182,7 +180,7 @@ def cost(
     Raises:
         RecipeError: an unknown method or device, no shape, or a shape without entries.
     """
-    from actmat.engine.resources import check_device
+    from actmat_experiments.core import check_device
 
     check_device(device)
     if not shapes or any(o < 1 or i < 1 for o, i in shapes) or n_experts < 1 or repeats < 1:

@@ -52,9 +52,6 @@ class DriftResult(Analysis):
     """Angles of every linear map at moments of a run.
 
     Args:
-        title: the run in a few words.
-        settings: what was run.
-        moments: in the order of their steps.
         not_read: matrices of the model that could not be read along.
     """
 
@@ -177,7 +174,7 @@ def drift(
     """
     from actmat.demo.train import finetune_in_place
     from actmat.demo.training import generator_for, steps_of
-    from actmat.engine.resources import one_thread
+    from actmat_experiments.core import one_thread
 
     models = load_demo(demo)
     examples = models.data[models.task(task).name].train

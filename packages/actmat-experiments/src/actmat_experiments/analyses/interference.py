@@ -17,9 +17,9 @@ from rich.table import Table
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.linalg.layer_error import output_energy
 from actmat_experiments.analyses.matrices import Grams, Source, grams_of, layers_of, need_experts
 from actmat_experiments.analyses.result import Analysis, new_table, short_names, shown
+from actmat_experiments.core import output_energy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

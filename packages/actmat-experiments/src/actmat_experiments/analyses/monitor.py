@@ -252,7 +252,6 @@ class MonitorCallback:
     """A monitor as a callback of `actmat.demo.training.descend`: every backward pass of the run is watched.
 
     Args:
-        monitor: attached to the model already.
         after: called with the number of finished steps after each; measurements of inputs belong there.
     """
 

@@ -24,8 +24,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from actmat.errors import NumericalError, RecipeError
-from actmat_experiments.analyses.mlp import MLP, ActivationName, new_mlp
 from actmat_experiments.analyses.result import Analysis, new_table, shown
+from actmat_experiments.analyses.theorem1 import MLP, ActivationName, new_mlp
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -191,9 +191,7 @@ class Theorem2Result(Analysis):
     """Both sides of Theorem 2, layer by layer.
 
     Args:
-        settings: what was merged.
         transfer: expected negative transfer, by task.
-        layers: in their order.
     """
 
     name = "theorem2"
@@ -431,7 +429,7 @@ def theorem2(
 @torch.no_grad()
 def merge_mlps(base: MLP, experts: list[MLP], method: str) -> MLP:
     """Weight matrices by the rule, biases by the mean."""
-    from actmat.matrices import merge_matrices
+    from actmat import merge_matrices
 
     merged = copy.deepcopy(base)
     for index, layer in enumerate(merged.layers):

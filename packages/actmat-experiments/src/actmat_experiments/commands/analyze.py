@@ -213,8 +213,8 @@ def cost(
     seed: Seed = 0,
 ) -> Any:
     """Operations and measured time of every method on given layer shapes."""
-    from actmat.methods import METHODS
     from actmat_experiments.analyses import cost as run
+    from actmat_experiments.core import METHODS
 
     shapes = [_shape(s) for s in shape or ["1024x1024"]]
     with _working("timing", len(shapes) * len(method or METHODS)) as step:
@@ -243,7 +243,7 @@ def _own(
             "Checkpoints of your own take --base, and --expert and --statistics under the same names; "
             f"got experts {sorted(experts)} and statistics {sorted(places)}."
         )
-    from actmat.statistics import open_statistics
+    from actmat_experiments.core import open_statistics
 
     with contextlib.ExitStack() as stack:
         yield base, experts, {n: stack.enter_context(open_statistics(p)) for n, p in places.items()}

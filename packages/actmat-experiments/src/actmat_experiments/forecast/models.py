@@ -26,8 +26,7 @@ from actmat.demo.settings import DemoSettings
 from actmat.demo.tasks import TASKS, Examples, TaskData, pose_split
 from actmat.demo.train import finetune, pretrain
 from actmat.demo.training import Schedule, descend, generator_for, steps_of
-from actmat.statistics.collect import collect
-from actmat.statistics.gram import unpack
+from actmat_experiments.core import collect, unpack
 
 __all__ = ["FAMILIES", "Family", "Key", "Trained", "finetune_lowrank", "input_grams", "matrices", "train"]
 
@@ -104,12 +103,9 @@ class Family:
     """How the models of one family are made.
 
     Args:
-        name: as in the tables.
         regime: all weights, or low-rank factors on every matrix.
-        encoder: sizes.
         learning_rate: of the experts, its peak.
         rank: of the factors; 0: full fine-tuning.
-        epochs: of the experts.
         base_epochs: of the base; after few, experts have much to gain, and to lose.
     """
 

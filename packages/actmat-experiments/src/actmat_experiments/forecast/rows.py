@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat import merge_matrices
 from actmat.demo.evaluate import correct
 from actmat.demo.evaluate import features as encode
 from actmat.demo.model import Encoder
-from actmat.engine.resources import one_thread
-from actmat.linalg.forecast import output_features
-from actmat.matrices import merge_matrices
-from actmat.methods import METHODS, get_method
+from actmat_experiments.core import METHODS, get_method, one_thread, output_features
 from actmat_experiments.forecast.features import Leading, activation_features, energies, features
 from actmat_experiments.forecast.models import FAMILIES, Family, Key, Trained, input_grams, matrices, train
 from actmat_experiments.harness.cache import Cache, library_versions
@@ -54,9 +52,6 @@ class Row:
     """One expert of one merge.
 
     Args:
-        family, seed: the model.
-        method, scale, experts: the merge.
-        task: of this expert.
         accuracy, merged_accuracy: of the expert and of the merged model on the task's test images.
         features: numbers that might tell the difference.
     """

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments.forecast.correlation import Correlation
 from actmat_experiments.forecast.models import FAMILIES, Family
 from actmat_experiments.forecast.rows import Row, measured, rows_of
-from actmat_experiments.forecast.verdict import BAR, Candidate, judge
+from actmat_experiments.forecast.verdict import BAR, Candidate, Correlation, judge
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.table import markdown as write_markdown
 from actmat_experiments.harness.table import new_table

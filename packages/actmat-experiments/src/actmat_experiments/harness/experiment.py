@@ -54,8 +54,6 @@ class Experiment(abc.ABC):
         suite, model, regime, seed: for the scores.
         digest: of everything else that decides the numbers; `Score.settings`.
         base: checkpoint that the experts start from.
-        cache, watch: see the harness.
-        device: where models compute.
         threads: workers of the merges.
         testers: models tested at the same time, one thread each, on a CPU; None: one after the other, with all threads.
         together: models merged in one reading of the inputs, which lie on the disk until they are tested.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from actmat.demo.merging import Candidate, choose_methods
 from actmat.errors import RecipeError, did_you_mean
-from actmat.methods import METHODS, get_method
+from actmat_experiments.core import METHODS, get_method
 from actmat_experiments.harness.cache import code_digest
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from actmat.engine.resources import one_thread
+from actmat_experiments.core import one_thread
 
 __all__ = ["LOADING", "Stage", "Watch", "one_thread_on", "placed", "quiet", "quiet_libraries"]
 

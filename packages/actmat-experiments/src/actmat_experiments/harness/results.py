@@ -32,14 +32,9 @@ class Score:
     """What one model did on one task.
 
     Args:
-        suite: name of the suite.
-        regime: how the experts were trained.
         method: row of the table: a method, a variant, or one of `REFERENCES`.
         scale: "default": nothing was chosen; "tuned": the scale was chosen on validation data.
-        task: name of the task.
-        seed: of splits and training.
         correct: right answers; a fraction where a metric averages over samples.
-        total: all answers.
         model: architecture, such as "ViT-B/32"; empty where a suite has one.
         settings: digest of everything else that decided the number.
         detail: what is worth knowing: the scale that was chosen, options, ...

@@ -90,9 +90,6 @@ class Point:
     """One variant on one subset of the experts.
 
     Args:
-        regime, seed: of the experts.
-        tasks: the subset.
-        variant: its name.
         validation, test: mean over the tasks of accuracy / expert's accuracy.
     """
 
@@ -117,10 +114,8 @@ class Difference:
     """To a reference, on the same subsets.
 
     Args:
-        mean: of the differences.
         low, high: 95 % interval; subsets that share tasks are not independent, so the halves, not the subsets, are
             counted as draws.
-        better, worse: shares of the subsets.
     """
 
     mean: float
@@ -136,9 +131,7 @@ class Comparison:
 
     Args:
         variant: its name; "chosen" is, per half, the one that was best on the other half.
-        score: mean test score.
         against: reference -> paired difference to it.
-        n: number of pairs.
         picks: for "chosen": the variants chosen, and how often.
     """
 
@@ -271,7 +264,6 @@ class Subject:
     """Experts of one regime and seed, ready to be merged in subsets.
 
     Args:
-        regime, seed: of the experts.
         tasks: names, in the order of the merge.
         own: what every expert answers of its own task.
         merged: subset of the tasks -> variant -> what its merge answers of these tasks, at the variant's own scale.

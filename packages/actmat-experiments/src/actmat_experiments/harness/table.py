@@ -22,8 +22,6 @@ class Line:
     """One model of a table: a method at its default or tuned scale, or a reference.
 
     Args:
-        method: row.
-        scale: see `Score.scale`.
         tasks: task -> share of right answers, mean over seeds; its interval is that of the test items.
         average: over tasks and seeds, see `intervals.over_tasks`.
         normalised: mean over seeds and tasks of the share divided by the expert's; None without experts.

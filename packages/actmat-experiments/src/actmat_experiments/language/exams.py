@@ -205,15 +205,7 @@ Counts = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """A task in token ids.
-
-    Args:
-        task: where the items come from.
-        train: items to fit.
-        validation: items on which settings are chosen.
-        test: items that are reported.
-        max_length: tokens of a prompt.
-    """
+    """A task in token ids."""
 
     task: TextTask
     train: Sequence[Encoded] = field(repr=False)

@@ -104,7 +104,7 @@ def measure(
     advance: Callable[[int], object] = lambda n: None,
 ) -> None:
     """Measure an expert on the first training items of its task and write the statistics to the folder `out`."""
-    from actmat.statistics import collect
+    from actmat_experiments.core import collect
 
     adapter = expert if is_adapter_folder(expert) else None
     model = load_model(base if adapter else expert)

@@ -38,7 +38,6 @@ class Item:
     """One question.
 
     Args:
-        prompt: what the encoder reads.
         choices: the answers, distinct and not empty.
         label: position of the right one.
     """
@@ -87,7 +86,6 @@ class Template:
 
     Args:
         name: unique within the task.
-        prompt: text with `{field}`s.
         answers: choices that are the same for all rows, in the order of the labels; empty: the row's own.
     """
 
@@ -162,7 +160,6 @@ class Form:
     """One schema of a task's rows.
 
     Args:
-        name: where it is found.
         columns: what a row must have; `a.b` for a column inside a column.
         read: a row that has these columns, as the task means it; `ValueError` for a value that it cannot be.
     """

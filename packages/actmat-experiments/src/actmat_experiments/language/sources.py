@@ -37,10 +37,7 @@ class Source:
     """One data set.
 
     Args:
-        task: key of `questions.FORMS`.
         hub: repository, and configuration if there are several.
-        train: name of the split to train on.
-        test: name of the split that is reported.
         validation: name of the split to choose on; None: `N_VALIDATION` rows of the training split.
         by_hand: why it cannot be had from the hub.
     """

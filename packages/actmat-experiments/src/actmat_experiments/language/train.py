@@ -131,7 +131,6 @@ class Progress:
     """Where a run stands.
 
     Args:
-        update: updates that are done.
         best: highest validation accuracy so far; -1 before the first validation.
         best_update: when that was.
         stale: validations since then.

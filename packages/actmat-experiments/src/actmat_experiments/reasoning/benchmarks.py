@@ -39,10 +39,8 @@ class Sampling:
     """How answers are drawn.
 
     Args:
-        n: answers per problem.
         temperature: 0 for the most probable text.
         top_p: nucleus.
-        max_tokens: longest answer.
         stops: texts that end an answer.
     """
 
@@ -58,11 +56,7 @@ class Benchmark:
     """One benchmark.
 
     Args:
-        name: as in scores.
-        title: head of the table.
         skill: which expert is its own: "math", "code" or "instructions".
-        sampling: the paper's.
-        ks: of `@k`.
         files: names under which a local copy is looked for, JSON lines, perhaps gzipped.
         hub: data set, configuration, split.
         prompt: text that the model continues.

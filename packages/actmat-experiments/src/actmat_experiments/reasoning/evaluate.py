@@ -90,12 +90,6 @@ class Exam:
     """The benchmarks with their problems, and how they are put to a model.
 
     Args:
-        cache: of answers and marks.
-        watch: bars and logs.
-        settings: of the suite.
-        benchmarks: each with the problems that are asked.
-        seed: of the answers.
-        device: where models compute.
         unsolvable: benchmark -> problems whose published solution fails their own test; for the table.
     """
 

@@ -24,9 +24,8 @@ from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import Figure, Line, average_table, markdown_table, summarise
 from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
 from actmat_experiments.reasoning.evaluate import Counts, Exam, ReasoningSettings, identity_of, unsolvable
-from actmat_experiments.reasoning.measure import measure
-from actmat_experiments.reasoning.passk import at, scores_at_k
-from actmat_experiments.reasoning.table import Columns, at_k_markdown, at_k_table
+from actmat_experiments.reasoning.generate import measure
+from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table, scores_at_k
 from actmat_experiments.suites import RunRequest, TableRequest
 
 __all__ = ["NAME", "NOTES", "PAPER", "run", "table"]

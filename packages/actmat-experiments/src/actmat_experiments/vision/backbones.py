@@ -48,7 +48,6 @@ class Backbone:
     Args:
         kind: which model, see the module.
         size: pixels a side of its images.
-        scale: how pixels become numbers.
     """
 
     kind: Literal["vit", "clip"]

@@ -49,7 +49,6 @@ class ClipTask:
     """What is known of a task.
 
     Args:
-        name: of the task.
         hub: where its data are.
         expert: last part of the hub id of its public expert.
         epochs: of full fine-tuning, about 2,000 steps.

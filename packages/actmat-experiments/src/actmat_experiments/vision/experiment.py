@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.demo.heads import Head
 from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
-from actmat.statistics import collect
+from actmat_experiments.core import collect
 from actmat_experiments.harness.cache import Cache, code_digest, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.merging import rescaled
@@ -46,11 +46,8 @@ class Vision(Experiment):
     """The stages after base and heads.
 
     Args:
-        backbone: family of the encoders.
-        tasks: in the order of the tables.
         heads: task -> folder of its head, in the cache.
         schedules: regime -> task -> schedule of its expert.
-        rank: of LoRA.
         precision: of the forward passes in training.
         public: task -> folder of a ready-made expert, in place of full fine-tuning.
         samples: images per task that statistics are measured on.

@@ -68,9 +68,7 @@ class RawTask:
     """A task before it is cut and resized.
 
     Args:
-        name: of the task.
         train, test: its parts as published.
-        class_names: what the labels mean.
         identity: hash of the content.
     """
 
@@ -83,15 +81,7 @@ class RawTask:
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """A data set of the hub.
-
-    Args:
-        repo: its id.
-        config: its configuration, if it has several.
-        revision: commit, branch or tag.
-        train, test: names of the splits.
-        image, label: names of the columns.
-    """
+    """A data set of the hub."""
 
     repo: str
     config: str | None = None
@@ -275,9 +265,6 @@ class ImageTask:
     """A task of image classification.
 
     Args:
-        name: of the task.
-        class_names: what the labels mean.
-        train, validation, test: its parts.
         content: part -> hash of pixels and labels.
     """
 

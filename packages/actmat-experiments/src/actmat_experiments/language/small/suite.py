@@ -16,7 +16,6 @@ from actmat_experiments.harness.report import show
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments, study_experiments
 from actmat_experiments.language.exams import encode
-from actmat_experiments.language.experiment import Language
 from actmat_experiments.language.models import load_tokenizer
 from actmat_experiments.language.small.pretrain import (
     Architecture,
@@ -27,6 +26,7 @@ from actmat_experiments.language.small.pretrain import (
     train_tokenizer,
 )
 from actmat_experiments.language.small.tasks import SMALL_TASKS, SmallData, load_small
+from actmat_experiments.language.suite import Language
 from actmat_experiments.language.train import ExpertSettings, FineTuning, LanguageSettings
 from actmat_experiments.suites import RunRequest, TableRequest
 

@@ -27,7 +27,6 @@ class SmallTask:
     """Where a task is and how it is asked.
 
     Args:
-        name: column of the tables.
         file: first part of the names of its files.
         prompt: text with `{text}`.
         answers: label in the file -> answer, words of one token or two where the vocabulary is not tiny.

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments.core import one_thread
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.report import stored_scores
@@ -16,11 +16,10 @@ from actmat_experiments.harness.results import REFERENCES, Score
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.harness.table import Line, average_table, markdown_table, summarise
-from actmat_experiments.reasoning.passk import at
+from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table
 from actmat_experiments.reasoning.small.experiment import STORAGES, Small, stored, trained_base
 from actmat_experiments.reasoning.small.model import SmallSettings
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
-from actmat_experiments.reasoning.table import Columns, at_k_markdown, at_k_table
 from actmat_experiments.suites import RunRequest, TableRequest
 
 __all__ = ["NAME", "run", "table"]
