@@ -32,7 +32,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What was learned.
+    """Learned coefficients.
 
     Args:
         per: one coefficient per expert, or per expert and tensor.

@@ -1,4 +1,4 @@
-"""What the experiments use of actmat beside its public names, its errors, the demo and the terminal."""
+"""Names of actmat that the experiments use in addition to its public names, its errors, the demo and the terminal."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["SUITES", "RunRequest", "Suite", "TableRequest", "get_suite"]
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What `actmat experiment run` asks of a suite; None means the suite's own choice.
+    """A request of `actmat experiment run`; None means the suite's own choice.
 
     Args:
         cache: folder of all stages, logs and scores.
@@ -49,7 +49,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class TableRequest:
-    """What `actmat experiment table` asks of a suite.
+    """A request of `actmat experiment table`.
 
     Args:
         cache: folder that `run` has filled.

@@ -56,7 +56,7 @@ def gram_of(matrix_OI: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DriftAngles:
-    """How far the estimate `D^T D` is from the Gram matrix `C`, and the steps from one to the other; in radians.
+    """Angles of the estimate `D^T D` with the Gram matrix `C`, and of the steps from one to the other; radians.
 
     Args:
         estimate: `angle(D^T D, C)`.

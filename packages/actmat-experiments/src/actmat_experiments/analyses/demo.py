@@ -46,7 +46,7 @@ _BATCH = 100
 
 @dataclass(frozen=True, slots=True)
 class DemoModels:
-    """What a demo left: checkpoints in `folder`, heads, and the data of every task made again from the seed."""
+    """A finished demo: checkpoints in `folder`, heads, and the data of every task made again from the seed."""
 
     folder: DemoFolder
     seed: int

@@ -1,4 +1,4 @@
-"""What every analysis gives: tables of 80 columns, one JSON file, one figure."""
+"""The outcome of an analysis: tables of 80 columns, one JSON file, one figure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Analysis(abc.ABC):
 
     @abc.abstractmethod
     def tables(self) -> list[Table]:
-        """What a terminal shows."""
+        """Tables for the terminal."""
 
     @abc.abstractmethod
     def figure(self) -> Figure:

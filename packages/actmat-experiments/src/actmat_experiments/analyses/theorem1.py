@@ -188,7 +188,7 @@ def descend_watched(
 
 
 def _network(network: Network, width: int, seed: int) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """What is trained, and the logits that it gives for images."""
+    """The model to train, and a function from images to its logits."""
     if network == "mlp":
         mlp = new_mlp((_PIXELS, width, width, _CLASSES), seed=seed)
         return mlp, mlp

@@ -66,7 +66,7 @@ def best_scale(grams: Sequence[Tensor], estimates: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MinimiserGap:
-    """How far apart two merged deltas are, and how far they can be.
+    """Distance of two merged deltas, and its bound.
 
     Args:
         gap: `||D^ - D||_F` on the inputs that the true Gram matrices know.
@@ -159,7 +159,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LayerTerms:
-    """What one layer adds to the bound.
+    """Terms of the bound from one layer.
 
     Args:
         gamma: `lambda prod_{m > l} ||W^_m||_2`.

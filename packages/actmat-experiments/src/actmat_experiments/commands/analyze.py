@@ -110,7 +110,7 @@ def scale(
     expert: Experts = None,
     statistics: Statistics = None,
 ) -> Any:
-    """Whether the estimates D^T D have one common scale over the experts."""
+    """Compare the scales of the estimates D^T D over the experts."""
     from actmat_experiments.analyses import scale as run
     from actmat_experiments.analyses.demo import demo_scale
 
@@ -127,7 +127,7 @@ def cosine(
     sizes: Annotated[str, typer.Option("--samples", help="Sizes of the small samples.")] = "1,10,100",
     draws: Annotated[int, typer.Option("--draws", min=1, help="Small samples per size.")] = 5,
 ) -> Any:
-    """How near D^T D is to the Gram matrix of the inputs, beside the identity and few samples (of a demo)."""
+    """Cosines of D^T D with the Gram matrix of the inputs, next to the identity and few samples (of a demo)."""
     from actmat_experiments.analyses import cosine as run
     from actmat_experiments.analyses.demo import demo_cosine
 
@@ -145,7 +145,7 @@ def correlation(
     permutations: Annotated[int, typer.Option("--permutations", min=1, help="Behind the level of chance.")] = 20,
     layer: Layers = None,
 ) -> Any:
-    """Whether the size of a token's gradient depends on its input, against the level of chance."""
+    """Correlation of the size of a token's gradient with its input, against the level of chance."""
     from actmat_experiments.analyses.demo import demo_correlation
 
     if at not in ("base", "expert"):
@@ -190,7 +190,7 @@ def interference(
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these of the demo's merges.")] = None,
     merged: Annotated[list[str] | None, typer.Option("--merged", help="NAME=PATH of a further merge.")] = None,
 ) -> Any:
-    """What merges do to every expert's layer outputs, on the expert's own inputs."""
+    """Changes of every expert's layer outputs by merges, on the expert's own inputs."""
     from actmat_experiments.analyses import interference as run
     from actmat_experiments.analyses.demo import demo_interference
 

@@ -67,7 +67,7 @@ Energies = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """What the experts and the base of one matrix are, whatever is merged: computed once for many merges.
+    """Singular vectors of an expert or the base of one matrix, computed once for many merges.
 
     Args:
         columns_OR, values, rows_RI: singular vectors and values, all of them.
@@ -181,7 +181,7 @@ def features(matrices: Sequence[Energies]) -> dict[str, list[float]]:
 def activation_features(
     delta: Sequence[Tensor], merged: Sequence[Tensor], weight: Sequence[Tensor], gram: Sequence[Tensor]
 ) -> dict[str, float]:
-    """What the merge makes wrong on real inputs of one expert, over its matrices.
+    """Errors of the merge on real inputs of one expert, over its matrices.
 
     `activation_residual`: rms over matrices of `sqrt(E||E_t z||^2 / E||D_t z||^2)`, 1 for the base itself;
     `activation_error`: rms over matrices of `sqrt(E||E_t z||^2 / E||W_t z||^2)`, the error of a layer's outputs.

@@ -100,7 +100,7 @@ def finetune_lowrank(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the models of one family are made.
+    """Sizes and training of the models of one family.
 
     Args:
         regime: all weights, or low-rank factors on every matrix.

@@ -68,7 +68,7 @@ class Row:
 
     @property
     def drop(self) -> float:
-        """What is lost: the expert's accuracy less the merged model's."""
+        """The expert's accuracy less the merged model's."""
         return self.accuracy - self.merged_accuracy
 
     @property
@@ -92,7 +92,7 @@ def rules(n_experts: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is the same for all merges of one model."""
+    """Values that all merges of one model share."""
 
     trained: Trained
     base: Mapping[str, Tensor]

@@ -98,7 +98,7 @@ def table(request: TableRequest) -> None:
 
 
 def verdict_lines(rows: Sequence[Row], found: Sequence[Candidate]) -> list[str]:
-    """How much was measured, and what holds."""
+    """Lines on the number of measurements, and on the candidates that hold."""
     models = {r.model for r in rows}
     merges = {(r.model, r.method, r.scale, r.experts) for r in rows}
     clusters = {(r.model, r.task) for r in rows}

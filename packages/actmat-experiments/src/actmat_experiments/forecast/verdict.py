@@ -156,7 +156,7 @@ def _numbered(labels: Sequence[Hashable]) -> tuple[NDArray[np.int64], int]:
 
 
 def _draws(count: int, seed: int, resamples: int) -> NDArray[np.float64]:
-    """How often each cluster is drawn, `count` draws with replacement: resamples by clusters."""
+    """Counts of every cluster in `count` draws with replacement: resamples by clusters."""
     generator = np.random.default_rng(seed)
     return generator.multinomial(count, np.full(count, 1 / count), size=resamples).astype(np.float64)
 
@@ -212,7 +212,7 @@ def best_single(known: Sequence[Row], wanted: Sequence[Row], names: Sequence[str
 
 
 def rule_mean(known: Sequence[Row], wanted: Sequence[Row]) -> list[float]:
-    """What needs no look at the model: the mean drop of the same rule at the same scale and number of experts.
+    """The mean drop of the same rule at the same scale and number of experts, without a look at the model.
 
     A combination that is not known has the mean of all.
     """
@@ -272,7 +272,7 @@ class Candidate:
 
     @property
     def holds(self) -> bool:
-        """Whether every interval lies above the bar, over all rows and between rules."""
+        """True if every interval lies above the bar, over all rows and between rules."""
         return all(c.low > BAR for view in (self.families, self.rules) for c in view.values())
 
 
@@ -298,7 +298,7 @@ def candidates(rows: Sequence[Row]) -> dict[str, tuple[str, list[float], list[fl
 
 
 def regime(row: Row) -> str:
-    """How the experts of a row were trained, by the name of the family."""
+    """Regime of a row's experts, by the name of the family."""
     return "lora" if row.family.startswith("lora") else "full"
 
 

@@ -110,10 +110,10 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def test(self, model: Any, task: str, part: str) -> Counts:
-        """What the model answers of a part ("validation", "test") of a task."""
+        """Test the model on a part ("validation", "test") of a task."""
 
     def majority(self) -> dict[str, Counts]:
-        """What the most frequent answer scores on every task; empty: no such row."""
+        """Counts of the most frequent answer on every task; empty: no such row."""
         return {}
 
     def lines(
@@ -158,7 +158,7 @@ class Experiment(abc.ABC):
         return lines
 
     def tested(self, made: Made, tasks: Sequence[str], part: str, label: str) -> dict[str, Counts]:
-        """What a model that is no merge answers of a part of some tasks."""
+        """Counts of a model that is no merge, on a part of some tasks."""
         key = {"version": _VERSION, "model": made.digest, **self._key(tasks, [part])}
 
         def make(folder: Path) -> None:
@@ -170,7 +170,7 @@ class Experiment(abc.ABC):
         return found
 
     def own_answers(self, part: str) -> dict[str, Counts]:
-        """What every expert answers of its own task."""
+        """Counts of every expert on its own task."""
         found: dict[str, Counts] = {}
         for task, made in self.experts().items():
             found |= self.tested(made, [task], part, task)

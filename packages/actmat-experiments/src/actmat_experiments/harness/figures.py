@@ -1,4 +1,4 @@
-"""How the figures of the analyses look. No global state of matplotlib is used.
+"""The style of all figures. No global state of matplotlib is used.
 
 The colours are those of M. Okabe and K. Ito, "Color universal design" (2008): told apart with any kind of colour
 vision, and each series has a marker or a line style of its own besides.

@@ -43,7 +43,7 @@ class Stage:
         self._progress.advance(self._task, n)
 
     def say(self, text: str) -> None:
-        """What is being worked on, at the end of the bar."""
+        """Show the current work at the end of the bar."""
         self._progress.update(self._task, now=text)
 
     def log(self, text: str) -> None:

@@ -29,7 +29,7 @@ REFERENCES = ("majority", "base", "experts")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one model did on one task.
+    """Score of one model on one task.
 
     Args:
         method: row of the table: a method, a variant, or one of `REFERENCES`.
@@ -59,7 +59,7 @@ class Score:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What a later score must share to replace this one."""
+        """Fields that a later score must share to replace this one."""
         return (
             *(self.suite, self.model, self.regime, self.method, self.scale, self.task),
             *(str(self.seed), self.settings),

@@ -1,4 +1,4 @@
-"""What all suites do with a request: run their experiments, study variants on them, find their files."""
+"""Run the experiments of a suite, and study variants on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
 
 
 def score_file(cache: Path, suite: str) -> Path:
-    """Where the scores of a suite are."""
+    """File of a suite's scores."""
     return cache / "scores" / f"{suite}.jsonl"
 
 

@@ -219,7 +219,7 @@ class Exam:
         return self.task.name
 
     def key(self, *parts: str) -> dict[str, Any]:
-        """What a result on these parts depends on."""
+        """Key of a result on these parts."""
         return {**self.task.key(*parts), "max_length": self.max_length}
 
 
@@ -239,7 +239,7 @@ def examine(model: Any, items: Sequence[Encoded], on_items: Callable[[int], obje
 
 
 def counts(chosen_N: Tensor, labels_N: Tensor) -> Counts:
-    """How many of the choices are right.
+    """Count right choices.
 
     `balanced` weighs every position of the right answer equally: where nine of ten answers are "no", a model that
     always says so is right nine times of ten, and its balanced share is a half.

@@ -55,7 +55,7 @@ def load_tokenizer(base: str | Path) -> Any:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether PEFT has written it."""
+    """True if PEFT has written it."""
     return (folder / "adapter_config.json").is_file()
 
 

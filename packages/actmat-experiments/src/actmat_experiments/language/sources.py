@@ -1,4 +1,4 @@
-"""Where the rows of the seven tasks are: on the hub, or in files; and which of them are trained on, chosen on, tested.
+"""Rows of the seven tasks, from the hub or from files, in parts to train on, to choose on and to test.
 
 | task | train and validation | test |
 |---|---|---|

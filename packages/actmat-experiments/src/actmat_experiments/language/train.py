@@ -46,7 +46,7 @@ _LONGEST_GRADIENT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """How experts are trained; the defaults are those of the paper's code.
+    """Training of experts; the defaults are those of the paper's code.
 
     Args:
         learning_rate: constant.
@@ -74,7 +74,7 @@ class FineTuning:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSettings:
-    """How experts are trained, in both regimes.
+    """Training of experts in both regimes.
 
     Args:
         full: training of all weights.
@@ -95,7 +95,7 @@ class ExpertSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageSettings:
-    """What both suites can be told; the defaults are the protocol of the paper's language experiments.
+    """Settings of both suites; the defaults are the protocol of the paper's language experiments.
 
     Args:
         experts: how experts are trained.
@@ -128,7 +128,7 @@ class PaperSettings(LanguageSettings):
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands.
+    """State of a run.
 
     Args:
         best: highest validation accuracy so far; -1 before the first validation.
@@ -251,7 +251,7 @@ class _State:
         _write({"weights": weights, "optimiser": self._optimiser.state_dict(), "progress": numbers}, self._last)
 
     def load(self) -> Progress:
-        """Where an interrupted run stood, its weights put into the model; the beginning if there was none."""
+        """Put the weights of an interrupted run into the model; its state, or that of a new run."""
         if not self._last.is_file():
             return Progress()
         state = torch.load(self._last, map_location="cpu", weights_only=True)

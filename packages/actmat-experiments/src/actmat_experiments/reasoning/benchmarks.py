@@ -36,7 +36,7 @@ _CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn.
+    """Sampling of answers.
 
     Args:
         temperature: 0 for the most probable text.

@@ -76,7 +76,7 @@ Counts = Mapping[str, Sequence[int]]
 
 
 def identity_of(model: str) -> str:
-    """What a model is: hash of its files, or of its commit on the hub."""
+    """Identity of a model: hash of its files, or its commit on the hub."""
     folder = Path(model)
     if folder.is_dir():
         return file_digest([p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".jinja")])
@@ -130,7 +130,7 @@ class Exam:
         }
 
     def answered(self, model: Any) -> bool:
-        """Whether all answers of a model are in the cache, so that it need not be there."""
+        """True if all answers of a model are in the cache, so that the model is not needed."""
         return all(self.cache.holds("reasoning-answers", self.key(b, p, model)) for b, p in self.benchmarks)
 
     def take(self, location: str, model: Any, label: str) -> dict[str, Counts]:

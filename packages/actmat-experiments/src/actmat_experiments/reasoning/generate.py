@@ -1,8 +1,8 @@
 """Answers of a model, by the back ends of lm-evaluation-harness; and statistics of its layers' inputs.
 
 The back ends (transformers, vLLM) load models, batch prompts and stop answers. The task files of the harness are not
-used: HumanEval there runs
-code in the evaluating process, AIME is greedy and compares strings, and neither draws the `n` answers that `@k` needs.
+used: HumanEval there runs code in the evaluating process, AIME is greedy and compares strings, and neither draws the
+`n` answers that `@k` needs.
 
 Answers are kept as JSON lines, `{"problem": 17, "answers": [...]}`; an interrupted run goes on behind the last line.
 """

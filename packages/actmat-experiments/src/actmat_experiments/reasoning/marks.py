@@ -1,4 +1,4 @@
-"""What a text answers (a number, a program), and whether it follows its instructions (IFEval)."""
+"""Answers in a text (a number, a program), and the instructions that it follows (IFEval)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _integer(text: str) -> int | None:
 
 
 def strict_number(text: str) -> str | None:
-    """What stands behind the first `#### `, the form that GSM8K itself uses."""
+    """The number behind the first `#### `, the form that GSM8K itself uses."""
     found = _STRICT.search(text)
     return found[1] if found else None
 
@@ -90,7 +90,7 @@ def flexible_number(text: str) -> str | None:
 
 
 def same_number(given: str | None, wanted: str) -> bool:
-    """Whether two texts are one number; thousands separators, dollars and a final point do not matter."""
+    """True if two texts are one number; thousands separators, dollars and a final point do not matter."""
     if given is None:
         return False
     try:
@@ -133,7 +133,7 @@ _SPLITS_SENTENCES = {"length_constraints:number_sentences", "change_case:capital
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Which instructions of a prompt an answer follows, in their order.
+    """For every instruction of a prompt, in their order: True if the answer follows it.
 
     Args:
         strict: by the letter.

@@ -108,7 +108,7 @@ def save_head(head: Head | ClipHead, path: Path) -> None:
 
 
 def load_head(path: Path) -> Head | ClipHead:
-    """What `save_head` wrote."""
+    """Read a file of `save_head`."""
     tensors = load_file(path)
     if "text" in tensors:
         return ClipHead(tensors["projection"], tensors["text"])
@@ -141,7 +141,7 @@ def features(backbone: Backbone, model: Any, examples: Examples, device: str = "
 def right_answers(
     backbone: Backbone, model: Any, head: Head | ClipHead, examples: Examples, device: str = "cpu"
 ) -> dict[str, int]:
-    """How many answers of an encoder behind a head are right, `correct`, and how many there are, `total`."""
+    """Numbers of right answers of an encoder behind a head, `correct`, and of all answers, `total`."""
     logits_NC = head(features(backbone, model, examples, device))
     return {"correct": int((logits_NC.argmax(1) == examples.labels_N).sum()), "total": len(examples)}
 

@@ -46,7 +46,7 @@ _WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model")
 
 @dataclass(frozen=True, slots=True)
 class ClipTask:
-    """What is known of a task.
+    """A task of the paper.
 
     Args:
         hub: where its data are.

@@ -44,7 +44,7 @@ ESTIMATES = ("D^T D", "(D^T D)^1/2", "identity")
 
 
 def estimate_file(cache: Path, suite: str, model: str, regime: str, seed: int) -> Path:
-    """Where the cosines of a run are."""
+    """File of a run's cosines."""
     name = "-".join(filter(None, [suite, model.replace("/", "-"), regime, f"seed{seed}"]))
     return cache / "estimates" / f"{name}.json"
 
@@ -124,7 +124,7 @@ SAMPLE_COUNTS = (1, 4, 16, 64, 320)
 
 
 def curve_file(cache: Path, suite: str) -> Path:
-    """Where the points of the curves are: merges of subsets, RegMean by number of images."""
+    """File of the points of the curves: merges of subsets, RegMean by number of images."""
     return cache / "scores" / f"{suite}-curves.jsonl"
 
 

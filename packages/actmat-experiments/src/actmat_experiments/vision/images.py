@@ -338,7 +338,7 @@ def _write(raw: RawTask, size: int, limits: Limits, watch: Watch, out: Path) -> 
 
 
 def load_task(folder: Path) -> ImageTask:
-    """What `prepare_task` has written."""
+    """Read a folder of `prepare_task`."""
     import numpy as np
 
     meta = json.loads((folder / "task.json").read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ CallbacksOf = Callable[[Any], Sequence[Callback]]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How an expert is trained.
+    """Training of an expert.
 
     Args:
         name: of the task; with the seed it decides the order of examples and the start of the factors.

@@ -144,7 +144,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Pretraining:
-    """How the base is trained.
+    """Training of the base.
 
     Args:
         updates: steps of Adafactor; warm-up over a tenth, then half a cosine to zero.

@@ -24,7 +24,7 @@ __all__ = ["EXTRA_TEXTS", "SMALL_TASKS", "SmallData", "SmallTask", "load_small"]
 
 @dataclass(frozen=True, slots=True)
 class SmallTask:
-    """Where a task is and how it is asked.
+    """Files of a task, and its question.
 
     Args:
         file: first part of the names of its files.

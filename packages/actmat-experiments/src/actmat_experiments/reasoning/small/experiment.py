@@ -32,7 +32,7 @@ __all__ = ["STORAGES", "Small", "Survival", "half_ulp", "stored", "survival", "t
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """What of the change of all weights survives.
+    """Shares of the change of all weights that survive storage.
 
     Args:
         changed: share of weights that differ in the precision of training.
@@ -205,7 +205,7 @@ class Small(Experiment):
         return lines + self.lines("experts", "default", own)
 
     def survival(self, puzzle: Puzzle) -> dict[str, float]:
-        """What bfloat16 keeps of an expert's change."""
+        """Shares of an expert's change that bfloat16 keeps."""
         base, expert = trained_base(self.cache, self.watch, self.settings, self.seed), self.trained(puzzle)
 
         def make(folder: Path) -> None:
