@@ -9,7 +9,8 @@ from rich.table import Table
 from tests.helpers.demo import TINY
 from torch import Tensor
 
-from actmat_experiments.analyses.result import Analysis, new_table
+from actmat_experiments.analyses.result import Analysis
+from actmat_experiments.harness.table import new_table
 
 METHODS = ["average", "actmat"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from rich.markup import escape
@@ -23,15 +23,15 @@ from torch import Tensor, nn
 
 from actmat.errors import RecipeError
 from actmat_experiments.analyses.monitor import token_rows
-from actmat_experiments.analyses.result import Analysis, new_table, short_names, shown
+from actmat_experiments.analyses.result import Analysis, short_names, shown
 from actmat_experiments.analyses.taps import Tap, find_taps, reading
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
     "CorrelationResult",
-    "Level",
     "correlation",
     "entry_correlations",
     "null_rms",
@@ -133,14 +133,6 @@ class CorrelationResult(Analysis):
     layers: Mapping[str, Sequence[Level]]
     n_permutations: int
 
-    def data(self) -> dict[str, Any]:
-        """All levels."""
-        return {
-            "title": self.title,
-            "n_permutations": self.n_permutations,
-            "layers": {n: [asdict(level) for level in levels] for n, levels in self.layers.items()},
-        }
-
     def tables(self) -> list[Table]:
         """The largest sample, per layer."""
         last = next(iter(self.layers.values()))[-1]
@@ -160,7 +152,7 @@ class CorrelationResult(Analysis):
 
     def figure(self) -> Figure:
         """One panel per linear map: level over sample size, and both levels of chance."""
-        from actmat_experiments.harness.figures import COLOURS, new_panels
+        from actmat_experiments.harness.figures import COLOURS, finish_panels, new_panels
 
         names = list(self.layers)
         figure, panels = new_panels(len(names), f"Correlation of zzᵀ with ‖g‖² ({self.title})")
@@ -173,15 +165,9 @@ class CorrelationResult(Analysis):
             axes.fill_between(n, low, high, color=COLOURS[1], alpha=0.25, linewidth=0, label="to its 95 % quantile")
             chance = [v.null_tokens for v in levels]
             axes.plot(n, chance, ":", color=COLOURS[0], linewidth=1.4, label="chance, independent tokens")
-            axes.set_title(short_names([name])[name], fontsize=7.5)
-        panels[0].set_xscale("log")
         panels[0].set_yscale("log")
         panels[0].minorticks_off()
-        for axes in panels[-min(4, len(panels)) :]:
-            axes.set_xlabel("samples", fontsize=8)
-        figure.supylabel("correlation, root mean square", fontsize=9)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        finish_panels(figure, panels, list(short_names(names).values()), "samples", "correlation, root mean square")
         return figure
 
 

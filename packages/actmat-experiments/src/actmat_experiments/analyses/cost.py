@@ -15,7 +15,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +24,14 @@ from torch import Tensor
 
 from actmat import merge_matrices
 from actmat.errors import RecipeError
-from actmat_experiments.analyses.result import Analysis, new_table, shown
+from actmat_experiments.analyses.result import Analysis, shown
 from actmat_experiments.core import METHODS, MergeMethod, get_method
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PAPER_FLOPS", "CostResult", "MethodCost", "cost", "flop_count"]
+__all__ = ["PAPER_FLOPS", "cost", "flop_count"]
 
 PAPER_FLOPS = {
     "average": "T N^2",
@@ -101,15 +102,6 @@ class CostResult(Analysis):
     settings: Mapping[str, Any]
     rates: Mapping[str, float]
     costs: Sequence[MethodCost]
-
-    def data(self) -> dict[str, Any]:
-        """Times in seconds, operations as multiply-adds."""
-        return {
-            "device": self.device,
-            "settings": dict(self.settings),
-            "rates": dict(self.rates),
-            "costs": [asdict(c) for c in self.costs],
-        }
 
     def tables(self) -> list[Table]:
         """One table per shape, cheapest first."""

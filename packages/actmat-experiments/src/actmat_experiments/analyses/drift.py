@@ -19,12 +19,13 @@ from rich.table import Table
 from actmat_experiments.analyses.angles import RIGHT_ANGLE, DriftAngles
 from actmat_experiments.analyses.demo import batches, load_demo
 from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
-from actmat_experiments.analyses.result import Analysis, degrees, new_table, short_names, shown
+from actmat_experiments.analyses.result import Analysis, degrees, short_names, shown
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DriftAlongRun", "DriftResult", "Moment", "drift", "moments_until"]
+__all__ = ["DriftResult", "Moment", "drift", "moments_until"]
 
 
 ROUNDING = 1e-9
@@ -110,7 +111,7 @@ class DriftResult(Analysis):
 
     def figure(self) -> Figure:
         """One panel per linear map: angles over steps, against the right angle."""
-        from actmat_experiments.harness.figures import COLOURS, MARKERS, new_panels
+        from actmat_experiments.harness.figures import COLOURS, MARKERS, finish_panels, new_panels
 
         names = list(self.last.layers)
         figure, panels = new_panels(len(names), f"Theorem 1 along a run ({self.title})")
@@ -134,16 +135,10 @@ class DriftResult(Analysis):
                           label=label)  # fmt: skip
             axes.axhline(90, color="#333333", linewidth=0.8)
             axes.axhspan(90, 1000, color="#EEEEEE", zorder=0, label="beyond 90: a bound says nothing")
-            axes.set_title(short_names([name])[name], fontsize=7.5)
-        panels[0].set_xscale("log")
         panels[0].minorticks_off()
         panels[0].set_ylim(0, 140)
         panels[0].set_yticks((0, 30, 60, 90, 120))
-        for axes in panels[-min(4, len(panels)) :]:
-            axes.set_xlabel("optimiser steps", fontsize=8)
-        figure.supylabel("degrees", fontsize=9)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        finish_panels(figure, panels, list(short_names(names).values()), "optimiser steps", "degrees")
         return figure
 
 
@@ -206,12 +201,6 @@ def drift(
             on_step=on_step,
             callbacks=[MonitorCallback(monitor, measure)],
         )
-    settings = {
-        "task": task,
-        "seed": models.seed,
-        "optimiser": "AdamW",
-        **asdict(schedule),
-        "n_examples": len(examples),
-        "n_steps": n_steps,
-    }
+    settings = {"task": task, "seed": models.seed, "optimiser": "AdamW", **asdict(schedule)}
+    settings |= {"n_examples": len(examples), "n_steps": n_steps}
     return DriftAlongRun(f"demo expert '{task}', AdamW", settings, moments, monitor.not_read)

@@ -25,7 +25,8 @@ from torch import Tensor
 from actmat_experiments.analyses import angles
 from actmat_experiments.analyses.angles import gram_of, relative_scale
 from actmat_experiments.analyses.matrices import Grams, Source, grams_of, layers_of, need_experts
-from actmat_experiments.analyses.result import Analysis, new_table, short_names, shown
+from actmat_experiments.analyses.result import Analysis, short_names, shown
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

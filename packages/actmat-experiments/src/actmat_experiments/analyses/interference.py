@@ -18,8 +18,9 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat_experiments.analyses.matrices import Grams, Source, grams_of, layers_of, need_experts
-from actmat_experiments.analyses.result import Analysis, new_table, short_names, shown
+from actmat_experiments.analyses.result import Analysis, short_names, shown
 from actmat_experiments.core import output_energy
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.core import TensorLayout, resolve_layout, tensor_specs
 
-__all__ = ["LinearMap", "OnCall", "Tap", "find_taps", "reading"]
+__all__ = ["LinearMap", "Tap", "find_taps", "reading"]
 
 
 @dataclass(frozen=True, slots=True)

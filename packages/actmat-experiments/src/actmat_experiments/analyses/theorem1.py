@@ -22,16 +22,7 @@ from actmat.errors import NumericalError
 from actmat_experiments.analyses.drift import ROUNDING, DriftResult, Moment, moments_until
 from actmat_experiments.analyses.monitor import DriftMonitor
 
-__all__ = [
-    "ACTIVATIONS",
-    "MLP",
-    "ActivationName",
-    "Network",
-    "Theorem1Result",
-    "descend_watched",
-    "new_mlp",
-    "theorem1",
-]
+__all__ = ["ACTIVATIONS", "MLP", "ActivationName", "descend_watched", "new_mlp", "theorem1"]
 
 
 ActivationName = Literal["relu", "tanh"]

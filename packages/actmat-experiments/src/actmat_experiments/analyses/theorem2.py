@@ -24,24 +24,16 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from actmat.errors import NumericalError, RecipeError
-from actmat_experiments.analyses.result import Analysis, new_table, shown
+from actmat_experiments.analyses.result import Analysis, shown
 from actmat_experiments.analyses.theorem1 import MLP, ActivationName, new_mlp
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "LayerTerms",
-    "MinimiserGap",
-    "Sample",
-    "Theorem2Result",
-    "best_scale",
-    "least_interference",
-    "merge_mlps",
-    "minimiser_gap",
-    "theorem2",
-    "transfer_bound",
-]
+    from actmat.demo.tasks import Examples
+
+__all__ = ["Sample", "best_scale", "least_interference", "merge_mlps", "minimiser_gap", "theorem2", "transfer_bound"]
 
 
 EPS = torch.finfo(torch.float64).eps
@@ -393,21 +385,9 @@ def theorem2(
     heads = {t.name: _orthonormal(t.n_classes, generator) for t in tasks}
     base = new_mlp((_PIXELS, width, width, _OUTPUTS), activation=activation, seed=seed)
 
-    def train(model: MLP, names: list[str], n_steps: int) -> MLP:
-        optimiser = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
-        for step in range(n_steps):
-            name = names[step % len(names)]
-            examples = data[name].train
-            index_N = torch.randint(len(examples), (_BATCH,), generator=generator)
-            loss = _losses(heads[name], examples.labels_N[index_N])(model(examples.images_NHW[index_N].double())).mean()
-            optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            on_step()
-        return model
-
-    train(base, list(data), pretraining_steps)
-    experts = [train(copy.deepcopy(base), [name], finetuning_steps) for name in data]
+    own = {name: (d.train, heads[name]) for name, d in data.items()}
+    _train(base, list(own.values()), pretraining_steps, generator, on_step)
+    experts = [_train(copy.deepcopy(base), [pair], finetuning_steps, generator, on_step) for pair in own.values()]
     samples = {
         name: Sample(d.test.images_NHW.double(), _losses(heads[name], d.test.labels_N), math.sqrt(2))
         for name, d in data.items()
@@ -424,6 +404,26 @@ def theorem2(
     result = transfer_bound(base, experts, merge_mlps(base, experts, method), samples, settings)
     result.check()
     return result
+
+
+def _train(
+    model: MLP,
+    tasks: Sequence[tuple[Examples, Tensor]],
+    n_steps: int,
+    generator: torch.Generator,
+    on_step: Callable[[], object],
+) -> MLP:
+    """AdamW on batches of the tasks (examples and head) in turn, in place."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
+    for step in range(n_steps):
+        examples, head_CF = tasks[step % len(tasks)]
+        index_N = torch.randint(len(examples), (_BATCH,), generator=generator)
+        loss = _losses(head_CF, examples.labels_N[index_N])(model(examples.images_NHW[index_N].double())).mean()
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        on_step()
+    return model
 
 
 @torch.no_grad()

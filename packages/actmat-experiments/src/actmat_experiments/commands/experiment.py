@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from actmat_experiments.suites import RunRequest
 
-__all__ = ["experiment", "list_suites", "run", "study", "table"]
+__all__ = ["experiment", "run", "study", "table"]
 
 experiment = typer.Typer(
     name="experiment",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from actmat_experiments.core import output_energy
 
-__all__ = ["FEATURES", "Energies", "Leading", "activation_features", "energies", "features"]
+__all__ = ["FEATURES", "Leading", "activation_features", "energies", "features"]
 
 
 FEATURES: Mapping[str, str] = {

@@ -28,7 +28,7 @@ from actmat.demo.train import finetune, pretrain
 from actmat.demo.training import Schedule, descend, generator_for, steps_of
 from actmat_experiments.core import collect, unpack
 
-__all__ = ["FAMILIES", "Family", "Key", "Trained", "finetune_lowrank", "input_grams", "matrices", "train"]
+__all__ = ["FAMILIES", "Family", "Key", "Trained", "input_grams", "matrices", "train"]
 
 
 Key = tuple[str, int]

@@ -140,9 +140,8 @@ def _terminal_table(found: Sequence[Candidate]) -> Table:
         "mean over families, worst family in brackets; rules: which merge is best for an expert;\n"
         "experts: which expert of a merge loses most; * above the bar in every family"
     )
-    made = new_table(
-        "How well numbers forecast what an expert loses (Spearman)", ("all rows", "rules", "experts"), caption
-    )
+    title = "How well numbers forecast what an expert loses (Spearman)"
+    made = new_table(title, caption, "", ("all rows", "rules", "experts"))
     kind = found[0].kind
     for c in found:
         if c.kind != kind:

@@ -23,12 +23,9 @@ from actmat_experiments.forecast.rows import Row
 
 __all__ = [
     "BAR",
-    "COMBINED",
-    "RESAMPLES",
     "WITH_DATA",
     "Candidate",
     "Correlation",
-    "Forecaster",
     "best_single",
     "between",
     "candidates",

@@ -23,7 +23,7 @@ from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.study import Answers, Subject
 
-__all__ = ["Counts", "Experiment", "Made", "Share", "mean_share"]
+__all__ = ["Counts", "Experiment", "Made", "Share"]
 
 _VERSION = 2
 

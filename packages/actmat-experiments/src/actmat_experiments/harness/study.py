@@ -29,11 +29,8 @@ from actmat_experiments.harness.table import markdown
 
 __all__ = [
     "NEIGHBOURS",
-    "REFERENCES",
     "VARIANTS",
     "Answers",
-    "Comparison",
-    "Difference",
     "Half",
     "Point",
     "Subject",

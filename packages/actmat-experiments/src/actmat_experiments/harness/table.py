@@ -103,7 +103,7 @@ def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table
     tuned = {line.method: line for line in lines if line.scale == "tuned"}
     has_paper = any(line.paper is not None for line in lines)
     paper = ["paper"] if has_paper else []
-    table = new_table(title, ["average", "of expert", *paper, "tuned", "at scale", *paper], caption)
+    table = new_table(title, caption, "", ["average", "of expert", *paper, "tuned", "at scale", *paper])
     for line, is_last in _rows(lines):
         other = tuned.get(line.method)
         cells = [_with_half(line.average), _percent(line.normalised), *([_percent(line.paper)] if has_paper else [])]
@@ -118,7 +118,7 @@ def task_table(title: str, lines: Sequence[Line], tasks: Sequence[str], caption:
     """Percent per task at the default scale; the heads of columns are cut to what fits 80 columns."""
     widest = max([len(line.method) for line in lines], default=0)
     room = max(5, (80 - widest - 2) // max(1, len(tasks)) - 2)
-    table = new_table(title, [task[:room] for task in tasks], caption)
+    table = new_table(title, caption, "", [task[:room] for task in tasks])
     for line, is_last in _rows(lines):
         table.add_row(line.method, *(_percent(line.tasks[t].value) for t in tasks), end_section=is_last)
     return table
@@ -146,10 +146,11 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], n_left: int = 1
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def new_table(title: str, columns: Sequence[str], caption: str = "") -> Table:
-    """A table for the terminal: a column of names, and right-aligned cells beside it."""
+def new_table(title: str, caption: str, names: str, columns: Sequence[str]) -> Table:
+    """A table for the terminal: a column of names, which folds, and right-aligned cells beside it."""
     table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("", no_wrap=True)
+    table.collapse_padding = True
+    table.add_column(names, overflow="fold", justify="left")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

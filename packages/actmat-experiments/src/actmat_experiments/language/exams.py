@@ -33,7 +33,6 @@ __all__ = [
     "encode",
     "examine",
     "make_exams",
-    "padded",
     "score_choices",
     "training_tensors",
 ]

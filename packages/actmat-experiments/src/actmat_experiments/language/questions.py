@@ -20,12 +20,10 @@ from actmat_experiments.harness.results import majority_share
 __all__ = [
     "FORMS",
     "TEMPLATES",
-    "Form",
     "Item",
     "Row",
     "Template",
     "TextTask",
-    "fingerprint",
     "get_template",
     "read_rows",
     "render",

@@ -28,7 +28,7 @@ from actmat_experiments.language.sources import load_tasks
 from actmat_experiments.language.train import LanguageSettings, PaperSettings, expert_key, train_expert
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["MODELS", "Language", "prepare_base", "run", "table"]
+__all__ = ["MODELS", "Language", "run", "table"]
 
 
 _VERSION = 1

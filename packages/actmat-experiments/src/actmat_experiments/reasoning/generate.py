@@ -23,7 +23,7 @@ from actmat.errors import MergeError
 from actmat_experiments.harness.progress import quiet
 from actmat_experiments.reasoning.benchmarks import Sampling
 
-__all__ = ["Backend", "Job", "Questions", "answer_all", "measure", "read_answers", "release"]
+__all__ = ["Job", "Questions", "answer_all", "measure", "read_answers", "release"]
 
 
 Backend = Literal["hf", "vllm"]

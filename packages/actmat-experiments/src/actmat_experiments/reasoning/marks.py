@@ -15,7 +15,6 @@ from typing import Any
 from actmat.errors import MergeError
 
 __all__ = [
-    "Followed",
     "aime_answer",
     "check_sentence_model",
     "first_before",

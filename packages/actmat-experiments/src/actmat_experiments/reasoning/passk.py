@@ -18,17 +18,7 @@ from actmat.demo.intervals import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.table import markdown, new_table
 
-__all__ = [
-    "Columns",
-    "Estimate",
-    "at",
-    "at_k_markdown",
-    "at_k_rows",
-    "at_k_table",
-    "estimate",
-    "pass_at_k",
-    "scores_at_k",
-]
+__all__ = ["Columns", "at", "at_k_markdown", "at_k_table", "estimate", "pass_at_k", "scores_at_k"]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -152,7 +142,7 @@ def at_k_rows(
 
 def at_k_table(title: str, scores: Sequence[Score], columns: Columns, order: Sequence[str], caption: str = "") -> Table:
     """For the terminal: percent without intervals, which would not fit."""
-    table = new_table(title, [head for _, head in columns], caption)
+    table = new_table(title, caption, "", [head for _, head in columns])
     for row in at_k_rows(scores, columns, order, lambda share, half: f" {share:.1f}"):
         table.add_row(*row)
     return table

@@ -28,7 +28,7 @@ from actmat_experiments.reasoning.generate import measure
 from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table, scores_at_k
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["NAME", "NOTES", "PAPER", "run", "table"]
+__all__ = ["NAME", "NOTES", "run", "table"]
 
 NAME = "reasoning"
 AVERAGED = ("humaneval", "humaneval_plus", "aime24", "aime25", "ifeval")

@@ -25,19 +25,7 @@ from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.backbones import read_tensors
 from actmat_experiments.vision.experiment import Vision
 
-__all__ = [
-    "CURVE_ROWS",
-    "ESTIMATES",
-    "SAMPLE_COUNTS",
-    "curve_file",
-    "estimate_file",
-    "estimates",
-    "read_estimates",
-    "run_vision",
-    "store_curves",
-    "store_estimates",
-    "subsets_of",
-]
+__all__ = ["ESTIMATES", "curve_file", "estimates", "read_estimates", "run_vision", "subsets_of"]
 
 
 ESTIMATES = ("D^T D", "(D^T D)^1/2", "identity")

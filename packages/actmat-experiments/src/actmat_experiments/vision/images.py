@@ -40,7 +40,6 @@ __all__ = [
     "ImageTask",
     "Limits",
     "PixelScale",
-    "RawPart",
     "RawTask",
     "load_task",
     "local_task",

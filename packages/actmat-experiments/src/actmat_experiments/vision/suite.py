@@ -21,7 +21,7 @@ from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, RawTask, local_task, open_hub, prepare_task
 from actmat_experiments.vision.train import Precision
 
-__all__ = ["MODELS", "ClipSettings", "experiments", "run", "study", "table"]
+__all__ = ["MODELS", "experiments", "run", "study", "table"]
 
 MODELS = {
     "ViT-B/32": "openai/clip-vit-base-patch32",

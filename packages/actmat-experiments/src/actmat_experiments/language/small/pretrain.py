@@ -22,8 +22,6 @@ from actmat_experiments.language.exams import Encoded
 from actmat_experiments.language.train import summed_loss
 
 __all__ = [
-    "END",
-    "PAD",
     "Architecture",
     "Pretraining",
     "corrupt",

@@ -19,7 +19,7 @@ from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError
 from actmat_experiments.language.questions import Item, TextTask
 
-__all__ = ["EXTRA_TEXTS", "SMALL_TASKS", "SmallData", "SmallTask", "load_small"]
+__all__ = ["SMALL_TASKS", "SmallData", "load_small"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from actmat_experiments.reasoning.small.model import SmallSettings, load_model, 
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Parts, Puzzle, split
 from actmat_experiments.reasoning.small.train import pretrain, reinforce, right_answers
 
-__all__ = ["STORAGES", "Small", "Survival", "half_ulp", "stored", "survival", "trained_base"]
+__all__ = ["STORAGES", "Small", "half_ulp", "stored", "survival", "trained_base"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def new_trainer(
     """
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     class Watching(TrainerCallback):  # type: ignore[misc]  # the library is not typed
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -107,7 +107,20 @@ def new_trainer(
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [float(puzzle.right(p, c)) for p, c in zip(prompts, completions, strict=True)]
 
-    config = GRPOConfig(
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=_configuration(settings, seed, folder),
+        train_dataset=Dataset.from_list([{"prompt": p} for p in prompts]),
+        processing_class=new_tokenizer(),
+        callbacks=[Watching()],
+    )
+
+
+def _configuration(settings: SmallSettings, seed: int, folder: Path) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
@@ -129,14 +142,6 @@ def new_trainer(
         disable_tqdm=True,
         logging_steps=max(1, settings.steps // 10),
         log_level="error",
-    )
-    return GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": p} for p in prompts]),
-        processing_class=new_tokenizer(),
-        callbacks=[Watching()],
     )
 
 
