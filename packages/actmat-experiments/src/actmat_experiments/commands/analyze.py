@@ -15,7 +15,7 @@ from actmat.cli import flags
 from actmat.errors import RecipeError
 
 if TYPE_CHECKING:
-    from actmat.statistics import Statistics as StatisticsFile
+    from actmat_experiments.core import Statistics as StatisticsFile
 
 __all__ = ["app"]
 
