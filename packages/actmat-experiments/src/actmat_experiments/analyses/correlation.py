@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -235,7 +236,7 @@ def correlation(
     found: dict[str, list[Level]] = {}
     for n_samples in sizes:
         orders = [torch.randperm(n_samples, generator=generator) for _ in range(n_permutations)]
-        for name, record in token_records(model, lambda n=n_samples: loss(n), n_samples, layers=layers).items():  # type: ignore[misc]
+        for name, record in token_records(model, partial(loss, n_samples), n_samples, layers=layers).items():
             found.setdefault(name, []).append(_level(record, n_samples, orders))
         on_size()
     if not found:

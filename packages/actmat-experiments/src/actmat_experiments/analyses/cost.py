@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,7 +188,7 @@ def cost(
         product = layer.seconds_of_product(repeats)
         rates[_label(shape)] = side**3 / product
         for method in chosen:
-            seconds = _median(lambda m=method, on=layer: on.merge(m), repeats, device)  # type: ignore[misc]
+            seconds = _median(partial(layer.merge, method), repeats, device)
             used = min(n_experts, method.max_experts or n_experts)
             paper = PAPER_FLOPS.get(method.name)
             costs.append(

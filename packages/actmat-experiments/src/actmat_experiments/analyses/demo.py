@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -159,7 +160,7 @@ def demo_grams(models: DemoModels, examples: dict[str, Examples] | None = None) 
     found = {}
     for task, given in chosen.items():
         encoder = models.expert(task)
-        found[task] = input_grams(encoder, [lambda b=b, e=encoder: e(b.images_NHW) for b in batches(given)])  # type: ignore[misc]
+        found[task] = input_grams(encoder, [partial(encoder, b.images_NHW) for b in batches(given)])
     return found
 
 
@@ -185,7 +186,7 @@ def demo_cosine(demo: Path, *, sizes: Sequence[int] = SAMPLE_SIZES, n_draws: int
         found = []
         for _ in range(n_draws):
             index_N = torch.randperm(len(train), generator=generator)[:size]
-            found.append(input_grams(encoder, [lambda i=index_N: encoder(train.images_NHW[i])]))  # type: ignore[misc]
+            found.append(input_grams(encoder, [partial(encoder, train.images_NHW[index_N])]))
         return found
 
     experts = {n: models.folder.expert(n) for n in models.data}

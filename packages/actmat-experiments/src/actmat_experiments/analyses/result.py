@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,7 +41,7 @@ class Analysis(abc.ABC):
 
     def data(self) -> dict[str, Any]:
         """All numbers and settings, as plain data; NaN and infinities may occur. By default the dataclass's fields."""
-        return asdict(self)  # type: ignore[call-overload,no-any-return]  # every outcome is a dataclass
+        return dict(vars(self))
 
     @abc.abstractmethod
     def tables(self) -> list[Table]:
@@ -128,6 +128,8 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -163,7 +163,7 @@ def descend_watched(
             for parameter in parameters:
                 parameter.grad = None
             with monitor.step(step):
-                value.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(value)
             with torch.no_grad():
                 for parameter in parameters:
                     if parameter.grad is not None:

@@ -420,7 +420,7 @@ def _train(
         index_N = torch.randint(len(examples), (_BATCH,), generator=generator)
         loss = _losses(head_CF, examples.labels_N[index_N])(model(examples.images_NHW[index_N].double())).mean()
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         optimiser.step()
         on_step()
     return model

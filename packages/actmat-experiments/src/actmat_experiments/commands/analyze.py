@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -79,7 +79,7 @@ def theorem1(
         raise RecipeError(f"--network is mlp or transformer; got '{network}'.")
     with _working("descending", steps) as step:
         return run(
-            network=network,  # type: ignore[arg-type]
+            network=cast(Any, network),
             n_steps=steps,
             rate=rate,
             n_images=images,
@@ -174,7 +174,7 @@ def theorem2(
         return run(
             n_tasks=tasks,
             width=width,
-            activation=activation,  # type: ignore[arg-type]
+            activation=cast(Any, activation),
             method=method,
             seed=seed,
             on_step=step,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def rows_of(
             place = cache.get(
                 "forecast-rows",
                 _key(family, seed, subsets, methods),
-                lambda out, f=family, s=seed: _make(out, f, s, subsets, methods),  # type: ignore[misc]
+                partial(_make, family=family, seed=seed, subsets=subsets, methods=methods),
             )
             rows += read_rows(place)
     return rows

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from actmat.demo.merging import Candidate, merge_candidates
 from actmat.demo.training import side_by_side
-from actmat_experiments.harness.cache import Cache, library_versions
+from actmat_experiments.harness.cache import Cache, code_digest, library_versions
 from actmat_experiments.harness.merging import SCALES, best_scale, merging_code, needs_statistics
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime, ScaleKind, Score, append_scores
@@ -26,6 +26,7 @@ from actmat_experiments.harness.study import Answers, Subject
 __all__ = ["Counts", "Experiment", "Made", "Share"]
 
 _VERSION = 2
+_STATISTICS_VERSION = 2
 
 Counts = Mapping[str, Any]
 """What a model answers of one task: `correct`, `total`, and whatever else a suite reports, as plain data."""
@@ -59,6 +60,7 @@ class Experiment(abc.ABC):
         together: models merged in one reading of the inputs, which lie on the disk until they are tested.
         keep: leave merged models in the cache.
         scales: factors of the merged delta that tuning tries; empty: nothing is tuned.
+        samples: training examples per task that statistics are measured on.
     """
 
     suite: str
@@ -75,6 +77,7 @@ class Experiment(abc.ABC):
     together: int = 16
     keep: bool = False
     scales: Sequence[float] = SCALES
+    samples: int = 320
 
     # What a suite supplies
 
@@ -88,8 +91,12 @@ class Experiment(abc.ABC):
         """Task -> its expert, trained now unless it is in the cache; of the i-th of n processes, every n-th."""
 
     @abc.abstractmethod
-    def statistics(self, samples: int | None = None) -> dict[str, Made]:
-        """Task -> statistics of its expert on training examples, measured now unless they are in the cache."""
+    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+        """Write the statistics of an expert on `n` training examples of its task to the folder `out`.
+
+        Args:
+            advance: called after every batch with the number of its examples.
+        """
 
     @abc.abstractmethod
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
@@ -156,6 +163,27 @@ class Experiment(abc.ABC):
         if "tuned" in found:
             lines += self.lines(row, "tuned", found["tuned"], {"scale": found["scale"]})
         return lines
+
+    def statistics(self, samples: int | None = None) -> dict[str, Made]:
+        """Task -> statistics of its expert on training examples, measured now unless they are in the cache."""
+        n, found = samples or self.samples, {}
+        for task, expert in self.experts().items():
+            key = {
+                "version": _STATISTICS_VERSION,
+                "expert": expert.digest,
+                **self._key([task], ["train"]),
+                "samples": n,
+                "seed": self.seed,
+                "code": code_digest("statistics"),
+            }
+
+            def make(folder: Path, task: str = task, expert: Made = expert) -> None:
+                with self.watch.stage(f"statistics: {task} ({self.regime})", total=n) as stage, self._alone():
+                    self.measure(task, expert.path, n, folder / "statistics", stage.advance)
+
+            place = self.cache.get("statistics", key, make)
+            found[task] = Made(place / "statistics", place.name)
+        return found
 
     def tested(self, made: Made, tasks: Sequence[str], part: str, label: str) -> dict[str, Counts]:
         """Counts of a model that is no merge, on a part of some tasks."""

@@ -6,12 +6,12 @@ via Data-Free Covariance Estimation", 2026, arXiv:2604.01329.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
 from actmat.errors import RecipeError
-from actmat_experiments.harness.results import REGIMES, Regime, Score, read_scores
+from actmat_experiments.harness.results import REGIMES, Regime, ScaleKind, Score, read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import Figure, average_table, markdown_table, summarise, task_table
 from actmat_experiments.suites import TableRequest
@@ -21,7 +21,7 @@ __all__ = ["NOTES", "TITLES", "balanced", "latest", "paper_figures", "show", "st
 
 _MODELS = ("T5-base", "T5-large", "ViT-B/16", "ViT-B/32", "ViT-L/14")
 
-_FULL = {
+_FULL: Mapping[tuple[str, ScaleKind], tuple[float, ...]] = {
     ("base", "default"): (54.0, 51.3, 55.5, 48.2, 65.2),
     ("experts", "default"): (76.0, 82.4, 94.6, 90.4, 94.1),
     ("regmean", "default"): (74.5, 80.8, 87.6, 83.0, 90.0),
@@ -31,7 +31,7 @@ _FULL = {
     ("tsv", "default"): (72.9, 74.7, 88.8, 83.3, 91.1),
     ("actmat", "default"): (76.0, 79.8, 89.5, 82.9, 92.2),
 }
-_LORA = {
+_LORA: Mapping[tuple[str, ScaleKind], tuple[float, ...]] = {
     ("experts", "default"): (76.5, 79.2, 84.1, 80.7, 89.0),
     ("regmean", "default"): (75.9, 77.7, 80.3, 76.5, 86.9),
     ("average", "default"): (62.2, 57.2, 64.3, 56.8, 72.4),
@@ -65,7 +65,7 @@ def paper_figures(model: str, regime: Regime) -> Figure:
         return {}
     column = _MODELS.index(model)
     rows = _FULL if regime == "full" else _LORA
-    return {row: figures[column] for row, figures in rows.items()}  # type: ignore[misc]  # keys are literals above
+    return {row: figures[column] for row, figures in rows.items()}
 
 
 TITLES = {"full": "full fine-tuning", "lora": "LoRA"}

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments.harness.cache import Cache, code_digest, digest, file_digest, library_versions
+from actmat_experiments.harness.cache import Cache, digest, file_digest
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.merging import rescaled
 from actmat_experiments.harness.progress import Watch
@@ -75,6 +75,7 @@ class Language(Experiment):
             threads=request.threads,
             together=settings.together,
             keep=settings.keep,
+            samples=settings.samples,
             settings=settings,
             exams=exams,
         )
@@ -104,36 +105,10 @@ class Language(Experiment):
             found[name] = Made(place, place.name)
         return found
 
-    def statistics(self, samples: int | None = None) -> dict[str, Made]:
+    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
         """See `Experiment`."""
-        n, found = samples or self.settings.samples, {}
-        for name, expert in self.experts().items():
-            exam = self.exams[name]
-            key = {
-                "version": _VERSION,
-                "base": self.base.digest,
-                "expert": expert.digest,
-                "task": exam.key("train"),
-                "samples": n,
-                "seed": self.seed,
-                "device": self.device.split(":")[0],
-                "code": code_digest("statistics"),
-                "libraries": library_versions("torch", "transformers", "peft"),
-            }
-
-            def make(folder: Path, expert: Made = expert, exam: Exam = exam) -> None:
-                with self.watch.stage(f"statistics: {exam.name}", total=n) as stage:
-                    measure(
-                        *(self.base.path, expert.path, exam, folder / "statistics"),
-                        samples=n,
-                        seed=self.seed,
-                        device=self.device,
-                        advance=stage.advance,
-                    )
-
-            place = self.cache.get("statistics", key, make)
-            found[name] = Made(place / "statistics", place.name)
-        return found
+        exam = self.exams[task]
+        measure(self.base.path, expert, exam, out, samples=n, seed=self.seed, device=self.device, advance=advance)
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""

@@ -197,7 +197,7 @@ def finetune(
             for piece in _pieces(batch, settings.piece_tokens):
                 with autocast():
                     loss = summed_loss(model, piece, pad, place) / n_tokens
-                loss.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(parameters, _LONGEST_GRADIENT)
         optimiser.step()
         optimiser.zero_grad()

@@ -182,7 +182,8 @@ def _judge() -> Callable[[dict[str, Any], list[str]], dict[str, Any]]:
         from lm_eval.tasks.ifeval.utils import process_results
 
     langdetect.DetectorFactory.seed = 0  # it guesses languages at random otherwise
-    return process_results  # type: ignore[no-any-return]
+    judge: Callable[[dict[str, Any], list[str]], dict[str, Any]] = process_results
+    return judge
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from actmat.demo.heads import Head
 from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat_experiments.core import collect
-from actmat_experiments.harness.cache import Cache, code_digest, library_versions
+from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.merging import rescaled
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
@@ -35,7 +34,6 @@ from actmat_experiments.vision.train import Precision, Training, finetune
 __all__ = ["Vision", "common"]
 
 _EXPERT_VERSION = 1
-_STATISTICS_VERSION = 1
 _BATCH = 32
 _MOST_BYTES, _MOST_ROWS = 8e9, 16
 """Merged models that lie on the disk at the same time, and that an interruption loses at most."""
@@ -50,7 +48,6 @@ class Vision(Experiment):
         schedules: regime -> task -> schedule of its expert.
         precision: of the forward passes in training.
         public: task -> folder of a ready-made expert, in place of full fine-tuning.
-        samples: images per task that statistics are measured on.
     """
 
     backbone: Backbone
@@ -60,7 +57,6 @@ class Vision(Experiment):
     rank: int = 16
     precision: Precision = "float32"
     public: Mapping[str, Path] = field(default_factory=dict)
-    samples: int = 320
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,37 +79,6 @@ class Vision(Experiment):
         places = {name: self.cache.path("expert", key) for name, key in keys.items()}
         return {name: Made(place, place.name) for name, place in places.items()}
 
-    def statistics(self, samples: int | None = None) -> dict[str, Made]:
-        """See `Experiment`."""
-        n = samples or self.samples
-        experts = self.experts()
-        keys = {
-            task.name: {
-                "version": _STATISTICS_VERSION,
-                "base": self.base.digest,
-                "expert": experts[task.name].digest,
-                "head": self.heads[task.name].name,
-                "data": task.content["train"],
-                "samples": n,
-                "seed": self.seed,
-                "device": self.device.split(":")[0],
-                "code": code_digest("statistics"),
-                "libraries": library_versions("torch", "transformers", "peft"),
-            }
-            for task in self.tasks
-        }
-        if left := [t for t in self.tasks if not self.cache.holds("statistics", keys[t.name])]:
-            with self.watch.stage(f"statistics: {self.regime}, {n} images", total=n * len(left)) as stage:
-
-                def measured(task: ImageTask, out: Path) -> None:
-                    self._measure(task, experts[task.name].path, n, out / "statistics", stage.advance)
-
-                with one_thread_on(self.device):
-                    for task in left:
-                        self.cache.get("statistics", keys[task.name], partial(measured, task))
-        places = {name: self.cache.path("statistics", key) for name, key in keys.items()}
-        return {name: Made(place / "statistics", place.name) for name, place in places.items()}
-
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""
         return [[self.heads[t.name].name, *(t.content[p] for p in parts)] for t in self.tasks if t.name in tasks]
@@ -135,8 +100,8 @@ class Vision(Experiment):
         """See `Experiment`."""
         return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
 
-    def _measure(self, task: ImageTask, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
-        """Write the statistics of an expert on `n` training images of its task to the folder `out`.
+    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+        """See `Experiment`.
 
         As in the paper, few images suffice. The Fisher's labels are drawn from the expert's own predictions, so that
         it is the Fisher and not the gradient of the training loss.
@@ -147,8 +112,8 @@ class Vision(Experiment):
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, str(adapter))
-        generator, pixels_NSSC = generator_for(self.seed, f"labels {task.name}"), task.train.head(n).pixels_NSSC
-        head = self._head(task.name).to(self.device)
+        generator, pixels_NSSC = generator_for(self.seed, f"labels {task}"), self._task(task).train.head(n).pixels_NSSC
+        head = self._head(task).to(self.device)
 
         def batches() -> Iterator[dict[str, Tensor]]:
             for start in range(0, len(pixels_NSSC), _BATCH):
@@ -169,7 +134,7 @@ class Vision(Experiment):
             fisher=True,
             loss=log_likelihood,
             seed=self.seed,
-            source=task.name,
+            source=task,
         )
 
     def _task(self, name: str) -> ImageTask:

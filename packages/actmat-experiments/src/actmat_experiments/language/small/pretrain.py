@@ -208,15 +208,15 @@ def pretrain(
     model.to(device).train()
     usable = [text for text in texts if len(text) >= 2]
     losses: dict[str, list[float]] = {"texts": [], "questions": []}
-    optimiser = torch.optim.Adafactor(model.parameters(), lr=settings.learning_rate)
+    optimiser: torch.optim.Optimizer = torch.optim.Adafactor(model.parameters(), lr=settings.learning_rate)
     for update, (kind, batch) in enumerate(
         _batches(usable, questions, sentinels, settings, model.config.eos_token_id, seed)
     ):
         optimiser.param_groups[0]["lr"] = settings.learning_rate * warm_cosine(update, settings.updates)
         loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
-        optimiser.step()  # type: ignore[no-untyped-call]
+        optimiser.step()
         optimiser.zero_grad()
         losses[kind].append(loss.item())
         on_step()

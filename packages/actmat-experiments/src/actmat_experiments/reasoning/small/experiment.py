@@ -136,20 +136,11 @@ class Small(Experiment):
         wanted = self.puzzles[share[0] :: share[1]]
         return {p.name: stored(self.cache, self.trained(p), self.model) for p in wanted}
 
-    def statistics(self, samples: int | None = None) -> dict[str, Made]:
+    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
         """See `Experiment`: second moments of the inputs of the expert's layers."""
-        found = {}
-        for name, expert in self.experts().items():
-            prompts = self.parts[name].train[: samples or self.settings.measured]
-            key = {"expert": expert.digest, "prompts": len(prompts)}
-
-            def make(folder: Path, name: str = name, expert: Made = expert, prompts: Sequence[str] = prompts) -> None:
-                with self.watch.stage(f"statistics: {name}, {self.model}"):
-                    measure(str(expert.path), prompts, folder / "statistics")
-
-            place = self.cache.get("reasoning-small-statistics", key, make)
-            found[name] = Made(place / "statistics", place.name)
-        return found
+        prompts = self.parts[task].train[:n]
+        measure(str(expert), prompts, out)
+        advance(len(prompts))
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""

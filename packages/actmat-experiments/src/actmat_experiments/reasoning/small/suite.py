@@ -62,6 +62,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Small]:
                 device=request.device,
                 threads=request.threads,
                 scales=s.scales if storage == "float32" else (),
+                samples=s.measured,
                 settings=s,
                 puzzles=puzzles,
             )
