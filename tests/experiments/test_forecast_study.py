@@ -164,7 +164,7 @@ def test_the_suite_runs_the_families_that_are_asked_for(tmp_path: Path, monkeypa
     asked = []
     monkeypatch.setattr(
         "actmat_experiments.forecast.rows._make",
-        lambda out, family, seed, *_: asked.append((family.name, seed)) or (out / "rows.json").write_text("[]"),
+        lambda family, seed, *more: asked.append((family.name, seed)) or (more[-1] / "rows.json").write_text("[]"),
     )
     console = Console(width=80, record=True)
     suite.run(RunRequest("forecast", tmp_path, models=["lora", "full"], seeds=(0, 2), console=console))

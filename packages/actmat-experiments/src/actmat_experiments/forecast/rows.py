@@ -248,7 +248,7 @@ def rows_of(
             place = cache.get(
                 "forecast-rows",
                 _key(family, seed, subsets, methods),
-                partial(_make, family=family, seed=seed, subsets=subsets, methods=methods),
+                partial(_make, family, seed, subsets, methods),
             )
             rows += read_rows(place)
     return rows
@@ -289,7 +289,7 @@ def _key(
 
 
 def _make(
-    out: Path, family: Family, seed: int, subsets: Sequence[Sequence[int]], methods: Callable[[int], Sequence[str]]
+    family: Family, seed: int, subsets: Sequence[Sequence[int]], methods: Callable[[int], Sequence[str]], out: Path
 ) -> None:
     with one_thread():
         rows = list(measure(train(family, seed), family.name, seed, subsets=subsets, methods=methods))
