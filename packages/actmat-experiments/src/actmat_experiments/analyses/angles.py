@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = ["RIGHT_ANGLE", "DriftAngles", "angle", "cosine", "drift_angles", "gram_of", "relative_scale"]
 
+
 RIGHT_ANGLE = math.pi / 2
 """The largest angle between positive semi-definite matrices."""
 
@@ -55,7 +56,7 @@ def gram_of(matrix_OI: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DriftAngles:
-    """How far the estimate `D^T D` is from the Gram matrix `C`, and the steps from one to the other; in radians.
+    """Angles of the estimate `D^T D` with the Gram matrix `C`, and of the steps from one to the other; radians.
 
     Args:
         estimate: `angle(D^T D, C)`.

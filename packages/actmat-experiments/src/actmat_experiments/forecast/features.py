@@ -11,22 +11,18 @@ Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FEATURES",
-    "Energies",
-    "Leading",
-    "activation_energies",
-    "activation_features",
-    "energies",
-    "features",
-]
+from actmat_experiments.core import output_energy
+
+__all__ = ["FEATURES", "Leading", "activation_features", "energies", "features"]
+
 
 FEATURES: Mapping[str, str] = {
     "residual": "rho_t, what ACTMat minimises: rms of ||E_t D_t^T|| / ||D_t D_t^T||, weighted by ||D_t||^2",
@@ -52,55 +48,30 @@ FEATURES: Mapping[str, str] = {
 """Numbers without data: name -> what it is. Of one matrix where nothing else is said; see `features` for sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class Energies:
-    """Squared norms of one matrix, float64, one per expert unless said otherwise.
+Energies = Mapping[str, Tensor]
+"""Squared norms of one matrix: name -> one float64 per expert. With `|D| = (D^T D)^(1/2)`:
 
-    Args:
-        own: `||D_t||^2`.
-        merged: `||D*||^2`, a number.
-        total: `||sum_s D_s||^2`, a number.
-        base: `||W_0||^2`, a number.
-        inner: `<D*, D_t>`.
-        apart_own, own_own: `||E_t D_t^T||^2` and `||D_t D_t^T||^2`.
-        apart_root, own_root: `tr(E_t |D_t| E_t^T)` and `tr(D_t |D_t| D_t^T)` with `|D| = (D^T D)^(1/2)`.
-        apart_base, own_base: `||E_t W_0^T||^2` and `||D_t W_0^T||^2`.
-        base_base: `||W_0 W_0^T||^2`, a number.
-        foreign_rows, foreign_columns: `||D* (I - V V^T)||^2` and `||(I - U U^T) D*||^2` with the leading singular
-            vectors of `D_t`, as many as its effective rank `||D_t||^4 / ||D_t D_t^T||^2`, rounded up.
-        outside_merged, outside_own: `||X||^2 - ||U^T X V||^2` of `D*` (a number) and `D_t`, with those of `W_0`.
-        top_merged, top_own: squared largest singular values of `D*` (a number) and `D_t`.
-        overlap: mean over `s != t` of `||D_s D_t^T||^2 I / (||D_s||^2 ||D_t||^2)`; 0 where a delta is zero.
-    """
-
-    own: Tensor
-    merged: float
-    total: float
-    base: float
-    inner: Tensor
-    apart_own: Tensor
-    own_own: Tensor
-    apart_root: Tensor
-    own_root: Tensor
-    apart_base: Tensor
-    own_base: Tensor
-    base_base: float
-    foreign_rows: Tensor
-    foreign_columns: Tensor
-    outside_merged: float
-    outside_own: Tensor
-    top_merged: float
-    top_own: Tensor
-    overlap: Tensor
+| names | values |
+|---|---|
+| `own`, `merged`, `total`, `base` | `||D_t||^2`, `||D*||^2`, `||sum_s D_s||^2`, `||W_0||^2` |
+| `inner` | `<D*, D_t>` |
+| `apart_own`, `own_own` | `||E_t D_t^T||^2`, `||D_t D_t^T||^2` |
+| `apart_root`, `own_root` | `tr(E_t |D_t| E_t^T)`, `tr(D_t |D_t| D_t^T)` |
+| `apart_base`, `own_base`, `base_base` | `||E_t W_0^T||^2`, `||D_t W_0^T||^2`, `||W_0 W_0^T||^2` |
+| `foreign_rows`, `foreign_columns` | `||D* (I - V V^T)||^2`, `||(I - U U^T) D*||^2`, leading `U`, `V` of `D_t` |
+| `outside_merged`, `outside_own` | `||X||^2 - ||U^T X V||^2` of `D*` and `D_t`, with those of `W_0` |
+| `top_merged`, `top_own` | squared largest singular values of `D*` and `D_t` |
+| `overlap` | mean over `s != t` of `||D_s D_t^T||^2 I / (||D_s||^2 ||D_t||^2)`; 0 where a delta is zero |
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """What the experts and the base of one matrix are, whatever is merged: computed once for many merges.
+    """Singular vectors of an expert or the base of one matrix, computed once for many merges.
 
     Args:
         columns_OR, values, rows_RI: singular vectors and values, all of them.
-        rank: how many lead: the effective rank, rounded up.
+        rank: how many lead: the effective rank `||D||^4 / ||D D^T||^2`, rounded up.
     """
 
     columns_OR: Tensor
@@ -141,38 +112,33 @@ def energies(
     exact = [d.double() for d in deltas]
     merged, base = merged_OI.double(), base_OI.double()
     *parts, whole = leading or [Leading.of(x) for x in (*exact, base)]
-    apart = [merged - d for d in exact]
-    width = base.shape[1]
-
-    def per(values: Sequence[Tensor | float]) -> Tensor:
-        return torch.tensor([float(v) for v in values], dtype=torch.float64)
-
-    own = per([_square(d) for d in exact])
-    rows_of = [p.rows_RI for p in parts]
-    return Energies(
-        own=own,
-        merged=_square(merged),
-        total=_square(torch.stack(exact).sum(0)),
-        base=_square(base),
-        inner=per([(merged * d).sum() for d in exact]),
-        # with D_t = U S V^T: ||E D_t^T|| = ||E V S||, tr(E |D_t| E^T) = ||E V S^(1/2)||^2
-        apart_own=per([_square((e @ r.mT) * p.values) for e, r, p in zip(apart, rows_of, parts, strict=True)]),
-        own_own=per([p.values.pow(4).sum() for p in parts]),
-        apart_root=per([_square((e @ r.mT) * p.values.sqrt()) for e, r, p in zip(apart, rows_of, parts, strict=True)]),
-        own_root=per([p.values.pow(3).sum() for p in parts]),
-        apart_base=per([_square(e @ base.mT) for e in apart]),
-        own_base=per([_square(d @ base.mT) for d in exact]),
-        base_base=float(whole.values.pow(4).sum()),
-        foreign_rows=per([_square(merged) - _square(merged @ p.rows_RI[: p.rank].mT) for p in parts]).clamp_min(0),
-        foreign_columns=per(
-            [_square(merged) - _square(p.columns_OR[:, : p.rank].mT @ merged) for p in parts]
-        ).clamp_min(0),
-        outside_merged=_outside(merged, whole),
-        outside_own=per([_outside(d, whole) for d in exact]),
-        top_merged=float(torch.linalg.matrix_norm(merged, 2)) ** 2,
-        top_own=per([p.top for p in parts]),
-        overlap=_overlaps(exact, own, width),
-    )
+    # with D_t = U S V^T: ||E D_t^T|| = ||E V S||, tr(E |D_t| E^T) = ||E V S^(1/2)||^2
+    turned = [(merged - d) @ p.rows_RI.mT for d, p in zip(exact, parts, strict=True)]
+    own = [_square(d) for d in exact]
+    inside = [(_square(merged @ p.rows_RI[: p.rank].mT), _square(p.columns_OR[:, : p.rank].mT @ merged)) for p in parts]
+    found: dict[str, Sequence[Tensor | float] | float] = {
+        "own": own,
+        "merged": _square(merged),
+        "total": _square(torch.stack(exact).sum(0)),
+        "base": _square(base),
+        "inner": [(merged * d).sum() for d in exact],
+        "apart_own": [_square(e * p.values) for e, p in zip(turned, parts, strict=True)],
+        "own_own": [p.values.pow(4).sum() for p in parts],
+        "apart_root": [_square(e * p.values.sqrt()) for e, p in zip(turned, parts, strict=True)],
+        "own_root": [p.values.pow(3).sum() for p in parts],
+        "apart_base": [_square((merged - d) @ base.mT) for d in exact],
+        "own_base": [_square(d @ base.mT) for d in exact],
+        "base_base": float(whole.values.pow(4).sum()),
+        "foreign_rows": [max(_square(merged) - rows, 0.0) for rows, _ in inside],
+        "foreign_columns": [max(_square(merged) - columns, 0.0) for _, columns in inside],
+        "outside_merged": _outside(merged, whole),
+        "outside_own": [_outside(d, whole) for d in exact],
+        "top_merged": float(torch.linalg.matrix_norm(merged, 2)) ** 2,
+        "top_own": [p.top for p in parts],
+        "overlap": _overlaps(exact, own, base.shape[1]),
+    }
+    rows = {n: [values] * len(exact) if isinstance(values, float) else values for n, values in found.items()}
+    return {n: torch.tensor([float(v) for v in values], dtype=torch.float64) for n, values in rows.items()}
 
 
 def features(matrices: Sequence[Energies]) -> dict[str, list[float]]:
@@ -182,52 +148,40 @@ def features(matrices: Sequence[Energies]) -> dict[str, list[float]]:
     "rms over matrices" and "worst" are taken of the ratios of matrices. `rho_t` is weighted as in a report. Where an
     expert has no delta at all, what is divided by it is 0.
     """
-    total = _Sums(matrices)
-    own, merged, base = total("own"), total("merged"), total("base")
-    inner = total("inner")
+    stacked = {name: torch.stack([m[name] for m in matrices]) for name in matrices[0]}
+    total = {name: values.sum(0) for name, values in stacked.items()}
+    own, merged, base, inner = (total[name] for name in ("own", "merged", "base", "inner"))
     apart = (merged - 2 * inner + own).clamp_min(0)
-    stacked = {name: total.stack(name) for name in ("own", "merged", "base", "inner", "top_merged", "top_own")}
     apart_MT = (stacked["merged"] - 2 * stacked["inner"] + stacked["own"]).clamp_min(0)
-    rho_MT = _ratio(total.stack("apart_own"), total.stack("own_own"))
+    rho_MT = _ratio(stacked["apart_own"], stacked["own_own"])
     found = {
         "residual": _ratio((rho_MT * stacked["own"]).sum(0), own).sqrt(),
-        "residual_root": _ratio(total("apart_root"), total("own_root")).sqrt(),
+        "residual_root": _ratio(total["apart_root"], total["own_root"]).sqrt(),
         "distance": _ratio(apart, own).sqrt(),
         "distance_base": _ratio(apart, base).sqrt(),
         "distance_base_worst": _ratio(apart_MT, stacked["base"]).amax(0).sqrt(),
-        "distance_inputs": _ratio(total("apart_base"), total("own_base")).sqrt(),
-        "distance_inputs_base": _ratio(total.stack("apart_base"), total.stack("base_base")).mean(0).sqrt(),
+        "distance_inputs": _ratio(total["apart_base"], total["own_base"]).sqrt(),
+        "distance_inputs_base": _ratio(stacked["apart_base"], stacked["base_base"]).mean(0).sqrt(),
         "misalignment": 1 - _ratio(inner, own),
         "angle": 1 - _ratio(inner, (merged * own).sqrt()),
         "inflation": _ratio(merged, own.mean().expand_as(own)).sqrt(),
-        "inflation_sum": _ratio(merged, total("total")).sqrt(),
+        "inflation_sum": _ratio(merged, total["total"]).sqrt(),
         "inflation_own": _ratio(merged, own).sqrt(),
         "inflation_top": _ratio(stacked["top_merged"], stacked["top_own"]).mean(0).sqrt(),
         "merged_base": _ratio(merged, base).sqrt(),
         "own_base": _ratio(own, base).sqrt(),
-        "foreign_rows": _ratio(total("foreign_rows"), own).sqrt(),
-        "foreign_columns": _ratio(total("foreign_columns"), own).sqrt(),
-        "outside_base": _ratio(_ratio(total("outside_merged"), merged), _ratio(total("outside_own"), own)),
-        "overlap": _ratio((total.stack("overlap") * stacked["own"]).sum(0), own),
+        "foreign_rows": _ratio(total["foreign_rows"], own).sqrt(),
+        "foreign_columns": _ratio(total["foreign_columns"], own).sqrt(),
+        "outside_base": _ratio(_ratio(total["outside_merged"], merged), _ratio(total["outside_own"], own)),
+        "overlap": _ratio((stacked["overlap"] * stacked["own"]).sum(0), own),
     }
     return {name: values.tolist() for name, values in found.items()}
-
-
-def activation_energies(apart_OI: Tensor, reference_OI: Tensor, gram_II: Tensor) -> tuple[float, float]:
-    """`E||A z||^2` and `E||B z||^2` with `gram = E[z z^T]` (any multiple), in float64."""
-    gram = gram_II.double()
-
-    def energy(matrix_OI: Tensor) -> float:
-        wide = matrix_OI.double()
-        return max(float(((wide @ gram) * wide).sum()), 0.0)
-
-    return energy(apart_OI), energy(reference_OI)
 
 
 def activation_features(
     delta: Sequence[Tensor], merged: Sequence[Tensor], weight: Sequence[Tensor], gram: Sequence[Tensor]
 ) -> dict[str, float]:
-    """What the merge makes wrong on real inputs of one expert, over its matrices.
+    """Errors of the merge on real inputs of one expert, over its matrices.
 
     `activation_residual`: rms over matrices of `sqrt(E||E_t z||^2 / E||D_t z||^2)`, 1 for the base itself;
     `activation_error`: rms over matrices of `sqrt(E||E_t z||^2 / E||W_t z||^2)`, the error of a layer's outputs.
@@ -238,34 +192,13 @@ def activation_features(
     """
     residual, error = [], []
     for d_OI, m_OI, w_OI, gram_II in zip(delta, merged, weight, gram, strict=True):
-        apart, own = activation_energies(m_OI - d_OI, d_OI, gram_II)
-        _, output = activation_energies(m_OI - d_OI, w_OI, gram_II)
+        apart, own, output = (output_energy(x_OI, gram_II) for x_OI in (m_OI - d_OI, d_OI, w_OI))
         residual.append(apart / own if own > 0 else 0.0)
         error.append(apart / output if output > 0 else 0.0)
     return {
         "activation_residual": math.sqrt(math.fsum(residual) / len(residual)),
         "activation_error": math.sqrt(math.fsum(error) / len(error)),
     }
-
-
-class _Sums:
-    """Fields of several matrices, summed or stacked, as tensors of one entry per expert."""
-
-    def __init__(self, matrices: Sequence[Energies]) -> None:
-        count = matrices[0].own.numel()
-        self._stacked = {
-            f.name: torch.stack(
-                [torch.as_tensor(getattr(m, f.name), dtype=torch.float64).expand(count) for m in matrices]
-            )
-            for f in fields(Energies)
-        }
-
-    def __call__(self, name: str) -> Tensor:
-        return self._stacked[name].sum(0)
-
-    def stack(self, name: str) -> Tensor:
-        """Matrices by experts."""
-        return self._stacked[name]
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
@@ -282,13 +215,12 @@ def _outside(matrix_OI: Tensor, base: Leading) -> float:
     return max(_square(matrix_OI) - _square(inside), 0.0)
 
 
-def _overlaps(deltas: Sequence[Tensor], own_T: Tensor, width: int) -> Tensor:
+def _overlaps(deltas: Sequence[Tensor], own: Sequence[float], width: int) -> list[float]:
     count = len(deltas)
-    out = torch.zeros(count, dtype=torch.float64)
-    for t in range(count):
-        for s in range(t):
-            scale = float(own_T[s] * own_T[t])
-            share = _square(deltas[s] @ deltas[t].mT) * width / scale if scale else 0.0
-            out[s] += share
-            out[t] += share
-    return out / max(count - 1, 1)
+    out = [0.0] * count
+    for s, t in itertools.combinations(range(count), 2):
+        scale = own[s] * own[t]
+        share = _square(deltas[s] @ deltas[t].mT) * width / scale if scale else 0.0
+        out[s] += share
+        out[t] += share
+    return [share / max(count - 1, 1) for share in out]

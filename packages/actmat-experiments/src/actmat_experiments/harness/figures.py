@@ -1,4 +1,4 @@
-"""How the figures of the analyses look. No global state of matplotlib is used.
+"""The style of all figures. No global state of matplotlib is used.
 
 The colours are those of M. Okabe and K. Ito, "Color universal design" (2008): told apart with any kind of colour
 vision, and each series has a marker or a line style of its own besides.
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from actmat.errors import MergeError
 
-__all__ = ["COLOURS", "MARKERS", "layer_axis", "new_axes", "new_panels"]
+__all__ = ["COLOURS", "MARKERS", "finish_panels", "layer_axis", "new_axes", "new_panels"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -63,3 +63,15 @@ def layer_axis(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xticks(range(len(names)))
     axes.set_xticklabels(names, rotation=90, fontsize=7)
     axes.set_xlim(-0.6, len(names) - 0.4)
+
+
+def finish_panels(figure: Figure, panels: Sequence[Axes], names: Sequence[str], x_label: str, y_label: str) -> None:
+    """Titles, a logarithmic horizontal axis, labels and one legend for all panels."""
+    for axes, name in zip(panels, names, strict=True):
+        axes.set_title(name, fontsize=7.5)
+    panels[0].set_xscale("log")
+    for axes in panels[-min(4, len(panels)) :]:
+        axes.set_xlabel(x_label, fontsize=8)
+    figure.supylabel(y_label, fontsize=9)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)

@@ -1,4 +1,4 @@
-"""From rows as data sets have them to fields, answers and a label, by column names that are checked.
+"""Questions with answers to choose from: prompts of the seven tasks, and rows of data sets by checked column names.
 
 A task knows the forms in which its rows are found: the schema on the hub, and local files. A row whose columns fit none
 is an error that names what was expected and what was found; so are empty or equal answers. A wrong column name must
@@ -7,15 +7,141 @@ not become an empty text: with two empty choices every model is right on half of
 
 from __future__ import annotations
 
+import hashlib
+import json
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.errors import CheckpointError, did_you_mean
-from actmat_experiments.language.items import Item
-from actmat_experiments.language.templates import TEMPLATES, Template
+from actmat_experiments.harness.results import majority_share
 
-__all__ = ["FORMS", "Form", "Row", "read_rows", "render", "to_items"]
+__all__ = [
+    "FORMS",
+    "TEMPLATES",
+    "Item",
+    "Row",
+    "Template",
+    "TextTask",
+    "get_template",
+    "read_rows",
+    "render",
+    "to_items",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question.
+
+    Args:
+        choices: the answers, distinct and not empty.
+        label: position of the right one.
+    """
+
+    prompt: str
+    choices: tuple[str, ...]
+    label: int
+
+    @property
+    def target(self) -> str:
+        """The right answer."""
+        return self.choices[self.label]
+
+
+@dataclass(frozen=True, slots=True)
+class TextTask:
+    """A task with disjoint parts: to fit, to choose settings, to report."""
+
+    name: str
+    train: Sequence[Item] = field(repr=False)
+    validation: Sequence[Item] = field(repr=False)
+    test: Sequence[Item] = field(repr=False)
+    metric: str = "accuracy"
+
+    @property
+    def majority(self) -> tuple[int, int]:
+        """Right and all answers on the test part of a model that always chooses the most frequent position."""
+        return majority_share([item.label for item in self.train], [item.label for item in self.test])
+
+    def key(self, *parts: str) -> dict[str, str]:
+        """The name, and the hash of each of these parts: what a result on them depends on."""
+        return {"task": self.name, **{part: fingerprint(getattr(self, part)) for part in parts}}
+
+
+def fingerprint(items: Sequence[Item]) -> str:
+    """SHA-256 over all prompts, choices and labels, in order."""
+    found = hashlib.sha256()
+    for item in items:
+        found.update(json.dumps([item.prompt, item.choices, item.label]).encode() + b"\n")
+    return found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One way to ask.
+
+    Args:
+        name: unique within the task.
+        answers: choices that are the same for all rows, in the order of the labels; empty: the row's own.
+    """
+
+    name: str
+    prompt: str
+    answers: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Fields that the prompt mentions."""
+        return frozenset(name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None)
+
+
+_NO_YES = ("No", "Yes")
+
+TEMPLATES: dict[str, tuple[Template, ...]] = {
+    "qasc": (
+        Template("facts", "{fact1} {fact2}\nWith these two facts in mind: {question}\n{options}"),
+        Template("question", "{question}\nWhich of these is the best answer?\n{options}"),
+        Template("facts_last", "Question: {question}\nKnown: {fact1} {fact2}\nPossible answers:\n{options}\nAnswer:"),
+    ),
+    "wikiqa": (
+        Template("answers_it", "Question: {question}\nSentence: {sentence}\nDoes the sentence answer it?", _NO_YES),
+        Template("found", "I asked: {question}\nI was told: {sentence}\nIs that an answer to what I asked?", _NO_YES),
+        Template("good", "Is the text a good answer to the question?\nText: {sentence}\nQuestion: {question}", _NO_YES),
+    ),
+    "quartz": (
+        Template("read_first", "{paragraph}\n{question}\n{options}"),
+        Template("question_first", "Question: {question}\n{options}\nThis text helps: {paragraph}\nAnswer:"),
+        Template("use_text", "Use the text to choose an answer.\nText: {paragraph}\nQuestion: {question}\n{options}"),
+    ),
+    "paws": (
+        Template("same", "First: {sentence1}\nSecond: {sentence2}\nDo both say the same?", _NO_YES),
+        Template("rewritten", "{sentence1}\nCould one also write it this way?\n{sentence2}", _NO_YES),
+        Template("paraphrase", 'Is "{sentence2}" a paraphrase of "{sentence1}"?', _NO_YES),
+    ),
+    "story_cloze": (
+        Template("how_ends", "{story}\nHow does this story end?\n{options}"),
+        Template("better", "Which ending fits the story better?\nStory: {story}\n{options}"),
+        Template("continue", "A story: {story}\nIt can go on in one of these ways:\n{options}\nThe natural one:"),
+    ),
+    "winogrande": (
+        Template("stands_for", "{sentence}\nWhat does the _ stand for?\n{options}"),
+        Template("fill", "Fill the blank (_) in: {sentence}\nChoose from:\n{options}"),
+        Template("either", "{sentence}\nDoes _ mean {option1} or {option2}?"),
+    ),
+    "wsc": (
+        Template("refers", '{text}\nIn this text, does "{pronoun}" refer to {referent}?', _NO_YES),
+        Template("same_thing", 'Text: {text}\nAre "{pronoun}" and "{referent}" the same?', _NO_YES),
+        Template("means", '"{pronoun}" stands for "{referent}" in the text below. Is that right?\n{text}', _NO_YES),
+    ),
+}
+"""Task -> its templates; the first one is used for validation and test."""
+
+
+def get_template(task: str, name: str) -> Template:
+    """The template of a task by name; KeyError if there is none."""
+    return {t.name: t for t in TEMPLATES[task]}[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +158,6 @@ class Form:
     """One schema of a task's rows.
 
     Args:
-        name: where it is found.
         columns: what a row must have; `a.b` for a column inside a column.
         read: a row that has these columns, as the task means it; `ValueError` for a value that it cannot be.
     """

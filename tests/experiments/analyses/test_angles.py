@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tolerances import F64_IDENTITY
 
-from actmat_experiments.linalg.angles import RIGHT_ANGLE, angle, cosine, drift_angles, gram_of, relative_scale
+from actmat_experiments.analyses.angles import RIGHT_ANGLE, angle, cosine, drift_angles, gram_of, relative_scale
 
 
 def gaussian(*shape, seed=0):

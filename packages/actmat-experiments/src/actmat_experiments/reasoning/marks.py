@@ -1,12 +1,30 @@
-"""What a text answers: the integer of an AIME problem, the number of a word problem, the program of a task."""
+"""Answers in a text (a number, a program), and the instructions that it follows (IFEval)."""
 
 from __future__ import annotations
 
+import functools
+import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
-__all__ = ["aime_answer", "first_before", "flexible_number", "program", "same_number", "strict_number"]
+from actmat.errors import MergeError
+
+__all__ = [
+    "aime_answer",
+    "check_sentence_model",
+    "first_before",
+    "flexible_number",
+    "followed",
+    "program",
+    "same_number",
+    "strict_number",
+]
+
 
 _SAID = re.compile(r"answer\s*(?:is|:|=)?\s*[:=]?\s*\**\s*(\$?\\?\(?\s*[\d,]+)", re.IGNORECASE)
 _WRAPPING = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}|\\[,;!: ]|[\s$*]|\\[()\[\]]|\{,\}")
@@ -59,7 +77,7 @@ def _integer(text: str) -> int | None:
 
 
 def strict_number(text: str) -> str | None:
-    """What stands behind the first `#### `, the form that GSM8K itself uses."""
+    """The number behind the first `#### `, the form that GSM8K itself uses."""
     found = _STRICT.search(text)
     return found[1] if found else None
 
@@ -71,7 +89,7 @@ def flexible_number(text: str) -> str | None:
 
 
 def same_number(given: str | None, wanted: str) -> bool:
-    """Whether two texts are one number; thousands separators, dollars and a final point do not matter."""
+    """True if two texts are one number; thousands separators, dollars and a final point do not matter."""
     if given is None:
         return False
     try:
@@ -106,3 +124,77 @@ def program(prompt: str, answer: str, entry_point: str, stops: Sequence[str]) ->
         above = prompt[: prompt.rfind(f"def {entry_point}")] if f"def {entry_point}" in prompt else ""
         return f"{above}\n{whole[-1]}"
     return prompt + first_before(blocks[-1] if blocks else answer, stops)
+
+
+_LOCK = threading.Lock()
+_SPLITS_SENTENCES = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """For every instruction of a prompt, in their order: True if the answer follows it.
+
+    Args:
+        strict: by the letter.
+        loose: with what models put around an answer taken off.
+    """
+
+    strict: tuple[bool, ...]
+    loose: tuple[bool, ...]
+
+
+def followed(problem: Mapping[str, Any], answer: str) -> Followed:
+    """Check one answer.
+
+    Args:
+        problem: a row of the data set: key, prompt, instruction_id_list, kwargs.
+    """
+    with _LOCK:  # the environment belongs to all threads
+        judge = _judge()
+    found = judge(dict(problem), [answer])
+    return Followed(tuple(found["inst_level_strict_acc"]), tuple(found["inst_level_loose_acc"]))
+
+
+def check_sentence_model(problems: Sequence[Mapping[str, Any]]) -> None:
+    """Some instructions want text split into sentences, by a model of nltk that is a download of its own.
+
+    Raises:
+        MergeError: it is needed and not there.
+    """
+    if not any(_SPLITS_SENTENCES & set(p["instruction_id_list"]) for p in problems):
+        return
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        raise MergeError(
+            "IFEval splits text into sentences by nltk's model 'punkt_tab', which is not installed. "
+            "Fetch it once: python -m nltk.downloader punkt_tab. "
+            "Without network, unpack it into a folder nltk_data/tokenizers that NLTK_DATA names the parent of."
+        ) from None
+
+
+@functools.cache
+def _judge() -> Callable[[dict[str, Any], list[str]], dict[str, Any]]:
+    with _offline():
+        import langdetect
+        from lm_eval.tasks.ifeval.utils import process_results
+
+    langdetect.DetectorFactory.seed = 0  # it guesses languages at random otherwise
+    judge: Callable[[dict[str, Any], list[str]], dict[str, Any]] = process_results
+    return judge
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """The checkers download on import unless they believe to be a helper process."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before

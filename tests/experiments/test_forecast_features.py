@@ -10,7 +10,7 @@ from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
 from actmat.linalg.forecast import output_features
-from actmat_experiments.linalg.forecast import FEATURES, Leading, activation_features, energies, features
+from actmat_experiments.forecast.features import FEATURES, Leading, activation_features, energies, features
 
 SHAPES = ((7, 5), (4, 9))
 

@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from actmat_experiments.linalg.entry_correlation import entry_correlations, null_rms, permuted_rms, rms_correlation
+from actmat_experiments.analyses.correlation import entry_correlations, null_rms, permuted_rms, rms_correlation
 
 
 def gaussian(*shape, seed=0):
