@@ -19,7 +19,7 @@ from actmat.engine.executors.base import Executor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
-from actmat.engine.resources import Resources, check_device, share_resources
+from actmat.engine.resources import Resources, check_device, check_device_name, share_resources
 from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN, check_adapters, check_probes
 from actmat.engine.units import plan_units
@@ -100,7 +100,7 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
     """
     problems = Problems()
     with problems.noted():
-        check_device(device)
+        check_device_name(device)
     with opened_inputs([recipe], problems) as inputs:
         return plans_of([recipe], inputs, device, problems)[0]
 

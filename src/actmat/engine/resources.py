@@ -18,7 +18,7 @@ from actmat.errors import RecipeError, format_size
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import MergePlan
 
-__all__ = ["Resources", "check_device", "one_thread", "share_resources"]
+__all__ = ["Resources", "check_device", "check_device_name", "one_thread", "share_resources"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,26 @@ class Resources:
     device: str = "cpu"
 
 
+def check_device_name(device: str) -> None:
+    """Refuse text that names no device; a plan may be made for a device that only another machine has.
+
+    Raises:
+        RecipeError: says what names there are.
+    """
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+        raise RecipeError(f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'")
+
+
 def check_device(device: str) -> None:
     """Refuse a device that torch cannot compute on.
 
     Raises:
-        RecipeError: it cannot, or there is no such device; says what there is.
+        RecipeError: there is no such device here; says what there is.
     """
+    check_device_name(device)
     kind, _, number = device.partition(":")
     problem = None
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
-        problem = f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'"
-    elif kind == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         problem = (
             "device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
         )
