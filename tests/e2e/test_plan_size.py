@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.experts.checkpoint import CheckpointExpert
 from actmat.plan import MergePlan, build_plan
 from actmat.recipe import make_recipe
 
@@ -46,7 +47,7 @@ def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
         }
     )
     began = time.process_time()
-    plan = build_plan(recipe, base, [expert, expert])
+    plan = build_plan(recipe, base, [CheckpointExpert(expert)] * 2)
     plan.fingerprint()
     return time.process_time() - began, plan
 
