@@ -37,7 +37,7 @@ class StagedOutput:
         writer: receives its bytes.
         records: of everything that is done, by item.
         stage: its partial folder; None where nothing is written.
-        done: items that an earlier run finished.
+        done: items that an earlier run finished, or that need no work.
     """
 
     plan: MergePlan
@@ -49,7 +49,7 @@ class StagedOutput:
     @classmethod
     def unwritten(cls, plan: MergePlan, skip: Iterable[str]) -> StagedOutput:
         """An output that is only measured; the items `skip` need no work."""
-        return cls(plan, NoWriter(), {name: Record(name, "", {}) for name in skip})
+        return cls(plan, NoWriter(), done=frozenset(skip))
 
     @property
     def out(self) -> Path:

@@ -289,7 +289,7 @@ def _execute(
         StatisticsError: statistics of another model than the one that was read.
     """
     plans = tuple(o.plan for o in outputs)
-    units = plan_units(plans, [o.records for o in outputs], observers)
+    units = plan_units(plans, [o.done for o in outputs], observers)
     if not units:
         return
     spec = SessionSpec(
@@ -309,8 +309,8 @@ def _execute(
             for p, record in result.records:
                 outputs[p].keep(record)
         for group in result.unit.groups:
-            item = plans[group[0][0]].items[group[0][1]]
-            progress.tensor(item.name, item.cost.read_bytes + item.cost.write_bytes)
+            items = [plans[p].items[n] for p, n in group]
+            progress.tensor(items[0].name, max(i.cost.read_bytes + i.cost.write_bytes for i in items))
     _judge(findings)
 
 

@@ -56,7 +56,7 @@ def merge_pool(
         reader.inputs.statistics, reader.compute_dtype, reader.device, lambda part: reader.converted_base(part, flat)
     )
     for tasks in variants:
-        leader = dataclasses.replace(tasks[0], item=pooled(items), stats={}, observer=None)
+        leader = dataclasses.replace(tasks[0], item=pooled([t.item for t in tasks]), stats={}, observer=None)
         merged = apply_method(leader, whole, deltas, around).view(whole.shape)
         if inspect_only or findings.fatal:
             continue

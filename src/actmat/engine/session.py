@@ -168,7 +168,7 @@ class Session:
             return
         assert item.call is not None
         acts_on = get_method(item.call.method).acts_on
-        reader = self._reader(item, Findings(tolerated=True), self._scratch)
+        reader = self._reader([item], Findings(tolerated=True), self._scratch)
         for part in cut(item.shape, item.layout, acts_on):
             deltas = Deltas(reader, part, reader.read_base(part), "held").held()
             split = [part.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
@@ -183,12 +183,12 @@ class Session:
         if not first.item.base_dtype:
             return [[merge_full_tensor(task, self.inputs) for task in groups[0]]]
         if len(groups) == 1 and not first.item.pool:
-            reader = self._reader(self._leader([t.item for t in groups[0]]), findings, self._scratch)
+            reader = self._reader([t.item for t in groups[0]], findings, self._scratch)
             merge = TensorMerge(groups[0], reader, findings, self.inspect_only)
             room = merge.room_bytes()
             with self._scratch.room.opened(room, elsewhere=max(0, unit.host_bytes - room)):
                 return [merge.run()]
-        readers = [self._reader(self._leader([t.item for t in group]), findings, Scratch()) for group in groups]
+        readers = [self._reader([t.item for t in group], findings, Scratch()) for group in groups]
         by_plan = list(zip(*groups, strict=True))
         records = merge_pool(by_plan, readers, findings, inspect_only=self.inspect_only)
         return [list(of_item) for of_item in zip(*records, strict=True)]
@@ -220,8 +220,9 @@ class Session:
         """The item that decides what is read: one that merges, where there is one; else only the base is read."""
         return next((i for i in items if i.call is not None), items[0])
 
-    def _reader(self, item: Item, findings: Findings, scratch: Scratch) -> TensorReader:
+    def _reader(self, items: Sequence[Item], findings: Findings, scratch: Scratch) -> TensorReader:
+        """Reads one tensor, of which each plan has its own item."""
         # elementwise methods cost less than the way to an accelerator and back
-        moves = item.call is not None and get_method(item.call.method).acts_on != "elementwise"
+        moves = any(i.call is not None and get_method(i.call.method).acts_on != "elementwise" for i in items)
         device = self._device if moves else torch.device("cpu")
-        return TensorReader(item, self.inputs, self._compute, device, scratch, findings)
+        return TensorReader(self._leader(items), self.inputs, self._compute, device, scratch, findings)

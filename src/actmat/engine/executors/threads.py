@@ -40,11 +40,9 @@ class ThreadExecutor:
         self._writers = writers
         self._resources = resources
         self._local = threading.local()
-        self._sessions: list[Session] = []
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
-        self._forget()
         with one_thread(), self._pool() as pool:
 
             def observe(survey: Survey, state: Any, items: Sequence[Item]) -> None:
@@ -64,14 +62,13 @@ class ThreadExecutor:
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Iterator[UnitResult]:
         """See `Executor`."""
-        self._forget()
         units = list(units)
         workers = self._resources.workers
         if workers > 1:  # a large unit that comes last, as heads do, would leave the other workers idle
             units.sort(key=lambda unit: unit.traffic, reverse=True)
         spec = dataclasses.replace(spec, room=self._room(units))
         budget = Budget(self._resources.memory)
-        stop = threading.Event()
+        stop, failed = threading.Event(), threading.Event()
 
         def work(index: int) -> UnitResult | None:
             if stop.is_set():
@@ -82,20 +79,25 @@ class ThreadExecutor:
                     return None
                 if index + workers < len(units):
                     session.prefetch(units[index + workers])
-                return session.merge(units[index])
+                session.inspect_only = failed.is_set()
+                result = session.merge(units[index])
+                if result.findings.fatal:
+                    failed.set()
+                return result
 
         with one_thread(), self._pool() as pool:
+            running = {pool.submit(work, i) for i in range(len(units))}
             try:
-                for future in concurrent.futures.as_completed([pool.submit(work, i) for i in range(len(units))]):
+                for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
                     assert result is not None, "units are skipped only after an error"
-                    if result.findings.fatal:
-                        for session in self._sessions:
-                            session.inspect_only = True
+                    running.remove(future)
                     yield result
-            except BaseException:  # whatever it is (Ctrl-C too): let running units end, start no new ones, pass it on
+            except BaseException as error:  # Ctrl-C too: let running units end, start no new ones, pass it on
                 stop.set()
                 pool.shutdown(cancel_futures=True)
+                if not isinstance(error, GeneratorExit):  # results that a later run need not compute again
+                    yield from (r for f in running if (r := _finished(f)) is not None)
                 raise
 
     def _room(self, units: Sequence[Unit]) -> int:
@@ -111,8 +113,9 @@ class ThreadExecutor:
         session = getattr(self._local, "session", None)
         if session is None or session.spec is not spec:
             session = self._local.session = Session(spec, self._inputs, self._writers)
-            self._sessions.append(session)
         return session
 
-    def _forget(self) -> None:
-        self._sessions.clear()
+
+def _finished(future: concurrent.futures.Future[UnitResult | None]) -> UnitResult | None:
+    """The result, unless the unit was never run or raised an error."""
+    return None if future.cancelled() or future.exception() is not None else future.result()
