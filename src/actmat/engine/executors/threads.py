@@ -9,10 +9,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
@@ -21,7 +19,6 @@ from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
-from actmat.methods import Survey
 from actmat.plan.model import Item
 
 __all__ = ["ThreadExecutor"]
@@ -47,18 +44,18 @@ class ThreadExecutor:
         self._forget()
         with one_thread(), self._pool() as pool:
 
-            def observe(survey: Survey, state: Any, items: Sequence[Item]) -> None:
-                turn = threading.Lock()  # a state is not thread-safe; reading and subtracting still overlap
+            def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
+                mine, states = threading.local(), []
 
                 def one(item: Item) -> None:
-                    assert item.call is not None
-                    with torch.no_grad():
-                        for deltas in self._session(spec).survey_deltas(item):
-                            with turn:
-                                survey.observe(state, deltas, item.call.options)
+                    if not hasattr(mine, "state"):
+                        mine.state = fork()
+                        states.append(mine.state)
+                    self._session(spec).observe(item, mine.state)
 
                 for _ in pool.map(one, items):
                     pass
+                return states
 
             return run_surveys(spec, observe)
 
@@ -82,13 +79,18 @@ class ThreadExecutor:
                     return None
                 if index + workers < len(units):
                     session.prefetch(units[index + workers])
-                return session.merge(units[index])
+                try:
+                    return session.merge(units[index])
+                except BaseException:  # before another worker takes its next unit
+                    stop.set()
+                    raise
 
         with one_thread(), self._pool() as pool:
             try:
                 for future in concurrent.futures.as_completed([pool.submit(work, i) for i in range(len(units))]):
                     result = future.result()
-                    assert result is not None, "units are skipped only after an error"
+                    if result is None:  # skipped after an error, which another future raises
+                        continue
                     if result.findings.fatal:
                         for session in self._sessions:
                             session.inspect_only = True
