@@ -307,14 +307,15 @@ def _execute(
     executor = find_executor(executor_name)(inputs, [o.writer for o in outputs], resources)
     spec = dataclasses.replace(spec, surveys=executor.survey(spec))
     findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
-    for result in executor.run(spec, units):
-        findings.add(result.findings)
-        if not findings.fatal:
-            for p, record in result.records:
-                outputs[p].keep(record)
-        for group in result.unit.groups:
-            item = plans[group[0][0]].items[group[0][1]]
-            progress.tensor(item.name, item.cost.read_bytes + item.cost.write_bytes)
+    with contextlib.closing(executor.run(spec, units)) as results:
+        for result in results:
+            findings.add(result.findings)
+            if not findings.fatal:
+                for p, record in result.records:
+                    outputs[p].keep(record)
+            for group in result.unit.groups:
+                item = plans[group[0][0]].items[group[0][1]]
+                progress.tensor(item.name, item.cost.read_bytes + item.cost.write_bytes)
     _judge(findings)
 
 

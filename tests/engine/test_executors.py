@@ -7,7 +7,7 @@ import concurrent.futures
 import functools
 import json
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class ReversedExecutor:
 
         return run_surveys(spec, observe)
 
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Iterator[UnitResult]:
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         for unit in reversed(units):
             yield other_process().submit(merge_there, spec, unit).result()
 
@@ -128,11 +128,11 @@ def files_of(folder: Path) -> dict[str, Any]:
     """Contents of an output; the report as data, without times."""
     files: dict[str, Any] = dict(contents(folder))
     return {
-        n: without_seconds(json.loads(b)) if n.endswith(".json") else b for n, b in files.items() if n[-5:] != ".html"
+        n: without_times(json.loads(b)) if n.endswith(".json") else b for n, b in files.items() if n[-5:] != ".html"
     }
 
 
-def without_seconds(value: Any) -> Any:
+def without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: without_seconds(v) for k, v in value.items() if k != "seconds"}
-    return [without_seconds(v) for v in value] if isinstance(value, list) else value
+        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "created")}
+    return [without_times(v) for v in value] if isinstance(value, list) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 from actmat.engine.inputs import Inputs
@@ -29,12 +29,12 @@ class Executor(Protocol):
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """Results of the surveys that the methods of the plans want, see `run_surveys`; empty where none does."""
 
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Iterator[UnitResult]:
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         """One result per unit, in any order, as they are done; a result that was yielded is not kept.
 
         After fatal findings the remaining units are still run, so that the driver can list all problems; sessions may
-        then be told to `inspect_only`. An error of a unit is raised. After an error, and when the iterator is closed,
-        no unit starts, and those that run end before the iterator does.
+        then be told to `inspect_only`. An error of a unit is raised. After an error, and when the generator is closed,
+        no unit starts, and those that run end before the generator does.
         """
 
 
