@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import dataclasses
 import functools
 import json
 import multiprocessing
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from tests.helpers.merging import Family, contents
 import actmat
 from actmat.engine import executors
 from actmat.engine.executors import EXECUTORS
-from actmat.engine.executors.base import Executor
+from actmat.engine.executors.base import Executor, survey_in
 from actmat.engine.executors.conformance import ExecutorConformance
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
@@ -26,7 +28,7 @@ from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
-from actmat.errors import RecipeError
+from actmat.errors import MergeError, RecipeError
 from actmat.plan.model import Item
 
 
@@ -82,6 +84,106 @@ class TestReversedInAnotherProcess(ExecutorConformance):
         return ReversedExecutor(inputs, writers, resources)
 
 
+class HereExecutor:
+    """One session in this process."""
+
+    def __init__(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> None:
+        del resources
+        self._inputs, self._writers = inputs, writers
+
+    def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
+        return survey_in(self.session(spec))
+
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        session = self.session(spec)
+        for unit in units:
+            yield session.merge(unit)
+
+    def session(self, spec: SessionSpec) -> Session:
+        return Session(spec, self._inputs, self._writers)
+
+
+class SurveysHalf(HereExecutor):
+    def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
+        def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
+            state = fork()
+            for item in items[::2]:
+                self.session(spec).observe(item, state)
+            return [state]
+
+        return run_surveys(spec, observe)
+
+
+class ForgetsObservers(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        yield from super().run(dataclasses.replace(spec, observers=None), units)
+
+
+class SkipsAUnit(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        yield from super().run(spec, units[1:])
+
+
+class RepeatsAUnit(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        yield from super().run(spec, [*units, units[0]])
+
+
+class StopsAtFindings(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        for result in super().run(spec, units):
+            yield result
+            if result.findings.fatal:
+                return
+
+
+class GoesOnAfterAnError(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        errors = []
+        for unit in units:
+            try:
+                yield self.session(spec).merge(unit)
+            except MergeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class GoesOnAfterTheEnd(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        for future in [pool.submit(self.session(spec).merge, unit) for unit in units]:
+            yield future.result()
+            time.sleep(0.01)
+
+
+class KeepsResults(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        yield from list(super().run(spec, units))
+
+
+@pytest.mark.parametrize(
+    ("broken", "clause"),
+    [
+        (SurveysHalf, "surveys_of_the_whole_model"),
+        (ForgetsObservers, "observers_give_the_same_measures"),
+        (SkipsAUnit, "full_checkpoints_and_variants"),
+        (RepeatsAUnit, "full_checkpoints_and_variants"),
+        (StopsAtFindings, "all_findings_are_reported"),
+        (GoesOnAfterAnError, "an_error_is_raised_and_ends_the_run"),
+        (GoesOnAfterTheEnd, "an_error_is_raised_and_ends_the_run"),
+        (KeepsResults, "results_are_not_kept"),
+    ],
+)
+def test_a_broken_executor_fails_its_clause(tmp_path: Path, broken: type[HereExecutor], clause: str) -> None:
+    class Suite(ExecutorConformance):
+        def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+            return broken(inputs, writers, resources)
+
+    with pytest.raises(AssertionError):
+        getattr(Suite(), f"test_{clause}")(tmp_path)
+
+
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "EXECUTORS", {**EXECUTORS, "reversed": ReversedExecutor})
@@ -124,6 +226,10 @@ def test_an_unknown_executor_is_refused_with_the_known_names(tmp_path: Path) -> 
     assert not family.out.exists()
 
 
+OF_THE_RUN = ("created", "seconds", "measure", "peak_bytes")
+"""Fields of a report that differ between runs: times and memory."""
+
+
 def files_of(folder: Path) -> dict[str, Any]:
     """Contents of an output; the report as data, without times."""
     files: dict[str, Any] = dict(contents(folder))
@@ -134,5 +240,5 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 def without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if k not in ("seconds", "created")}
+        return {k: without_times(v) for k, v in value.items() if k not in OF_THE_RUN}
     return [without_times(v) for v in value] if isinstance(value, list) else value

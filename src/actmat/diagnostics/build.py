@@ -53,7 +53,8 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         seconds: wall time of the run.
     """
     rows = tuple(_row(plan, plan.by_name[name], records) for name in _names(plan))
-    observed = {n: r.observed for n, r in records.items() if r.observed is not None}
+    done = [(n, records[n]) for n in _names(plan) if n in records]  # records come in the order of completion
+    observed = {n: r.observed for n, r in done if r.observed is not None}
     measures = measures_from_json([m for o in observed.values() for m in o["measures"]])
     labels = plan.recipe.labels
     source: Source = "adapters" if plan.output == "adapter" else "diagnose" if out is None else "merge"
