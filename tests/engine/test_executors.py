@@ -152,9 +152,14 @@ class GoesOnAfterAnError(HereExecutor):
 class GoesOnAfterTheEnd(HereExecutor):
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         pool = concurrent.futures.ThreadPoolExecutor(1)
-        for future in [pool.submit(self.session(spec).merge, unit) for unit in units]:
+        session = self.session(spec)
+
+        def slowly(unit: Unit) -> UnitResult:
+            time.sleep(0.02)
+            return session.merge(unit)
+
+        for future in [pool.submit(slowly, unit) for unit in units]:
             yield future.result()
-            time.sleep(0.01)
 
 
 class KeepsResults(HereExecutor):
@@ -163,24 +168,26 @@ class KeepsResults(HereExecutor):
 
 
 @pytest.mark.parametrize(
-    ("broken", "clause"),
+    ("broken", "clause", "message"),
     [
-        (SurveysHalf, "surveys_of_the_whole_model"),
-        (ForgetsObservers, "observers_give_the_same_measures"),
-        (SkipsAUnit, "full_checkpoints_and_variants"),
-        (RepeatsAUnit, "full_checkpoints_and_variants"),
-        (StopsAtFindings, "all_findings_are_reported"),
-        (GoesOnAfterAnError, "an_error_is_raised_and_ends_the_run"),
-        (GoesOnAfterTheEnd, "an_error_is_raised_and_ends_the_run"),
-        (KeepsResults, "results_are_not_kept"),
+        (SurveysHalf, "surveys_of_the_whole_model", "other results of surveys"),
+        (ForgetsObservers, "observers_give_the_same_measures", "another record"),
+        (SkipsAUnit, "full_checkpoints_and_variants", "not one result per unit"),
+        (RepeatsAUnit, "full_checkpoints_and_variants", "two records of"),
+        (StopsAtFindings, "all_findings_are_reported", "not one result per unit"),
+        (GoesOnAfterAnError, "an_error_is_raised_and_ends_the_run", "were started for 1 workers"),
+        (GoesOnAfterTheEnd, "a_closed_run_can_be_resumed", "started after the end"),
+        (KeepsResults, "results_are_not_kept", "results are kept"),
     ],
 )
-def test_a_broken_executor_fails_its_clause(tmp_path: Path, broken: type[HereExecutor], clause: str) -> None:
+def test_a_broken_executor_fails_its_clause(
+    tmp_path: Path, broken: type[HereExecutor], clause: str, message: str
+) -> None:
     class Suite(ExecutorConformance):
         def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
             return broken(inputs, writers, resources)
 
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=message):
         getattr(Suite(), f"test_{clause}")(tmp_path)
 
 

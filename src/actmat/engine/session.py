@@ -1,4 +1,4 @@
-"""A session merges units: opened once per worker from plans, it returns records and findings as values.
+"""A session merges units and observes items for surveys: opened once per worker, it returns records and findings.
 
     with Session.open(spec) as session:
         result = session.merge(unit)
@@ -92,7 +92,9 @@ class UnitResult:
 
 
 class Session:
-    """Merges units, one at a time.
+    """Merges units, one at a time; belongs to one thread.
+
+    Its results are the same for any number of sessions if torch uses one thread inside, see `resources.one_thread`.
 
     Args:
         spec: what is to be done.

@@ -22,8 +22,9 @@ class Executor(Protocol):
     The driver keeps the journal, decides what is fatal, and commits; an executor may run units in any order, anywhere,
     and the bytes are the same. `conformance.ExecutorConformance` checks it.
 
-    A worker merges with a `Session`: in this process with the open inputs and output files, in another one with
-    `Session.open(spec)`, to which specs, units, states of surveys and results are pickled.
+    A worker merges with a `Session` of its own: in this process with the open inputs and output files, in another one
+    with `Session.open(spec)`; specs, items, states of surveys, units and results pickle. Torch uses one thread inside a
+    worker (`resources.one_thread`): results would otherwise depend on their number.
     """
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
