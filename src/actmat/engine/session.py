@@ -1,7 +1,7 @@
-"""A session merges units: opened once per worker from plans, it returns records and findings as values.
+"""A session merges units and observes items for surveys: opened once per worker, it returns records and findings.
 
-    session = Session.open(spec)
-    result = session.merge(unit)
+    with Session.open(spec) as session:
+        result = session.merge(unit)
 
 No callbacks and no state shared with other sessions: a session in another process, on another machine, gives the same.
 """
@@ -92,7 +92,9 @@ class UnitResult:
 
 
 class Session:
-    """Merges units, one at a time.
+    """Merges units, one at a time; belongs to one thread.
+
+    Its results are the same for any number of sessions if torch uses one thread inside, see `resources.one_thread`.
 
     Args:
         spec: what is to be done.
@@ -161,7 +163,16 @@ class Session:
         for group in unit.groups:
             self.inputs.prefetch(self._leader([self._item(member) for member in group]))
 
-    def survey_deltas(self, item: Item) -> Iterator[Sequence[Tensor]]:
+    def observe(self, item: Item, state: Any) -> None:
+        """Give the deltas of an item to a state of its method's survey."""
+        assert item.call is not None
+        survey = get_method(item.call.method).survey
+        assert survey is not None
+        with torch.no_grad():
+            for deltas in self._observed(item):
+                survey.observe(state, deltas, item.call.options)
+
+    def _observed(self, item: Item) -> Iterator[Sequence[Tensor]]:
         """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
         if item.factors is not None:
             yield from module_deltas(item, self.inputs, self._compute)

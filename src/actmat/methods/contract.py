@@ -140,14 +140,19 @@ class Survey:
     """Passes over all tensors of a merge before the first is merged (thresholds over the whole model).
 
     `applies(options)` is True for options that need it. `start(n_experts, options)` makes the state;
-    `observe(state, deltas, options)` adds one tensor and must be commutative (integer counts), so that order and
-    threads do not matter; `advance(state)` ends a round and returns True when another round is needed;
-    `finish(state)` returns the value that every merge call then receives as `survey=`.
+    `observe(state, deltas, options)` adds one tensor; `advance(state)` ends a round and returns True when another
+    round is needed; `finish(state)` returns the value that every merge call then receives as `survey=`.
+
+    Several workers share a round: `fork(state)` gives each an empty state of the same round, and `join(state, other)`
+    adds what a fork observed, which is not used afterwards. States pickle, and one thread at a time uses a state.
+    Observations must be commutative (integer counts), so that neither the order nor the shares change the result.
     """
 
     applies: Callable[[Mapping[str, Any]], bool]
     start: Callable[[int, Mapping[str, Any]], Any]
     observe: Callable[[Any, Sequence[Tensor], Mapping[str, Any]], None]
+    fork: Callable[[Any], Any]
+    join: Callable[[Any, Any], None]
     advance: Callable[[Any], bool]
     finish: Callable[[Any], Any]
 

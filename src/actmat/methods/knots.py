@@ -233,6 +233,15 @@ def _observe(state: _SurveyState, deltas: Sequence[Tensor] | Sequence[LowRank], 
         selection.observe(part_RI[basis.on_R].reshape(-1))
 
 
+def _fork(state: _SurveyState) -> _SurveyState:
+    return tuple(selection.fork() for selection in state)
+
+
+def _join(state: _SurveyState, other: _SurveyState) -> None:
+    for selection, theirs in zip(state, other, strict=True):
+        selection.join(theirs)
+
+
 def _advance(state: _SurveyState) -> bool:
     unfinished = [selection.advance() for selection in state]
     return any(unfinished)
@@ -274,6 +283,8 @@ KNOTS = MergeMethod(
         applies=lambda options: options["rule"] == "ties" and options["trim"] == "global",
         start=_start,
         observe=_observe,
+        fork=_fork,
+        join=_join,
         advance=_advance,
         finish=_finish,
     ),

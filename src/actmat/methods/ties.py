@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 from typing import Annotated, Any, Literal
 
 from torch import Tensor
@@ -135,7 +134,6 @@ class _SurveyState:
     wants_votes: bool
     votes_open: bool = False
     balance: int = 0
-    lock: Lock = field(default_factory=Lock)
 
     @property
     def cuts(self) -> list[Cut]:
@@ -155,9 +153,17 @@ def _observe(state: _SurveyState, deltas: Sequence[Tensor], options: Mapping[str
         for selection, delta in zip(state.selections, deltas, strict=True):
             selection.observe(delta.reshape(-1))
         return
-    balance = sign_balance(deltas, [Trim.at(c.value, deltas[0].dtype) for c in state.cuts])
-    with state.lock:
-        state.balance += balance
+    state.balance += sign_balance(deltas, [Trim.at(c.value, deltas[0].dtype) for c in state.cuts])
+
+
+def _fork(state: _SurveyState) -> _SurveyState:
+    return replace(state, selections=[s.fork() for s in state.selections], balance=0)
+
+
+def _join(state: _SurveyState, other: _SurveyState) -> None:
+    for selection, theirs in zip(state.selections, other.selections, strict=True):
+        selection.join(theirs)
+    state.balance += other.balance
 
 
 def _advance(state: _SurveyState) -> bool:
@@ -193,6 +199,8 @@ TIES = MergeMethod(
         applies=lambda options: options["trim"] == "global",
         start=_start,
         observe=_observe,
+        fork=_fork,
+        join=_join,
         advance=_advance,
         finish=_finish,
     ),

@@ -9,10 +9,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
@@ -21,7 +19,6 @@ from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
-from actmat.methods import Survey
 from actmat.plan.model import Item
 
 __all__ = ["ThreadExecutor"]
@@ -45,22 +42,22 @@ class ThreadExecutor:
         """See `Executor`."""
         with one_thread(), self._pool() as pool:
 
-            def observe(survey: Survey, state: Any, items: Sequence[Item]) -> None:
-                turn = threading.Lock()  # a state is not thread-safe; reading and subtracting still overlap
+            def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
+                mine, states = threading.local(), []
 
                 def one(item: Item) -> None:
-                    assert item.call is not None
-                    with torch.no_grad():
-                        for deltas in self._session(spec).survey_deltas(item):
-                            with turn:
-                                survey.observe(state, deltas, item.call.options)
+                    if not hasattr(mine, "state"):
+                        mine.state = fork()
+                        states.append(mine.state)
+                    self._session(spec).observe(item, mine.state)
 
                 for _ in pool.map(one, items):
                     pass
+                return states
 
             return run_surveys(spec, observe)
 
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Iterator[UnitResult]:
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         """See `Executor`."""
         units = list(units)
         workers = self._resources.workers
@@ -80,7 +77,11 @@ class ThreadExecutor:
                 if index + workers < len(units):
                     session.prefetch(units[index + workers])
                 session.inspect_only = failed.is_set()
-                result = session.merge(units[index])
+                try:
+                    result = session.merge(units[index])
+                except BaseException:  # before another worker takes its next unit
+                    stop.set()
+                    raise
                 if result.findings.fatal:
                     failed.set()
                 return result
@@ -90,8 +91,9 @@ class ThreadExecutor:
             try:
                 for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
-                    assert result is not None, "units are skipped only after an error"
                     running.remove(future)
+                    if result is None:  # skipped after an error, which another future raises
+                        continue
                     yield result
             except BaseException as error:  # Ctrl-C too: let running units end, start no new ones, pass it on
                 stop.set()
