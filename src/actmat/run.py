@@ -294,7 +294,7 @@ def _execute(
         return
     spec = SessionSpec(
         plans=plans,
-        base=None if inputs.base is None else inputs.base.location,
+        base=None if inputs.base is None else inputs.base.handle(),
         experts=tuple(e.handle() for e in inputs.experts),
         outputs=tuple(o.folder for o in outputs),
         observers=observers,

@@ -80,7 +80,7 @@ def test_every_logical_matrix_is_measured(
     monkeypatch.setattr(parts_module, "CHUNK", 100)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK", 100)
     monkeypatch.setattr("actmat.engine.reader.CHUNK", 100)
-    monkeypatch.setattr("actmat.engine.output.CHUNK", 100)
+    monkeypatch.setattr("actmat.engine.writing.CHUNK", 100)
     case = BY_NAME[name]
     base, experts = save_family(case, tmp_path)
     fields = {"keep": ["lm_head.weight"]} if "lm_head.weight" in stored(base) and not case.tied else {}

@@ -17,7 +17,8 @@ from actmat.errors import CheckpointError
 from actmat.experts import resolve
 from actmat.experts.resolve import is_adapter, open_expert, open_handle
 
-BASE = {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(3)}
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+BASE = {WEIGHT: torch.arange(12.0).view(3, 4), "b": torch.ones(3)}
 
 
 @pytest.fixture
@@ -31,28 +32,27 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_family_is_merged_with_full_checkpoints(method: str, tmp_path: Path) -> None:
     up_O, down_I = torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.5, 1.0, 0.0, 2.0])
     save_file(BASE, tmp_path / "base.safetensors")
-    tuned = {"w": BASE["w"] + torch.outer(up_O, down_I), "b": BASE["b"]}
-    other = {"w": BASE["w"] + 1, "b": BASE["b"] + 1}
+    tuned, other = ({**BASE, WEIGHT: BASE[WEIGHT] + d} for d in (torch.outer(up_O, down_I), torch.eye(3, 4)))
     for name, tensors in {"tuned": tuned, "other": other}.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
-    save_toy(tmp_path / "toy", "w", up_O, down_I)
+    save_toy(tmp_path / "toy", WEIGHT, up_O, down_I)
     for out, first in {"from_toy": "toy", "from_tuned": "tuned.safetensors"}.items():
         experts = [tmp_path / first, tmp_path / "other.safetensors"]
         actmat.merge(tmp_path / "base.safetensors", experts, out=tmp_path / out, method=method, durable=False)
     found, expected = (load_file(tmp_path / out / "model.safetensors") for out in ("from_toy", "from_tuned"))
-    assert not torch.equal(expected["w"], BASE["w"])
+    assert not torch.equal(expected[WEIGHT], BASE[WEIGHT])
     for name in BASE:
         torch.testing.assert_close(found[name], expected[name])
 
 
 def test_an_unregistered_family_is_no_adapter(tmp_path: Path) -> None:
-    save_toy(tmp_path / "toy", "w", torch.ones(3), torch.ones(4))
+    save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
     assert not is_adapter(tmp_path / "toy")
 
 
 @pytest.mark.usefixtures("toy")
 def test_a_family_without_factors_needs_a_base(tmp_path: Path) -> None:
-    save_toy(tmp_path / "toy", "w", torch.ones(3), torch.ones(4))
+    save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
     assert is_adapter(tmp_path / "toy")
     with pytest.raises(CheckpointError, match="a toy adapter has no factors"):
         open_expert(tmp_path / "toy", None)
@@ -62,7 +62,7 @@ def test_tensors_and_open_checkpoints_are_experts() -> None:
     base = MemoryCheckpoint(BASE)
     for location in (BASE, MemoryCheckpoint(BASE)):
         with open_expert(location, base) as expert:
-            assert torch.equal(expert.read("w"), BASE["w"])
+            assert torch.equal(expert.read(WEIGHT), BASE[WEIGHT])
             assert expert.config is None
 
 
@@ -108,3 +108,11 @@ def test_every_bad_value_of_an_adapter_is_counted(tmp_path: Path) -> None:
             f"tensor '{first}' of expert 'math' has 2 values that are NaN or Inf",
             f"tensor '{second}' of expert 'math' has 1 values that are NaN or Inf",
         ]
+
+
+def test_what_is_in_memory_has_no_handle(tmp_path: Path) -> None:
+    save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
+    base = MemoryCheckpoint(BASE)
+    for expert in (open_expert(BASE, base), TOY.open(tmp_path / "toy", base)):
+        with pytest.raises(CheckpointError, match="cannot be opened by another process"):
+            expert.handle()

@@ -14,7 +14,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.hashing import ContentHash
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, ExpertHandle, Family, Source
+from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.linalg.lowrank import LowRank
 
 FILE = "toy_adapter.json"
@@ -29,7 +29,7 @@ class ToyExpert(Expert):
     def __init__(self, location: str, base: Checkpoint) -> None:
         fields = json.loads((Path(location) / FILE).read_text())
         self.location = location
-        self._base_location = base.location
+        self._base = base
         self._target: str = fields["tensor"]
         self._factors: LowRank | None = LowRank(
             torch.tensor(fields["up"], dtype=torch.float64).unsqueeze(1),
@@ -48,13 +48,12 @@ class ToyExpert(Expert):
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         if self.source(name).kind == "zero":
-            return torch.zeros(stop - start, dtype=dtype)
+            return super().delta(name, start, stop, dtype)
         return self._open().dense().flatten()[start:stop].to(dtype)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
         if self.source(name).kind == "zero":
-            *batch, rows, columns = shape
-            return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
+            return super().factors(name, shape, dtype)
         return self._open().to(dtype)
 
     def content(self, name: str) -> str:
@@ -67,8 +66,8 @@ class ToyExpert(Expert):
         file = (Path(self.location) / FILE).stat()
         return (FileIdentity(FILE, file.st_size, file.st_mtime_ns, file.st_ctime_ns),)
 
-    def handle(self) -> ExpertHandle:
-        return ExpertHandle(self.location, TOY, self._base_location)
+    def handle(self) -> AdapterHandle:
+        return AdapterHandle(self.location, TOY, self._base.handle())
 
     def close(self) -> None:
         self._factors = None

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from actmat.engine.apply import checked_finite
 from actmat.engine.naming import named_errors
-from actmat.engine.output import write_piece, write_value
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.rows import RowDeltas
 from actmat.engine.task import Task
+from actmat.engine.writing import write_piece, write_value
 from actmat.linalg.inner import add_up, inner_products
 from actmat.plan.parts import Part
 

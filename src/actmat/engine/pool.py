@@ -19,10 +19,10 @@ from actmat.engine.deltas import Deltas, stacked
 from actmat.engine.findings import Findings
 from actmat.engine.needs import Surroundings
 from actmat.engine.observer import Merged
-from actmat.engine.output import write_piece
 from actmat.engine.reader import TensorReader
 from actmat.engine.task import Record, Task
 from actmat.engine.tensor import record_of
+from actmat.engine.writing import write_piece
 from actmat.plan.parts import Part
 from actmat.plan.pools import pooled
 

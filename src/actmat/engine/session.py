@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import torch_dtype
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.base import CheckpointHandle, torch_dtype
+from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.deltas import Deltas
 from actmat.engine.findings import Findings
@@ -57,7 +57,7 @@ class SessionSpec:
 
     Args:
         plans: of all outputs of the run; they share inputs and compute dtype.
-        base: location of the base, or None.
+        base: handle of the base, or None.
         experts: handles of the experts.
         outputs: per plan, the folder of the files to write; None: nothing is written.
         observers: makes observers, for a run that is measured.
@@ -67,7 +67,7 @@ class SessionSpec:
     """
 
     plans: tuple[MergePlan, ...]
-    base: str | None
+    base: CheckpointHandle | None
     experts: tuple[ExpertHandle, ...]
     outputs: tuple[Path | None, ...]
     observers: ObserverFactory | None = None
@@ -123,7 +123,7 @@ class Session:
         """
         recipe = spec.plans[0].recipe
         with contextlib.ExitStack() as stack:
-            base = None if spec.base is None else stack.enter_context(open_checkpoint(spec.base))
+            base = None if spec.base is None else stack.enter_context(open_checkpoint_handle(spec.base))
             experts = [stack.enter_context(open_handle(handle)) for handle in spec.experts]
             statistics = stack.enter_context(opened_statistics(recipe))
             writers: list[SinkSource] = []

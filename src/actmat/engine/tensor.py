@@ -22,9 +22,9 @@ from actmat.engine.findings import Findings
 from actmat.engine.memory import Room
 from actmat.engine.needs import Surroundings
 from actmat.engine.observer import Merged
-from actmat.engine.output import write_piece
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.task import Record, Task
+from actmat.engine.writing import write_piece
 from actmat.plan.model import Item
 from actmat.plan.parts import CHUNK, Part, cut
 from actmat.plan.reading import Reading, reading_of

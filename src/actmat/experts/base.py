@@ -1,6 +1,7 @@
 """The `Expert` contract: how a fine-tuned checkpoint or an adapter gives the deltas `D_t = W_t - W_0` of a base.
 
 `actmat.experts.conformance` is its shipped test-suite. `resolve.open_expert` picks the implementation.
+Shapes: `O` rows and `I` columns of a tensor as it is stored.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
 from actmat.errors import CheckpointError, did_you_mean
 from actmat.experts.lora.adapter import Adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
+__all__ = ["AdapterHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
 
 SourceKind = Literal["stored", "formed", "zero"]
 
@@ -81,11 +82,13 @@ class Expert(abc.ABC):
         self._refuse(name, "read")
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Entries `start:stop` of the flattened delta of a formed or zero source."""
-        self._refuse(name, "formed")
+        """Entries `start:stop` of the flattened delta of a formed or zero source. The default serves zero sources."""
+        if self.source(name).kind != "zero":
+            self._refuse(name, "formed")
+        return torch.zeros(stop - start, dtype=dtype)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
-        """The delta of a formed source with a rank, or of a zero source, as a product.
+        """The delta of a formed source with a rank, or of a zero source, as a product. The default serves the latter.
 
         Args:
             name: the tensor.
@@ -93,7 +96,10 @@ class Expert(abc.ABC):
                 product of zeros of this shape, of rank 1; a formed source has its own.
             dtype: of the factors.
         """
-        self._refuse(name, "factored")
+        if self.source(name).kind != "zero":
+            self._refuse(name, "factored")
+        *batch, rows, columns = shape
+        return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
 
     def content(self, name: str) -> str:
         """Hash of all that a formed or zero delta is made of."""
@@ -122,7 +128,11 @@ class Expert(abc.ABC):
 
     @abc.abstractmethod
     def handle(self) -> ExpertHandle:
-        """Address from which another process opens the same expert, with `resolve.open_handle`."""
+        """Address from which another process opens the same expert, with `resolve.open_handle`.
+
+        Raises:
+            CheckpointError: the expert or its base is not in storage that another process could open.
+        """
 
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
@@ -176,15 +186,19 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertHandle:
-    """Address from which `resolve.open_handle` opens an expert again, also in another process; picklable.
+class AdapterHandle:
+    """Address from which `resolve.open_handle` opens an adapter again, also in another process; picklable.
 
     Args:
-        location: of the expert.
-        family: of an adapter; None for a full checkpoint.
-        base: location of the base that an adapter was fitted to; None without one.
+        location: of the adapter; a relative path is one of the working directory.
+        family: that opens it.
+        base: that it was fitted to; None without one.
     """
 
     location: str
-    family: Family | None = None
-    base: str | None = None
+    family: Family
+    base: CheckpointHandle | None = None
+
+
+ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle
+"""Address of an expert: that of a checkpoint for a full one."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity
-from actmat.experts.base import Expert, ExpertHandle, Source
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
+from actmat.experts.base import Expert, Source
 
 __all__ = ["CheckpointExpert"]
 
@@ -48,9 +48,9 @@ class CheckpointExpert(Expert):
         """Identity of the checkpoint's weight files."""
         return self.checkpoint.identity()
 
-    def handle(self) -> ExpertHandle:
-        """The location."""
-        return ExpertHandle(self.location)
+    def handle(self) -> CheckpointHandle:
+        """Address of the checkpoint."""
+        return self.checkpoint.handle()
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Pass the hint on."""

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, ExpertHandle, Family
 from actmat.experts.checkpoint import CheckpointExpert
@@ -62,11 +63,11 @@ def open_handle(handle: ExpertHandle) -> Expert:
     Raises:
         CheckpointError: its files are gone or damaged.
     """
-    if handle.family is None:
-        return CheckpointExpert(open_checkpoint(handle.location))
+    if isinstance(handle, CheckpointHandle):
+        return CheckpointExpert(open_checkpoint_handle(handle))
     if handle.base is None:
         return _open_unfitted(handle.family, handle.location)
-    with open_checkpoint(handle.base) as base:
+    with open_checkpoint_handle(handle.base) as base:
         return handle.family.open(handle.location, base)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from actmat.linalg.interference.estimators import Estimator
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Rule
-from actmat.methods._shared.interference import FillOption, RelativeCutoff, SolverOption, member
+from actmat.methods._shared.interference import SHARED_LAWS, FillOption, RelativeCutoff, SolverOption, member
 
 __all__ = ["ACE", "rule"]
 
@@ -32,7 +32,7 @@ ACE = member(
     summary="ACTMat with the mean row taken out of each delta before its covariance is estimated.",
     equation="D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = (D_t - mean)^T (D_t - mean)",
     reference="ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation (centring only)",
-    laws=frozenset({"permutation", "homogeneous", "odd", "right_orthogonal", "zero_expert", "zeros"}),
+    laws=SHARED_LAWS | {"right_orthogonal", "zero_expert"},
     flops="(2T + 3) N^3",
     preset_of="actmat",
 )

@@ -13,7 +13,7 @@ from typing import Annotated
 from actmat.linalg.interference.estimators import Estimator, Normaliser
 from actmat.linalg.interference.filters import Filter, FilterKind
 from actmat.linalg.interference.rule import Rule, Solver
-from actmat.methods._shared.interference import FillOption, member
+from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["ACTMAT", "rule"]
@@ -58,6 +58,11 @@ def rule(
     Raises:
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
+
+    >>> import torch
+    >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
+    >>> ACTMAT.merge(deltas).value.tolist()
+    [[1.0, 2.0]]
     """
     return Rule(
         estimator=Estimator(trim=trim, centre=centre, power=power, normalise=normalise),
@@ -73,20 +78,8 @@ ACTMAT = member(
     summary="Least interference between experts, with each delta's own Gram matrix in place of its input statistics.",
     equation="D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+",
     reference="Abdel Hameed et al., Model Merging via Data-Free Covariance Estimation, 2026, arXiv:2604.01329",
-    laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "identical",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "orthogonal_rows_sum",
-            "zero_expert",
-            "zeros",
-        }
-    ),
+    laws=SHARED_LAWS
+    | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     flops="(2T + 3) N^3",
     meets_every_expert=True,
 )

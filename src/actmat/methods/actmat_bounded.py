@@ -12,7 +12,7 @@ from typing import Annotated
 
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Rule
-from actmat.methods._shared.interference import SolverOption, member
+from actmat.methods._shared.interference import SHARED_LAWS, SolverOption, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["ACTMAT_BOUNDED", "rule"]
@@ -43,9 +43,7 @@ ACTMAT_BOUNDED = member(
     summary="ACTMat with a ridge, filled with the average and never longer than it: for adapters, too.",
     equation="X = N + (B - N S) (S + ridge tr(S)/I)^-1, D* = X min(1, |N|/|X|), N the average",
     reference="this project's study of variants of ACTMat (Model Merging via Data-Free Covariance Estimation)",
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
-    ),
+    laws=SHARED_LAWS | {"single", "identical", "left_orthogonal", "right_orthogonal"},
     flops="(2T + 4) N^3",
     preset_of="actmat",
     meets_every_expert=True,

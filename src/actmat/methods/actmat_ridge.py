@@ -11,7 +11,7 @@ from typing import Annotated
 
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Rule
-from actmat.methods._shared.interference import FillOption, SolverOption, member
+from actmat.methods._shared.interference import SHARED_LAWS, FillOption, SolverOption, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["ACTMAT_RIDGE", "rule"]
@@ -43,9 +43,7 @@ ACTMAT_RIDGE = member(
     summary="ACTMat with weak directions faded out by a ridge relative to the mean eigenvalue.",
     equation="D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t + ridge tr(S)/I)^-1",
     reference="Tikhonov filter of ACTMat (Model Merging via Data-Free Covariance Estimation)",
-    laws=frozenset(
-        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
-    ),
+    laws=SHARED_LAWS | {"left_orthogonal", "right_orthogonal", "zero_expert"},
     flops="(2T + 2) N^3",
     preset_of="actmat",
     meets_every_expert=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from actmat.linalg.interference.estimators import Estimator
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Rule
-from actmat.methods._shared.interference import FillOption, RelativeCutoff, SolverOption, member
+from actmat.methods._shared.interference import SHARED_LAWS, FillOption, RelativeCutoff, SolverOption, member
 
 __all__ = ["ASWUDI", "rule"]
 
@@ -33,19 +33,7 @@ ASWUDI = member(
     summary="WUDI solved in as many leading directions as the spectrum's participation number says.",
     equation="D* = N (I - P) + B S^+ P, rank P = ceil((sum sqrt(l))^2 / sum l), N = sum_t D_t",
     reference="WalkerWorldPeace/MLLMerging, public code of ASWUDI",
-    laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "orthogonal_rows_sum",
-            "zero_expert",
-            "zeros",
-        }
-    ),
+    laws=SHARED_LAWS | {"single", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     flops="(2T + 3) N^3",
     preset_of="actmat",
 )

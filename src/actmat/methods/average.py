@@ -28,6 +28,10 @@ def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -
 
     Raises:
         RecipeError: the weights sum to zero.
+
+    >>> import torch
+    >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]).value.tolist()
+    [2.0, 1.0]
     """
     share, total = _shares(len(deltas), weights)
     return Merged(one_pass_sum(deltas, share).div_(total))
@@ -73,16 +77,7 @@ AVERAGE = MergeMethod(
     equation="D* = sum_t w_t D_t / sum_t w_t",
     reference="Wortsman et al., Model soups, ICML 2022",
     laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "identical",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "zeros",
-        }
+        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     one_pass=True,
     workspace=lambda shape, n_experts, options: math.prod(shape),

@@ -48,6 +48,10 @@ def merge(
 
     Raises:
         RecipeError: a list of the wrong length.
+
+    >>> import torch
+    >>> merge([torch.tensor([9.0, 2.0, 1.0, 0.5])], density=0.5, gamma=0.25, scaling=1.0).value.tolist()
+    [0.0, 2.0, 1.0, 0.0]
     """
     densities = per_expert("density", density, len(deltas))
     gammas = per_expert("gamma", gamma, len(deltas))

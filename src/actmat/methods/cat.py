@@ -44,6 +44,9 @@ def merge(
         statistics: `"gram"`, `G_t = E[z z^T]` of the layer's inputs, one `*batch I I` per expert.
         rank: directions removed per task.
         tradeoff: weight of a task's own knowledge against the conflict; larger removes less.
+
+    >>> merge([torch.tensor([[1.0, 2.0]])], statistics={"gram": [torch.eye(2)]}).value.tolist()
+    [[1.0, 2.0]]
     """
     grams = statistics["gram"]
     bases, retries = [], Retries()

@@ -52,6 +52,9 @@ def merge(
 
     Raises:
         RecipeError: a density list of the wrong length, or an average whose weights sum to zero.
+
+    >>> merge([torch.ones(4)], generator=torch.Generator().manual_seed(0), density=1.0, scaling=0.5).value.tolist()
+    [0.5, 0.5, 0.5, 0.5]
     """
     densities = per_expert("density", density, len(deltas))
     share = [1.0] * len(deltas) if weights is None else list(weights)

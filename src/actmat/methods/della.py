@@ -51,6 +51,9 @@ def merge(
 
     Raises:
         RecipeError: a list of the wrong length, or probabilities outside (0, 1).
+
+    >>> merge([torch.ones(2), 3 * torch.ones(2)], generator=torch.Generator(), density=1.0).value.tolist()
+    [2.0, 2.0]
     """
     densities = per_expert("density", density, len(deltas))
     if outside := [d for d in densities if 0 < d < 1 and not 0 < d - epsilon <= d + epsilon < 1]:

@@ -54,6 +54,9 @@ def merge(
         null: "zero" leaves the null directions of a rank-deficient sum alone; "fill" gives them the mean singular
             value along the singular vectors that LAPACK returns, which the input does not determine.
         rtol: singular values at or below `rtol` times the largest one count as zero.
+
+    >>> merge([torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))]).value.round(decimals=12).tolist()
+    [[2.0, 0.0], [0.0, 2.0]]
     """
     total_OI = one_pass_sum(deltas, [1.0] * len(deltas) if weights is None else weights)
     directions = min(total_OI.shape[-2:])

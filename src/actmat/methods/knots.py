@@ -76,6 +76,9 @@ def merge(
 
     Raises:
         ValueError: `rule="dare"` without a generator.
+
+    >>> merge([torch.tensor([[2.0, 0.0]])], rule="task_arithmetic").value.tolist()
+    [[2.0, 0.0]]
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
     retries = basis.retries

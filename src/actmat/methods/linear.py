@@ -42,6 +42,10 @@ def merge(
 
     Raises:
         RecipeError: the weights sum to zero, or `normalize` is off without a base.
+
+    >>> import torch
+    >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([4.0, 5.0])], weights=[2.0, 1.0]).value.tolist()
+    [2.0, 3.0]
     """
     share, total = _shares(len(deltas), weights, normalize)
     out = one_pass_sum(deltas, share)
@@ -101,16 +105,7 @@ LINEAR = MergeMethod(
     equation="W* = sum_t w_t W_t / sum_t w_t",
     reference="Goddard et al., Arcee's MergeKit, EMNLP 2024 (linear)",
     laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "identical",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "zeros",
-        }
+        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     one_pass=True,
     base_when=lambda options: not options["normalize"],

@@ -32,6 +32,9 @@ def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
     Args:
         filter_wise: one angle per vector along the last axis (an output unit) instead of one per tensor; a
             one-dimensional tensor is one filter.
+
+    >>> merge([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])]).value.tolist()
+    [0.0, 0.0]
     """
     if filter_wise and len(deltas) > 1 and len(shape_and_dtype(deltas)[0]) > 1:
         return _merge_filters(deltas)
@@ -98,16 +101,7 @@ MODEL_STOCK = MergeMethod(
     equation="D* = t mean_t(D_t), t = T c / (1 + (T-1) c), c = mean cosine over pairs of experts",
     reference="Jang, Yun, Han, Model Stock, ECCV 2024, arXiv:2403.19522",
     laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "identical",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "zeros",
-        }
+        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     workspace=_workspace,
     flops="T^2 N^2",

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Fill, Rule
-from actmat.methods._shared.interference import member
+from actmat.methods._shared.interference import SHARED_LAWS, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["REGMEAN", "rule"]
@@ -42,6 +42,12 @@ def rule(
         StatisticsError: no Gram matrices, or of the wrong number or shape.
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight, or `form="weight"` without the base.
+
+    >>> import torch
+    >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
+    >>> grams = [torch.eye(2), torch.eye(2)]
+    >>> REGMEAN.merge(deltas, statistics={"gram": grams}).value.tolist()
+    [[0.5, 1.0]]
     """
     fill: Fill = "minus_base" if form == "weight" else "zero"
     return Rule(spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalise == "trace")
@@ -54,7 +60,7 @@ REGMEAN = member(
     summary="Least squares on every layer's outputs, from the Gram matrices of its inputs.",
     equation="D* = (sum_t D_t G_t) (sum_t G_t)^+",
     reference="Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023",
-    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
+    laws=SHARED_LAWS | {"left_orthogonal"},
     flops="(T + 3) N^3",
     base_when=lambda options: options["form"] == "weight",
 )

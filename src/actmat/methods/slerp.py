@@ -39,6 +39,9 @@ def merge(
 
     Raises:
         ValueError: more than two experts.
+
+    >>> merge([torch.tensor([-1.0, 1.0])], base=torch.tensor([1.0, 0.0]), t=1.0).value.tolist()
+    [-1.0, 1.0]
     """
     basis = prepend(base, deltas)
     found = combine(inner_products(basis), t=t, linear_above=linear_above)

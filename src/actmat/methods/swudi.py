@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from actmat.linalg.interference.estimators import Estimator
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Rule
-from actmat.methods._shared.interference import FillOption, SolverOption, member
+from actmat.methods._shared.interference import SHARED_LAWS, FillOption, SolverOption, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["SWUDI", "rule"]
@@ -48,19 +48,7 @@ SWUDI = member(
     summary="WUDI solved softly: gradient flow from the sum of the deltas, stopped at a finite time.",
     equation="D* = N (I - V f V^T) + B V (f / l) V^T, f = 1 - exp(-l t), N = sum_t D_t",
     reference="WalkerWorldPeace/MLLMerging, public code of SWUDI",
-    laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "orthogonal_rows_sum",
-            "zero_expert",
-            "zeros",
-        }
-    ),
+    laws=SHARED_LAWS | {"single", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     flops="(2T + 3) N^3",
     preset_of="actmat",
 )

@@ -11,7 +11,7 @@ from typing import Annotated
 from actmat.linalg.interference.estimators import Estimator
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Rule
-from actmat.methods._shared.interference import FillOption, RelativeCutoff, SolverOption, member
+from actmat.methods._shared.interference import SHARED_LAWS, FillOption, RelativeCutoff, SolverOption, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["TACT", "rule"]
@@ -43,7 +43,7 @@ TACT = member(
     summary="ACTMat with covariances estimated from the largest entries of each delta.",
     equation="D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = trim(D_t)^T trim(D_t)",
     reference="Public code of Model Merging via Data-Free Covariance Estimation",
-    laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
+    laws=SHARED_LAWS | {"zero_expert"},
     flops="(2T + 3) N^3",
     preset_of="actmat",
 )

@@ -80,6 +80,10 @@ def merge(
 
     Raises:
         RecipeError: a density list of the wrong length, or `trim="global"` without the survey.
+
+    >>> import torch
+    >>> merge([torch.tensor([4.0, 1.0]), torch.tensor([-1.0, 2.0])], density=0.5, variant="mergekit").value.tolist()
+    [4.0, 2.0]
     """
     densities = per_expert("density", density, len(deltas))
     if trim == "global":

@@ -13,7 +13,7 @@ from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.estimators import Estimator
 from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.rule import Null, Rule
-from actmat.methods._shared.interference import member
+from actmat.methods._shared.interference import SHARED_LAWS, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["WUDI", "rule"]
@@ -44,6 +44,11 @@ def rule(
     Raises:
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
+
+    >>> import torch
+    >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
+    >>> WUDI.merge(deltas).value.tolist()
+    [[1.0, 2.0]]
     """
     if optimiser == "adam":
         return Adam(steps, lr)
@@ -56,20 +61,8 @@ WUDI = member(
     summary="Least interference in each expert's own row space, every expert counted equally.",
     equation="D* = argmin_D sum_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2",
     reference="Cheng et al., Whoever Started the Interference Should End It, ICML 2025",
-    laws=frozenset(
-        {
-            "permutation",
-            "single",
-            "identical",
-            "homogeneous",
-            "odd",
-            "left_orthogonal",
-            "right_orthogonal",
-            "orthogonal_rows_sum",
-            "zero_expert",
-            "zeros",
-        }
-    ),
+    laws=SHARED_LAWS
+    | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     flops="(2T + 3) N^3",
     preset_of="actmat",
 )

@@ -14,7 +14,7 @@ from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan.adapter.problems import adapter_problems, why_not_factored
+from actmat.plan.adapter.problems import adapter_problems
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import CallShape, method_flops, tensor_peak_bytes
@@ -196,7 +196,9 @@ class _TensorPlanner:
             return False
         if method.survey is not None and method.survey.applies(call.options):
             return False  # the survey of a full model sees dense deltas, and both must see the same
-        return all(s.kind != "stored" for s in sources) and not why_not_factored(call, len(sources))
+        return all(s.kind != "stored" for s in sources) and not method.why_dense(
+            call.options, len(sources), call.weights
+        )
 
     def _flops(self, item: Item) -> int:
         if item.call is None:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, ExpertHandle, Family, Source
+from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fitting import Fit, fit_adapter
 from actmat.experts.lora.open import is_adapter, open_adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["LORA", "AdapterExpert", "UnfittedAdapter", "is_formed", "open_fitted", "open_unfitted"]
+__all__ = ["LORA", "AdapterExpert", "UnfittedAdapter", "open_fitted", "open_unfitted"]
 
 _SLAB = 1 << 22
 """Entries of a product that are formed at a time."""
@@ -78,9 +77,9 @@ class UnfittedAdapter(_OpenAdapter):
         """Bytes of the tensor."""
         self.adapter.weights.read_into(name, start, out)
 
-    def handle(self) -> ExpertHandle:
+    def handle(self) -> AdapterHandle:
         """The adapter's location."""
-        return ExpertHandle(self.location, LORA)
+        return AdapterHandle(self.location, LORA)
 
 
 class AdapterExpert(_OpenAdapter):
@@ -88,13 +87,13 @@ class AdapterExpert(_OpenAdapter):
 
     Args:
         adapter: what is added; closed with the expert.
-        base: what it is added to; not needed afterwards.
+        base: what it is added to; may be closed afterwards.
         fit: where each delta lies on the base.
     """
 
     def __init__(self, adapter: Adapter, base: Checkpoint, fit: Fit) -> None:
         super().__init__(adapter)
-        self._base_location = base.location
+        self._base = base
         self._pieces = fit.pieces
         self._full = fit.full
         stored = adapter.weights.specs
@@ -130,39 +129,18 @@ class AdapterExpert(_OpenAdapter):
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed."""
-        if self.source(name).kind == "stored":
-            self._refuse(name, "formed")
-        piece = self._pieces.get(name)
-        if piece is None:
-            return torch.zeros(stop - start, dtype=dtype)
+        if self.source(name).kind != "formed":
+            return super().delta(name, start, stop, dtype)
+        piece = self._pieces[name]
         if piece.bias:
             bias = self.adapter.bias_delta(piece.module, dtype)
             assert bias is not None
             return bias.flatten()[start:stop]
-        factors = self._product(name, dtype)
-        rows, columns = factors.shape[-2:]
-        out = torch.empty(stop - start, dtype=dtype)
-        position = start
-        while position < stop:
-            expert, inside = divmod(position, rows * columns)
-            first = inside // columns
-            last = min(rows, first + max(1, _SLAB // columns), -(-(inside + stop - position) // columns))
-            one = LowRank(factors.b_OR[expert], factors.a_RI[expert]) if factors.b_OR.ndim == 3 else factors
-            slab = (one.b_OR[first:last] @ one.a_RI).flatten()
-            take = slab[inside - first * columns :][: stop - position]
-            out[position - start : position - start + take.numel()] = take
-            position += take.numel()
-        return out
+        return _entries(self._product(name, dtype), start, stop)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
         """The delta as a product, with a convolution's kernel flattened into `I`."""
-        source = self.source(name)
-        if source.kind == "zero":
-            *batch, rows, columns = shape
-            return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
-        if not source.rank:
-            self._refuse(name, "factored")
-        return self._product(name, dtype)
+        return self._product(name, dtype) if self.source(name).rank else super().factors(name, shape, dtype)
 
     def content(self, name: str) -> str:
         """Hash over the factors of the tensor's delta; that of nothing for a zero delta."""
@@ -171,9 +149,9 @@ class AdapterExpert(_OpenAdapter):
         hashes = self.adapter.hashes
         return hash_names((n, hashes[n]) for n in self._tensors_of(name))
 
-    def handle(self) -> ExpertHandle:
-        """The adapter's location and that of its base."""
-        return ExpertHandle(self.location, LORA, self._base_location)
+    def handle(self) -> AdapterHandle:
+        """The adapter's location and the address of its base."""
+        return AdapterHandle(self.location, LORA, self._base.handle())
 
     def _product(self, name: str, dtype: torch.dtype) -> LowRank:
         """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""
@@ -204,9 +182,21 @@ class AdapterExpert(_OpenAdapter):
         return piece.module.a, piece.module.b
 
 
-def is_formed(expert: object, source: str) -> TypeGuard[Expert]:
-    """True if the expert's delta of this tensor is formed (a product of factors, or zeros), not read and subtracted."""
-    return isinstance(expert, Expert) and expert.source(source).kind != "stored"
+def _entries(product: LowRank, start: int, stop: int) -> Tensor:
+    """Entries `start:stop` of the flattened product; only the rows around them are formed, a slab at a time."""
+    rows, columns = product.shape[-2:]
+    out = torch.empty(stop - start, dtype=product.b_OR.dtype)
+    position = start
+    while position < stop:
+        expert, inside = divmod(position, rows * columns)
+        first = inside // columns
+        last = min(rows, first + max(1, _SLAB // columns), -(-(inside + stop - position) // columns))
+        one = LowRank(product.b_OR[expert], product.a_RI[expert]) if product.b_OR.ndim == 3 else product
+        slab = (one.b_OR[first:last] @ one.a_RI).flatten()
+        found = slab[inside - first * columns :][: stop - position]
+        out[position - start : position - start + found.numel()] = found
+        position += found.numel()
+    return out
 
 
 def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:

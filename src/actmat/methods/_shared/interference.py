@@ -23,7 +23,10 @@ from actmat.linalg.interference.workspace import workspace
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.contract import Bounds, Law, Merged, MergedLowRank, MergeMethod, Stages
 
-__all__ = ["FillOption", "RelativeCutoff", "SolverOption", "member"]
+__all__ = ["SHARED_LAWS", "FillOption", "RelativeCutoff", "SolverOption", "member"]
+
+SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
+"""Laws of every member."""
 
 RelativeCutoff = Annotated[
     float | None,

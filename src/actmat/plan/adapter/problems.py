@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import get_method
 from actmat.plan.choose import Decision
-from actmat.plan.model import MethodCall
 from actmat.recipe import Recipe
 
-__all__ = ["adapter_problems", "problems_of_full_tensors", "recipe_problems", "why_not_factored"]
+__all__ = ["adapter_problems", "problems_of_full_tensors", "recipe_problems"]
 
 
 def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
@@ -31,11 +30,6 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
             "copies of one model, say so with --any-base ('any_base: true' in a recipe)"
         )
     return problems
-
-
-def why_not_factored(call: MethodCall, n_experts: int) -> str:
-    """Why this method with these options has no low-rank form; empty when it has one."""
-    return get_method(call.method).why_dense(call.options, n_experts, call.weights) or ""
 
 
 def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str]:

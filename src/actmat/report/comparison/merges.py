@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
@@ -13,15 +12,13 @@ from actmat.diagnostics.model import REPORT_NAME, read_diagnosis
 from actmat.errors import CheckpointError, MergeError
 from actmat.report.comparison.inputs import matched_experts
 from actmat.report.comparison.model import Comparison, TensorDifference
-from actmat.report.comparison.outputs import Output, items_of, open_output
+from actmat.report.comparison.outputs import Output, open_output
 from actmat.report.comparison.reports import check_differences, method_of, residual_differences, setting_differences
 from actmat.report.comparison.tensors import difference, factored_sums, stored_sums
 from actmat.report.inputs import input_location
 from actmat.report.manifest import read_manifest
 
 __all__ = ["compare"]
-
-Manifest = Mapping[str, Any]
 
 
 def compare(
@@ -41,9 +38,10 @@ def compare(
     manifests = read_manifest(Path(first)), read_manifest(Path(second))
     experts = matched_experts(*manifests, outs)
     notes: list[str] = []
-    tensors = _tensors(((Path(first), manifests[0]), (Path(second), manifests[1])), notes, progress)
-    one, two = (read_diagnosis(o) if (Path(o) / REPORT_NAME).is_file() else None for o in outs)
-    if missing := [o for o, r in zip(outs, (one, two), strict=True) if r is None]:
+    with open_output(Path(first), manifests[0]) as one, open_output(Path(second), manifests[1]) as two:
+        tensors = _tensors(one, two, notes, progress)
+    report_one, report_two = (read_diagnosis(o) if (Path(o) / REPORT_NAME).is_file() else None for o in outs)
+    if missing := [o for o, r in zip(outs, (report_one, report_two), strict=True) if r is None]:
         notes.append(f"no {REPORT_NAME} in {' and '.join(missing)}: residuals and checks are not compared")
     base = manifests[0]["base"]
     return Comparison(
@@ -53,21 +51,21 @@ def compare(
         experts=tuple(experts),
         settings=tuple(setting_differences(*manifests, experts)),
         tensors=tuple(tensors),
-        diagnosed=(one is not None, two is not None),
-        residuals=residual_differences(one, two, experts) if one and two else (),
-        checks=check_differences(one, two) if one and two else (),
+        diagnosed=(report_one is not None, report_two is not None),
+        residuals=residual_differences(report_one, report_two, experts) if report_one and report_two else (),
+        checks=check_differences(report_one, report_two) if report_one and report_two else (),
         notes=tuple(notes),
     )
 
 
 def _tensors(
-    sides: tuple[tuple[Path, Manifest], tuple[Path, Manifest]], notes: list[str], progress: Callable[[int, int], None]
+    one: Output, two: Output, notes: list[str], progress: Callable[[int, int], None]
 ) -> list[TensorDifference]:
     """Differences of all items of the outputs, in the order of the first."""
+    if problems := [*one.missing(), *two.missing()]:
+        raise CheckpointError("An output is not what its manifest says; actmat verify tells more.", problems)
     found = []
-    with open_output(*sides[0]) as one, open_output(*sides[1]) as two, _opened_base(sides, notes) as base:
-        if problems := [*one.missing(), *two.missing()]:
-            raise CheckpointError("An output is not what its manifest says; actmat verify tells more.", problems)
+    with _opened_base((one, two), notes) as base:
         for name in one.items:
             if one.action(name) == two.action(name) == "tie":
                 continue
@@ -89,23 +87,23 @@ def _difference(one: Output, two: Output, base: Checkpoint | None, name: str) ->
 
 
 @contextlib.contextmanager
-def _opened_base(sides: tuple[tuple[Path, Manifest], ...], notes: list[str]) -> Iterator[Checkpoint | None]:
+def _opened_base(outputs: tuple[Output, Output], notes: list[str]) -> Iterator[Checkpoint | None]:
     """The base, where a merge can still find it with the same names and shapes; else None and a note why.
 
     Merges without a base, those of adapters, yield None.
     """
     reasons = []
-    for directory, manifest in sides:
-        if manifest["base"] is None:
+    for output in outputs:
+        if output.manifest["base"] is None:
             continue
-        location = input_location(manifest["base"], directory)
+        location = input_location(output.manifest["base"], output.directory)
         try:
             opened = open_checkpoint(location)
         except MergeError as error:
             reasons.append(error.problems[0])
             continue
         with opened:
-            shapes = {n: tuple(row["shape"]) for n, row in items_of(manifest).items()}
+            shapes = {n: tuple(row["shape"]) for n, row in output.items.items()}
             if all(n in opened.specs and opened.specs[n].shape == s for n, s in shapes.items()):
                 yield opened
                 return

@@ -32,8 +32,10 @@ def items_of(manifest: Row) -> dict[str, Row]:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An opened output: `items` of its manifest, the stored tensors, and the adapter if it is one."""
+    """An opened output: its manifest and items, the stored tensors, and the adapter if it is one."""
 
+    directory: Path
+    manifest: Row
     items: Mapping[str, Row]
     checkpoint: Checkpoint
     adapter: Adapter | None = None
@@ -88,7 +90,6 @@ def open_output(directory: Path, manifest: Row) -> Output:
     Raises:
         CheckpointError: its files cannot be read.
     """
-    if makes_adapter(manifest):
-        adapter = open_adapter(directory)
-        return Output(items_of(manifest), adapter.weights, adapter)
-    return Output(items_of(manifest), open_checkpoint(directory))
+    adapter = open_adapter(directory) if makes_adapter(manifest) else None
+    checkpoint = open_checkpoint(directory) if adapter is None else adapter.weights
+    return Output(directory, manifest, items_of(manifest), checkpoint, adapter)
