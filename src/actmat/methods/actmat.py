@@ -19,7 +19,7 @@ from actmat.methods.contract import Bounds
 __all__ = ["ACTMAT", "rule"]
 
 
-def rule(
+def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     *,
     rtol: Annotated[float | None, Bounds(0, 1)] = None,
     solver: Solver = "auto",

@@ -48,7 +48,7 @@ Order = Literal["official", "actmat"]
 OFFICIAL_ATOL = 1e-5
 
 
-def merge(
+def merge(  # noqa: PLR0913 - options of a method are parameters of its function
     deltas: Sequence[Tensor],
     *,
     survey: Sequence[float] | None = None,
@@ -91,7 +91,7 @@ def merge(
     return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis, retries))
 
 
-def merge_lowrank(
+def merge_lowrank(  # noqa: PLR0913 - as above
     deltas: Sequence[LowRank],
     *,
     survey: Sequence[float] | None = None,
