@@ -127,10 +127,7 @@ def transformers_model(model: nn.Module) -> Any:
 
 
 def _compared(
-    checkpoint: Checkpoint,
-    parameters: Mapping[str, Tensor],
-    located: Mapping[str, Located],
-    replaced: frozenset[str],
+    checkpoint: Checkpoint, parameters: Mapping[str, Tensor], located: Mapping[str, Located], replaced: frozenset[str]
 ) -> dict[str, str]:
     """Content hash of every stored tensor; parameters that the adapter has `replaced` are not compared.
 

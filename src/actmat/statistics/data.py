@@ -237,11 +237,7 @@ def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOp
     ids, mask = found["input_ids"], found["attention_mask"]
     shifted = torch.cat([torch.full((len(rows), 1), start), ids[:, :-1]], dim=1)
     seen = torch.cat([torch.ones(len(rows), 1, dtype=mask.dtype), mask[:, :-1]], dim=1)
-    return {
-        "decoder_input_ids": shifted,
-        "decoder_attention_mask": seen,
-        "labels": ids.masked_fill(mask == 0, -100),
-    }
+    return {"decoder_input_ids": shifted, "decoder_attention_mask": seen, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def _start_token(model: Any) -> int:
