@@ -18,11 +18,7 @@ from actmat.methods.contract import Bounds
 __all__ = ["ACTMAT_BOUNDED", "rule"]
 
 
-def rule(
-    *,
-    ridge: Annotated[float, Bounds(0, open_low=True)] = 1.0,
-    solver: SolverOption = "auto",
-) -> Rule:
+def rule(*, ridge: Annotated[float, Bounds(0, open_low=True)] = 1.0, solver: SolverOption = "auto") -> Rule:
     """`X = N + (B - N S) (S + rho I)^-1`, `D* = X min(1, ||N||_F / ||X||_F)`, `rho = ridge * tr(S) / I`.
 
     `S = sum_t w_t D_t^T D_t`, `B = sum_t w_t D_t D_t^T D_t`, `N = sum_t w_t D_t / sum_t w_t`. Weights are non-negative.

@@ -18,10 +18,7 @@ __all__ = ["ACTMAT_RIDGE", "rule"]
 
 
 def rule(
-    *,
-    ridge: Annotated[float, Bounds(0, open_low=True)] = 0.1,
-    null: FillOption = "zero",
-    solver: SolverOption = "auto",
+    *, ridge: Annotated[float, Bounds(0, open_low=True)] = 0.1, null: FillOption = "zero", solver: SolverOption = "auto"
 ) -> Rule:
     """`D* = N + (B - N S) (S + rho I)^-1`, `rho = ridge * tr(S) / I`.
 

@@ -187,11 +187,7 @@ def _start(
 
 
 def _add_estimate(
-    accumulator: PrimalMoments | StackedMoments,
-    rule: Rule,
-    delta_OI: Tensor,
-    factor_RI: Tensor | None,
-    weight: float,
+    accumulator: PrimalMoments | StackedMoments, rule: Rule, delta_OI: Tensor, factor_RI: Tensor | None, weight: float
 ) -> Retries:
     """Add one delta with its estimate; returns the retries of the decomposition."""
     if factor_RI is None:
