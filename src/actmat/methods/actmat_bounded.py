@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, SolverOption, member
 from actmat.methods.contract import Bounds
 
@@ -25,10 +24,6 @@ def rule(*, ridge: Annotated[float, Bounds(0, open_low=True)] = 1.0, solver: Sol
 
     Args:
         ridge: relative ridge, in units of the mean eigenvalue of `S`; the larger, the nearer to the average.
-
-    Raises:
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight, or weights that sum to zero.
     """
     return Rule(spectral=Filter("tikhonov", ridge=ridge), null="mean", solver=solver, bounded=True)
 
