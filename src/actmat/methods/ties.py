@@ -32,12 +32,12 @@ from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import Cut, StreamedCut
 from actmat.linalg.masks.trims import top_trims_each
 from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Bounds, Merged, MergeMethod, Survey
+from actmat.methods.contract import Fractions, Merged, MergeMethod, Survey, Weights
 
 __all__ = ["TIES", "GlobalTrim", "kept_entries", "merge"]
 
 Variant = Literal["original", "mergekit", "actmat"]
-Density = Annotated[float | list[float], Bounds(0, 1)]
+Density = Fractions
 ZERO_SIGN: dict[Variant, ZeroSign] = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
 
 
@@ -59,7 +59,7 @@ class GlobalTrim:
 def merge(
     deltas: Sequence[Tensor],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     survey: GlobalTrim | None = None,
     density: Density = 0.2,
     trim: Literal["tensor", "global"] = "tensor",
@@ -70,7 +70,6 @@ def merge(
 
     Args:
         weights: one per expert, applied after trimming and before the vote; 1 unless given.
-        survey: thresholds of the whole model, for `trim="global"`.
         density: fraction of the entries of largest magnitude to keep; one for all experts, or a list.
         trim: rank the entries within each tensor, or over the whole model (as the original does, at the price of
             two or three more passes over the inputs). Over the whole model all entries equal to a threshold stay.

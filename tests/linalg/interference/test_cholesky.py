@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import orthogonal
 from tests.tolerances import relative_error
 
-from actmat.linalg.cholesky import certified_cholesky, shifted_cholesky
+from actmat.linalg.interference.spectral_solve import certified_cholesky, shifted_cholesky
 
 
 def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:
