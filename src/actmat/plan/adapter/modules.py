@@ -182,14 +182,19 @@ class _ModulePlanner:
             blocks=blocks,
             grams=module.grams,
         )
-        has_bias = any(m is not None and m.bias is not None for m in module.modules)
+        biased = [m is not None and m.bias is not None for m in module.modules]
+        form = f"on dense deltas: {why_dense}" if why_dense else "in factored form"
+        reason = decision.reason + ("; " if why_dense else ", ") + form
+        if any(biased) and not all(biased):
+            missing = [label for label, has in zip(self.recipe.labels, biased, strict=True) if not has]
+            reason += f"; bias: mean over the experts that have it; not in {', '.join(missing)}"
         item = Item(
             name=module.name,
             shape=first.shape,
             layout=decision.layout,
             action=decision.action,
-            reason=decision.reason + (f"; on dense deltas: {why_dense}" if why_dense else ", in factored form"),
-            outputs=_outputs(first, rank, self.dtype, has_bias),
+            reason=reason,
+            outputs=_outputs(first, rank, self.dtype, any(biased)),
             call=call,
             form="dense" if why_dense else "factored",
             sources=tuple(
@@ -309,7 +314,7 @@ def _extras(
 ) -> tuple[tuple[Item, ...], list[str], list[str]]:
     """Tensors trained in full, problems and notes; names that the recipe keeps go to `kept`."""
     out, problems, notes = [], [], []
-    weights = recipe.weights if any(w != 1.0 for w in recipe.weights) else None
+    weights = chooser.average().weights
     for name in {n: None for a in adapters for n in a.extras}:
         if (pattern := chooser.keeps(name)) is not None:
             kept[name] = pattern
@@ -320,6 +325,13 @@ def _extras(
             problems.append(f"tensor '{name}' has shapes {_shapes(shapes)} in the adapters; other numbers of classes?")
             continue
         missing = [label for label, s in zip(recipe.labels, stored, strict=True) if s is None]
+        if weights is not None and sum(w for w, s in zip(weights, stored, strict=True) if s is not None) == 0:
+            having = ", ".join(label for label in recipe.labels if label not in missing)
+            problems.append(
+                f"tensor '{name}' is trained in full in {having} only, of total weight 0; give a weight, or keep the "
+                "tensor as it is in the base (--keep)"
+            )
+            continue
         reason = "trained in full: mean over the experts"
         if missing:
             reason += f" that have it; not in {', '.join(missing)}"
