@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,11 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_base(folder: Path, family: str) -> None:
-    """The tiny model as it is in memory: stacks of experts are one tensor."""
+def save_base(folder: Path, family: str, values: Mapping[str, Tensor] | None = None) -> None:
+    """The tiny model as it is in memory, or with other values: stacks of experts are one tensor."""
     model = tiny(family)
+    if values is not None:
+        model.load_state_dict(values)
     model.config.save_pretrained(folder)
     tensors = {
         n: t.contiguous() for n, t in model.state_dict().items() if not (n == "lm_head.weight" and is_tied(model))

@@ -135,7 +135,7 @@ def _merge_blocks(task: Task, deltas: Sequence[LowRank], around: Surroundings) -
 
 
 def _merge_block(task: Task, part: Part, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
-    """Merged delta of one block; random methods take a stack one matrix at a time, to draw what they draw in a model."""
+    """Merged delta of one block; random methods take a stack by matrix, to draw as they do in a model."""
     if task.method.is_random and deltas[0].b_OR.ndim == 3:
         found = []
         for e in range(deltas[0].b_OR.shape[0]):
@@ -275,7 +275,7 @@ def _bias(task: Task, inputs: Inputs) -> Tensor:
     """Mean of what the experts add to the layer's bias, over those that add anything."""
     item = task.item
     total, share = torch.zeros(item.shape[-2], dtype=torch.float64), 0.0
-    weights = task.call.weights or (1.0,) * len(inputs.experts)
+    weights = task.call.weights if task.call.weights and sum(task.call.weights) else (1.0,) * len(inputs.experts)
     for expert, weight in zip(inputs.experts, weights, strict=True):
         adapter = _adapter(expert.adapter)
         module = adapter.modules.get(item.name)

@@ -181,14 +181,19 @@ class _ModulePlanner:
             blocks=blocks,
             grams=module.grams,
         )
-        has_bias = any(m is not None and m.bias is not None for m in module.modules)
+        biased = [m is not None and m.bias is not None for m in module.modules]
+        form = f"on dense deltas: {why_dense}" if why_dense else "in factored form"
+        reason = decision.reason + ("; " if why_dense else ", ") + form
+        if any(biased) and not all(biased):
+            missing = [label for label, has in zip(self.recipe.labels, biased, strict=True) if not has]
+            reason += f"; bias: mean over the experts that have it; not in {', '.join(missing)}"
         item = Item(
             name=module.name,
             shape=first.shape,
             layout=decision.layout,
             action=decision.action,
-            reason=decision.reason + (f"; on dense deltas: {why_dense}" if why_dense else ", in factored form"),
-            outputs=_outputs(first, rank, self.dtype, has_bias),
+            reason=reason,
+            outputs=_outputs(first, rank, self.dtype, any(biased)),
             call=call,
             form="dense" if why_dense else "factored",
             sources=tuple(
@@ -256,6 +261,106 @@ def _blocks(layout: TensorLayout, module: AdapterModule) -> tuple[Block, ...]:
     return layout.blocks if rows == module.shape[-2] and module.kind in ("linear", "parameter") else ()
 
 
+<<<<<<< HEAD
+=======
+def _tensor_name(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> str:
+    """Name of the tensor that a module's delta belongs to, as the model has it."""
+    plain = name.replace(".base_layer", "")
+    for adapter, module in zip(adapters, found, strict=True):
+        if module is not None and module.kind == "parameter":
+            return f"{plain}.{_parameter_name(plain, module, adapter)}"
+    return f"{plain}.weight"
+
+
+def _parameter_name(owner: str, module: AdapterModule, adapter: Adapter) -> str:
+    """Name of the bare parameter that a module adapts.
+
+    Several parameters of one owner are told apart by their place in a nest of wrappers, whose order only the model
+    knows. Of a pair that is gated (`gate_up_proj`, `down_proj`) the shapes tell as well: the first has two rows for
+    every column of the second.
+    """
+    parameters = adapter.config.parameters_of(owner)
+    if len(parameters) == 1:
+        return parameters[0]
+    nest = [m for m in adapter.modules.values() if m.name.replace(".base_layer", "") == owner]
+    down = next((GATED[p] for p in parameters if GATED.get(p) in parameters), None)
+    if down is not None and len(parameters) == len(nest) == 2:
+        (other,) = (m for m in nest if m is not module)
+        (a, b), (c, d) = module.shape[-2:], other.shape[-2:]
+        if (a, b) in ((2 * d, c), (d, 2 * c)):
+            return next(p for p in parameters if p != down)
+        if (c, d) in ((2 * b, a), (b, 2 * a)):
+            return down
+    return module.name[len(owner) :].lstrip(".") or "weight"
+
+
+def _is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
+    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    return module.kind == "linear" and adapter.config.fan_in_fan_out
+
+
+def _stored_spec(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> TensorSpec:
+    """The base's tensor as the adapters imply it: its shape, transposed for Conv1D, opened up for convolutions."""
+    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    shape = module.shape
+    if _is_transposed(found, adapters):
+        shape = (shape[1], shape[0])
+    elif module.kind == "convolution":
+        shape = (shape[0], *module.kernel)
+    return TensorSpec(_tensor_name(name, found, adapters), shape, adapter.dtype, adapter.location)
+
+
+def _extras(
+    recipe: Recipe, adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str], dtype: str
+) -> tuple[tuple[Item, ...], list[str], list[str]]:
+    """Tensors trained in full, problems and notes; names that the recipe keeps go to `kept`."""
+    out, problems, notes = [], [], []
+    weights = chooser.average().weights
+    for name in {n: None for a in adapters for n in a.extras}:
+        if (pattern := chooser.keeps(name)) is not None:
+            kept[name] = pattern
+            continue
+        stored = [a.weights.specs[a.extras[name]] if name in a.extras else None for a in adapters]
+        shapes = {s.shape: None for s in stored if s is not None}
+        if len(shapes) > 1:
+            problems.append(f"tensor '{name}' has shapes {_shapes(shapes)} in the adapters; other numbers of classes?")
+            continue
+        missing = [label for label, s in zip(recipe.labels, stored, strict=True) if s is None]
+        if weights is not None and sum(w for w, s in zip(weights, stored, strict=True) if s is not None) == 0:
+            having = ", ".join(label for label in recipe.labels if label not in missing)
+            problems.append(
+                f"tensor '{name}' is trained in full in {having} only, of total weight 0; give a weight, or keep the "
+                "tensor as it is in the base (--keep)"
+            )
+            continue
+        reason = "trained in full: mean over the experts"
+        if missing:
+            reason += f" that have it; not in {', '.join(missing)}"
+            notes.append(f"'{name}' is not in {', '.join(missing)}: mean over the others")
+        shape = next(iter(shapes))
+        output = TensorSpec(next(s.name for s in stored if s is not None), shape, dtype, "")
+        out.append(
+            Item(
+                name=name,
+                shape=shape,
+                layout=TensorLayout(Role.VECTOR, reason),
+                action="average",
+                reason=reason,
+                outputs=(output,),
+                call=MethodCall("average", {}, 1.0, weights),
+                sources=tuple(None if s is None else Source(s.name, "stored", s.dtype, s.nbytes) for s in stored),
+                cost=Cost(
+                    read_bytes=sum(s.nbytes for s in stored if s is not None),
+                    write_bytes=output.nbytes,
+                    flops=output.numel * len(stored),
+                    host_bytes=24 * output.numel,
+                ),
+            )
+        )
+    return tuple(out), problems, notes
+
+
+>>>>>>> t1
 def _widest(dtypes: Sequence[str]) -> str:
     known = [d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes]
     if not known:
