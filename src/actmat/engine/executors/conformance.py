@@ -272,8 +272,8 @@ def _opened(
             folder.mkdir(parents=True, exist_ok=True)
             writers.append(ShardWriter(folder, plan.shards, durable=False))
             stack.callback(writers[-1].close)
-        location = None if base is None else base.location
-        spec = SessionSpec(plans, location, tuple(e.handle() for e in experts), tuple(folders), observers)
+        handle = None if base is None else base.handle()
+        spec = SessionSpec(plans, handle, tuple(e.handle() for e in experts), tuple(folders), observers)
         units = plan_units(plans, [()] * len(plans), observers)
         yield _Run(
             spec,
