@@ -37,7 +37,7 @@ def estimate(arguments: list[str | Path], workers: int) -> int:
     command = [*actmat_command(), "plan", *map(str, arguments), "--json"]
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    return int(json.loads(said)[f"peak_bytes_{WORKERS[workers]}_worker{'s' if workers > 1 else ''}"])
+    return int(json.loads(said)["totals"][f"peak_bytes_{WORKERS[workers]}_worker{'s' if workers > 1 else ''}"])
 
 
 def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, Any]:

@@ -53,11 +53,11 @@ def hollow(folder: Path, size: Size) -> Path:
 
 
 def announced(arguments: Sequence[str | Path]) -> dict[str, Any]:
-    """What `actmat plan --json` says; reads headers alone."""
+    """Totals of `actmat plan --json`, which reads only headers."""
     command = [*actmat_command(), "plan", *map(str, arguments), "--json"]
     environment = {**os.environ, "PYTHONPATH": SOURCE}
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    found: dict[str, Any] = json.loads(said)
+    found: dict[str, Any] = json.loads(said)["totals"]
     return found
 
 

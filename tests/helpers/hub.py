@@ -76,85 +76,89 @@ def hub_stand_in(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[HubSt
         close_session()
 
 
+class _Handler(BaseHTTPRequestHandler):
+    """Answers for one stand-in; `_handler` sets which."""
+
+    hub: HubStandIn
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def log_message(self, *args: object) -> None:
+        """Keep the test output clean."""
+
+    def _answer(self, *, body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if match := INFO.fullmatch(path):
+            self._info(match["repo"], match["revision"] or "main")
+        elif match := RESOLVE.fullmatch(path):
+            self._file(match["repo"], match["revision"], match["file"], body=body)
+        else:
+            self._refuse(404, "EntryNotFound")
+
+    def _info(self, repo: str, revision: str) -> None:
+        commit = self._commit(repo, revision)
+        if commit is None:
+            return
+        folder = self.hub.repositories[repo][commit]
+        siblings = []
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            entry = {"rfilename": path.relative_to(folder).as_posix(), "size": path.stat().st_size}
+            digest = _etag(path)
+            if len(digest) == 64:
+                entry["lfs"] = {"size": path.stat().st_size, "sha256": digest, "pointerSize": 130}
+            siblings.append({**entry, "blobId": digest if len(digest) == 40 else "0" * 40})
+        self._send(200, json.dumps({"id": repo, "sha": commit, "siblings": siblings}).encode(), {})
+
+    def _file(self, repo: str, revision: str, name: str, *, body: bool) -> None:
+        commit = self._commit(repo, revision)
+        if commit is None:
+            return
+        path = self.hub.repositories[repo][commit] / name
+        if not path.is_file():
+            self._refuse(404, "EntryNotFound")
+            return
+        content, status = path.read_bytes(), 200
+        headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted and self.hub.honours_ranges:
+            first, last = int(wanted[1]), int(wanted[2] or len(content) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            content, status = content[first : last + 1], 206
+        self._send(status, content, headers, body=body)
+
+    def _commit(self, repo: str, revision: str) -> str | None:
+        if repo in self.hub.gated:
+            self._refuse(403, "GatedRepo")
+        elif repo not in self.hub.repositories:
+            self._refuse(404, "RepoNotFound")
+        else:
+            commit = self.hub.branches.get((repo, revision), revision)
+            if commit in self.hub.repositories[repo]:
+                return commit
+            self._refuse(404, "RevisionNotFound")
+        return None
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._send(status, b"{}", {"X-Error-Code": code})
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str], *, body: bool = True) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        sent = len(content) if body and self.command == "GET" else 0
+        self.hub.requests.append((self.command, urlsplit(self.path).path, sent))
+        if sent:
+            self.wfile.write(content)
+
+
 def _handler(hub: HubStandIn) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def log_message(self, *args: object) -> None:
-            """Keep the test output clean."""
-
-        def _answer(self, *, body: bool) -> None:
-            path = unquote(urlsplit(self.path).path)
-            if match := INFO.fullmatch(path):
-                self._info(match["repo"], match["revision"] or "main")
-            elif match := RESOLVE.fullmatch(path):
-                self._file(match["repo"], match["revision"], match["file"], body=body)
-            else:
-                self._refuse(404, "EntryNotFound")
-
-        def _info(self, repo: str, revision: str) -> None:
-            commit = self._commit(repo, revision)
-            if commit is None:
-                return
-            folder = hub.repositories[repo][commit]
-            siblings = []
-            for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-                entry = {"rfilename": path.relative_to(folder).as_posix(), "size": path.stat().st_size}
-                digest = _etag(path)
-                if len(digest) == 64:
-                    entry["lfs"] = {"size": path.stat().st_size, "sha256": digest, "pointerSize": 130}
-                siblings.append({**entry, "blobId": digest if len(digest) == 40 else "0" * 40})
-            self._send(200, json.dumps({"id": repo, "sha": commit, "siblings": siblings}).encode(), {})
-
-        def _file(self, repo: str, revision: str, name: str, *, body: bool) -> None:
-            commit = self._commit(repo, revision)
-            if commit is None:
-                return
-            path = hub.repositories[repo][commit] / name
-            if not path.is_file():
-                self._refuse(404, "EntryNotFound")
-                return
-            content, status = path.read_bytes(), 200
-            headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            if wanted and hub.honours_ranges:
-                first, last = int(wanted[1]), int(wanted[2] or len(content) - 1)
-                headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-                content, status = content[first : last + 1], 206
-            self._send(status, content, headers, body=body)
-
-        def _commit(self, repo: str, revision: str) -> str | None:
-            if repo in hub.gated:
-                self._refuse(403, "GatedRepo")
-            elif repo not in hub.repositories:
-                self._refuse(404, "RepoNotFound")
-            else:
-                commit = hub.branches.get((repo, revision), revision)
-                if commit in hub.repositories[repo]:
-                    return commit
-                self._refuse(404, "RevisionNotFound")
-            return None
-
-        def _refuse(self, status: int, code: str) -> None:
-            self._send(status, b"{}", {"X-Error-Code": code})
-
-        def _send(self, status: int, content: bytes, headers: dict[str, str], *, body: bool = True) -> None:
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(content))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            sent = len(content) if body and self.command == "GET" else 0
-            hub.requests.append((self.command, urlsplit(self.path).path, sent))
-            if sent:
-                self.wfile.write(content)
-
-    return Handler
+    return type("Handler", (_Handler,), {"hub": hub})
 
 
 def _etag(path: Path) -> str:

@@ -55,7 +55,7 @@ def merge_open(
     labels = plans[0].recipe.labels
     inputs = Inputs(labels, base, opened, ExpertStatistics.none(labels))
     executor = ThreadExecutor(inputs, writers, Resources(workers, 1 << 33))
-    spec = SessionSpec(tuple(plans), "base", (), (None,) * len(plans))
+    spec = SessionSpec(tuple(plans), None, (), (None,) * len(plans))
     spec = dataclasses.replace(spec, surveys=executor.survey(spec))
     for result in executor.run(spec, plan_units(plans, [()] * len(plans), None)):
         assert not result.findings.fatal, result.findings.problems()

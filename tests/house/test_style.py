@@ -22,8 +22,8 @@ LONG: dict[str, str] = {}
 """Function of more than `LONGEST_FUNCTION` lines -> reason."""
 
 WIDE: dict[str, str] = {
-    "actmat.methods.actmat.merge": "options of a method are parameters of its function",
-    "actmat.methods.actmat.merge_lowrank": "options of a method are parameters of its function",
+    "actmat.api.agreement.agreement": "keyword arguments of a public function",
+    "actmat.methods.actmat.rule": "options of a method are parameters of its function",
     "actmat.methods.knots.merge": "options of a method are parameters of its function",
     "actmat.methods.knots.merge_lowrank": "options of a method are parameters of its function",
 }

@@ -14,7 +14,7 @@ from actmat.errors import RecipeError
 from actmat.methods import METHODS, Bounds, Merged, MergeMethod, get_method
 
 
-def rule(
+def rule(  # noqa: PLR0913 - one option of each type
     deltas: Sequence[Tensor],
     *,
     base: Tensor,

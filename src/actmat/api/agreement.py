@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from actmat.statistics.data import DataOptions, check_data, make_batches
 from actmat.statistics.models import Loaded, load_model
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from actmat.statistics.batches import Batch
 
@@ -33,7 +34,7 @@ SAMPLES = 64
 DataSource = str | Path | DataOptions
 
 
-def agreement(
+def agreement(  # noqa: PLR0913 - keyword arguments of a public function
     directory: str | Path,
     data: DataSource | Mapping[str, DataSource],
     *,
@@ -45,7 +46,7 @@ def agreement(
     mask: Callable[[Any], Tensor | None] | None = None,
     progress: Callable[[str, int], None] = lambda expert, samples: None,
 ) -> tuple[AgreementRow, ...]:
-    """How far the answers of a merged model are from those of each of its experts, on unlabelled inputs.
+    """Compare the answers of a merged model with those of each of its experts, on unlabelled inputs.
 
     `disagreement` is the share of predictions whose most probable class differs, `divergence` the mean of
     `KL(expert || merged)` in nats; both are 0 where the merged model answers as the expert. A measurement, not a
@@ -87,25 +88,43 @@ def agreement(
             device=device,
         )
 
-    merged = load(str(place))
+    comparison = _Comparison(place, load(str(place)).model, load, logits, mask, progress)
+    return tuple(comparison.row(label, experts[label], chosen[label]) for label in experts)
 
-    def row(label: str) -> AgreementRow:
-        # the expert is let go on return, before the next one is loaded: two models in memory, never three
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A merged model in memory, to be compared with its experts one after another.
+
+    Args:
+        place: output that the merged model was loaded from.
+        merged: the model.
+        load: loads an expert.
+        logits, mask, progress: see `agreement`.
+    """
+
+    place: Path
+    merged: nn.Module
+    load: Callable[[str], Loaded]
+    logits: Callable[[Any], Tensor] | None
+    mask: Callable[[Any], Tensor | None] | None
+    progress: Callable[[str, int], None]
+
+    def row(self, label: str, location: str, data: DataOptions) -> AgreementRow:
+        """Compare with one expert, which is freed on return: two models are in memory, never three."""
         try:
-            expert = load(experts[label])
-            batches = _counted(make_batches(expert, chosen[label]), label, progress)
-            found = compare(merged.model, expert.model, batches, logits=logits, mask=mask)
+            expert = self.load(location)
+            batches = _counted(make_batches(expert, data), label, self.progress)
+            found = compare(self.merged, expert.model, batches, logits=self.logits, mask=self.mask)
         except StatisticsError as error:
-            raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
+            raise StatisticsError(f"Expert '{label}' cannot be compared with {self.place}.", error.problems) from None
         return AgreementRow(
             expert=label,
-            data=chosen[label].location,
+            data=data.location,
             disagreement=tidy(found.disagreement),
-            divergence=tidy(max(0.0, found.divergence)),  # below 0 by rounding alone
+            divergence=tidy(max(0.0, found.divergence)),  # rounding gives values below 0
             predictions=found.predictions,
         )
-
-    return tuple(row(label) for label in experts)
 
 
 def residual_on_data(
@@ -114,7 +133,7 @@ def residual_on_data(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[DataResidual, ...]:
-    """How far a merged model is from its experts on the inputs that their layers see, by `rho_t` of measured inputs.
+    """Distance of a merged model from its experts on the inputs that their layers see, `rho_t` of measured inputs.
 
     `rho_t^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2` over the merged matrices `l` with a Gram matrix: 0 is as
     the expert, 1 as the base. A few tensors are in memory at a time, and no model is run.

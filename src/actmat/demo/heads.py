@@ -68,7 +68,7 @@ def features(encoder: Encoder, images_NHW: Tensor) -> Tensor:
 
 
 def correct(encoder: Encoder, head: Head, examples: Examples) -> Tensor:
-    """Which examples are answered rightly: bool `N`."""
+    """True for the examples that are answered rightly: bool `N`."""
     return head(features(encoder, examples.images_NHW)).argmax(1) == examples.labels_N
 
 
@@ -84,7 +84,7 @@ def save_heads(heads: Mapping[str, Head], path: Path) -> None:
 
 
 def load_heads(path: Path) -> dict[str, Head]:
-    """What `save_heads` wrote."""
+    """Read a file of `save_heads`."""
     tensors = load_file(path)
     tasks = sorted(name.removesuffix(".weight") for name in tensors if name.endswith(".weight"))
     return {task: Head(tensors[f"{task}.weight"], tensors[f"{task}.bias"]) for task in tasks}

@@ -35,7 +35,7 @@ def choose_methods(
 
 
 def _why_not(method: MergeMethod, n_experts: int, statistics: Sequence[str]) -> str | None:
-    """Why the rule cannot merge that many experts with these kinds of statistics, or None when it can."""
+    """Reason why the rule cannot merge that many experts with these kinds of statistics; None if it can."""
     if missing := [kind for kind in method.needs_statistics if kind not in statistics]:
         return f"needs statistics measured on data: {', '.join(missing)}"
     if method.max_experts is not None and n_experts > method.max_experts:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.linalg.chunks import CHUNK_ENTRIES
+from actmat.linalg.chunks import CHUNK_ENTRIES, chunk_size
 from actmat.plan.parts import CHUNK, Part
 from actmat.plan.reading import Strategy
 
@@ -77,7 +77,7 @@ class Deltas(LazySequence):
 
     @property
     def is_lazy(self) -> bool:
-        """Whether no delta is held."""
+        """True if no delta is held."""
         return self._whole is None
 
     def each(self) -> Iterator[Tensor]:
@@ -105,10 +105,11 @@ class Deltas(LazySequence):
             ])  # fmt: skip
             return
         flat = self._flat or [delta.reshape(-1) for delta in self._whole]
-        for start in range(0, self._part.numel, CHUNK_ENTRIES):
+        size = CHUNK_ENTRIES if flat[0].device.type == "cpu" else chunk_size(flat[0].device)
+        for start in range(0, self._part.numel, size):
             if start >= self._read_entries:
                 next(self._unread())
-            yield start, [flat_N[start : start + CHUNK_ENTRIES] for flat_N in flat]
+            yield start, [flat_N[start : start + size] for flat_N in flat]
 
     def result(self) -> Tensor:
         """Memory for the merged delta, shaped like the part; contents arbitrary."""

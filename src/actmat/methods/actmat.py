@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actmat.linalg.interference.estimators import Estimator, Normaliser
-from actmat.linalg.interference.filters import Filter, FilterKind
-from actmat.linalg.interference.rule import Rule, Solver
+from actmat.linalg.interference.rule import Estimator, Filter, FilterKind, Normaliser, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["ACTMAT", "rule"]
 
 
-def rule(
+def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     *,
     rtol: Annotated[float | None, Bounds(0, 1)] = None,
     solver: Solver = "auto",

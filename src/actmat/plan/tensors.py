@@ -14,7 +14,7 @@ from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan.adapter.problems import adapter_problems, why_not_factored
+from actmat.plan.adapter.problems import adapter_problems
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import CallShape, method_flops, tensor_peak_bytes
@@ -141,7 +141,7 @@ class _TensorPlanner:
         return tuple(out)
 
     def out_spec(self, spec: TensorSpec) -> TensorSpec:
-        """What is written for a tensor of the base."""
+        """Spec of the output for a tensor of the base."""
         dtype = self.recipe.dtype if self.recipe.dtype is not None and spec.is_floating else spec.dtype
         return dataclasses.replace(spec, dtype=dtype, file="", offset=0)
 
@@ -190,13 +190,15 @@ class _TensorPlanner:
         )
 
     def _is_factored(self, call: MethodCall, sources: Sequence[Source]) -> bool:
-        """Whether a matrix method can work on factors: no expert stores the whole tensor."""
+        """True if a matrix method can work on factors: no expert stores the whole tensor."""
         method = get_method(call.method)
         if method.acts_on != "matrix" or self.recipe.pool:
             return False
         if method.survey is not None and method.survey.applies(call.options):
             return False  # the survey of a full model sees dense deltas, and both must see the same
-        return all(s.kind != "stored" for s in sources) and not why_not_factored(call, len(sources))
+        return all(s.kind != "stored" for s in sources) and not method.why_dense(
+            call.options, len(sources), call.weights
+        )
 
     def _flops(self, item: Item) -> int:
         if item.call is None:

@@ -1,4 +1,4 @@
-"""Items of a merged adapter: its modules, and the tensors trained in full beside them. Needs no base."""
+"""Items of a merged adapter: its modules, and the tensors trained in full next to them. Needs no base."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from actmat.errors import AlignmentError, RecipeError
 from actmat.experts.base import Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterModule
-from actmat.layout.fused import GATED
-from actmat.layout.types import Block, Role, TensorLayout
+from actmat.layout.types import Block, TensorLayout
 from actmat.methods import get_method
 from actmat.plan.adapter.config import output_config
+from actmat.plan.adapter.full_tensors import plan_full_tensors, shapes_text
+from actmat.plan.adapter.implied import is_transposed, stored_spec
 from actmat.plan.adapter.notes import plan_notes
 from actmat.plan.adapter.problems import (
     adapter_problems,
     problems_of_full_tensors,
     recipe_problems,
-    why_not_factored,
 )
 from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import factored_bytes, method_flops, statistics_bytes
@@ -64,7 +64,7 @@ def plan_modules(
         module.decision, module.grams = module_statistics(
             module.decision, module.spec.name, module.first, blocks, statistics, chooser, problems
         )
-    extras, extra_problems, notes = _extras(recipe, adapters, chooser, kept, dtype)
+    extras, extra_problems, notes = plan_full_tensors(recipe, adapters, chooser, kept, dtype)
     problems += chooser.problems + layout_problems
     problems += recipe_problems(recipe, {m.name: m.decision for m in found if m.decision is not None})
     problems += extra_problems
@@ -111,11 +111,13 @@ def _collect(adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str]
         found = tuple(a.modules.get(name) for a in adapters)
         shapes = {m.shape: None for m in found if m is not None}
         if len(shapes) > 1:
-            problems.append(f"module '{name}' has deltas of shapes {_shapes(shapes)}; are the adapters of one base?")
-        spec = _stored_spec(name, found, adapters)
+            problems.append(
+                f"module '{name}' has deltas of shapes {shapes_text(shapes)}; are the adapters of one base?"
+            )
+        spec = stored_spec(name, found, adapters)
         pattern = chooser.keeps(spec.name)
         if pattern is None:
-            out.append(_Found(name, found, spec, _is_transposed(found, adapters)))
+            out.append(_Found(name, found, spec, is_transposed(found, adapters)))
         else:
             kept[spec.name] = pattern
     return out
@@ -144,7 +146,6 @@ class _ModulePlanner:
         if self.recipe.postprocess.lines is not None:
             merged = [m.name for m in found if m.decision is not None and m.decision.action == "merge"]
             depth = depth_factors(merged, *self.recipe.postprocess.lines)
-        reasons: dict[str, str] = {}
         out = []
         for module in found:
             decision = module.decision
@@ -152,16 +153,14 @@ class _ModulePlanner:
             if module.name in depth:
                 decision = decision.scaled(depth[module.name])
             assert decision.call is not None, "unknown methods are problems"
-            key = str((decision.call.method, decision.call.options, decision.call.weights))
-            if key not in reasons:
-                reasons[key] = why_not_factored(decision.call, len(self.adapters))
-            out.append(self._item(module, decision, decision.call, reasons[key]))
+            out.append(self._item(module, decision, decision.call))
         if self.recipe.ranks == "uniform" and out:
             top = max(i.pair.rank for i in out)
             out = [self._with_rank(i, top) for i in out]
         return tuple(out)
 
-    def _item(self, module: _Found, decision: Decision, call: MethodCall, why_dense: str) -> Item:
+    def _item(self, module: _Found, decision: Decision, call: MethodCall) -> Item:
+        why_dense = get_method(call.method).why_dense(call.options, len(self.adapters), call.weights)
         first = module.first
         ranks = tuple(0 if m is None else m.rank for m in module.modules)
         limit = min(first.shape[-2:])
@@ -182,14 +181,19 @@ class _ModulePlanner:
             blocks=blocks,
             grams=module.grams,
         )
-        has_bias = any(m is not None and m.bias is not None for m in module.modules)
+        biased = [m is not None and m.bias is not None for m in module.modules]
+        form = f"on dense deltas: {why_dense}" if why_dense else "in factored form"
+        reason = decision.reason + ("; " if why_dense else ", ") + form
+        if any(biased) and not all(biased):
+            missing = [label for label, has in zip(self.recipe.labels, biased, strict=True) if not has]
+            reason += f"; bias: mean over the experts that have it; not in {', '.join(missing)}"
         item = Item(
             name=module.name,
             shape=first.shape,
             layout=decision.layout,
             action=decision.action,
-            reason=decision.reason + (f"; on dense deltas: {why_dense}" if why_dense else ", in factored form"),
-            outputs=_outputs(first, rank, self.dtype, has_bias),
+            reason=reason,
+            outputs=_outputs(first, rank, self.dtype, any(biased)),
             call=call,
             form="dense" if why_dense else "factored",
             sources=tuple(
@@ -257,102 +261,8 @@ def _blocks(layout: TensorLayout, module: AdapterModule) -> tuple[Block, ...]:
     return layout.blocks if rows == module.shape[-2] and module.kind in ("linear", "parameter") else ()
 
 
-def _tensor_name(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> str:
-    """Name of the tensor that a module's delta belongs to, as the model has it."""
-    plain = name.replace(".base_layer", "")
-    for adapter, module in zip(adapters, found, strict=True):
-        if module is not None and module.kind == "parameter":
-            return f"{plain}.{_parameter_name(plain, module, adapter)}"
-    return f"{plain}.weight"
-
-
-def _parameter_name(owner: str, module: AdapterModule, adapter: Adapter) -> str:
-    """Name of the bare parameter that a module adapts.
-
-    Several parameters of one owner are told apart by their place in a nest of wrappers, whose order only the model
-    knows. Of a pair that is gated (`gate_up_proj`, `down_proj`) the shapes tell as well: the first has two rows for
-    every column of the second.
-    """
-    parameters = adapter.config.parameters_of(owner)
-    if len(parameters) == 1:
-        return parameters[0]
-    nest = [m for m in adapter.modules.values() if m.name.replace(".base_layer", "") == owner]
-    down = next((GATED[p] for p in parameters if GATED.get(p) in parameters), None)
-    if down is not None and len(parameters) == len(nest) == 2:
-        (other,) = (m for m in nest if m is not module)
-        (a, b), (c, d) = module.shape[-2:], other.shape[-2:]
-        if (a, b) in ((2 * d, c), (d, 2 * c)):
-            return next(p for p in parameters if p != down)
-        if (c, d) in ((2 * b, a), (b, 2 * a)):
-            return down
-    return module.name[len(owner) :].lstrip(".") or "weight"
-
-
-def _is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
-    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
-    return module.kind == "linear" and adapter.config.fan_in_fan_out
-
-
-def _stored_spec(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> TensorSpec:
-    """The base's tensor as the adapters imply it: its shape, transposed for Conv1D, opened up for convolutions."""
-    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
-    shape = module.shape
-    if _is_transposed(found, adapters):
-        shape = (shape[1], shape[0])
-    elif module.kind == "convolution":
-        shape = (shape[0], *module.kernel)
-    return TensorSpec(_tensor_name(name, found, adapters), shape, adapter.dtype, adapter.location)
-
-
-def _extras(
-    recipe: Recipe, adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str], dtype: str
-) -> tuple[tuple[Item, ...], list[str], list[str]]:
-    """Tensors trained in full, problems and notes; names that the recipe keeps go to `kept`."""
-    out, problems, notes = [], [], []
-    weights = recipe.weights if any(w != 1.0 for w in recipe.weights) else None
-    for name in {n: None for a in adapters for n in a.extras}:
-        if (pattern := chooser.keeps(name)) is not None:
-            kept[name] = pattern
-            continue
-        stored = [a.weights.specs[a.extras[name]] if name in a.extras else None for a in adapters]
-        shapes = {s.shape: None for s in stored if s is not None}
-        if len(shapes) > 1:
-            problems.append(f"tensor '{name}' has shapes {_shapes(shapes)} in the adapters; other numbers of classes?")
-            continue
-        missing = [label for label, s in zip(recipe.labels, stored, strict=True) if s is None]
-        reason = "trained in full: mean over the experts"
-        if missing:
-            reason += f" that have it; not in {', '.join(missing)}"
-            notes.append(f"'{name}' is not in {', '.join(missing)}: mean over the others")
-        shape = next(iter(shapes))
-        output = TensorSpec(next(s.name for s in stored if s is not None), shape, dtype, "")
-        out.append(
-            Item(
-                name=name,
-                shape=shape,
-                layout=TensorLayout(Role.VECTOR, reason),
-                action="average",
-                reason=reason,
-                outputs=(output,),
-                call=MethodCall("average", {}, 1.0, weights),
-                sources=tuple(None if s is None else Source(s.name, "stored", s.dtype, s.nbytes) for s in stored),
-                cost=Cost(
-                    read_bytes=sum(s.nbytes for s in stored if s is not None),
-                    write_bytes=output.nbytes,
-                    flops=output.numel * len(stored),
-                    host_bytes=24 * output.numel,
-                ),
-            )
-        )
-    return tuple(out), problems, notes
-
-
 def _widest(dtypes: Sequence[str]) -> str:
     known = [d for d in ("float64", "float32", "bfloat16", "float16") if d in dtypes]
     if not known:
         raise RecipeError("The adapters hold no floating point tensors.")
     return known[0]
-
-
-def _shapes(shapes: Mapping[tuple[int, ...], None]) -> str:
-    return " and ".join("x".join(map(str, s)) for s in shapes)

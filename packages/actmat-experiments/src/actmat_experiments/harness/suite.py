@@ -1,4 +1,4 @@
-"""What all suites do with a request: run their experiments, study variants on them, find their files."""
+"""Run the experiments of a suite, and study variants on them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import Candidate, candidates
-from actmat_experiments.harness.processes import placed
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
-from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS
-from actmat_experiments.harness.study_run import run_study
+from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS, run_study
 from actmat_experiments.suites import RunRequest
 
 __all__ = ["Experiments", "run_experiments", "score_file", "study_experiments"]
@@ -25,7 +23,7 @@ Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
 
 
 def score_file(cache: Path, suite: str) -> Path:
-    """Where the scores of a suite are."""
+    """File of a suite's scores."""
     return cache / "scores" / f"{suite}.jsonl"
 
 
