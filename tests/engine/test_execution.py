@@ -267,7 +267,7 @@ def test_however_deltas_are_read_the_rule_gives_its_bits(
     family: Family, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], held_bytes: int
 ) -> None:
     monkeypatch.setattr(parts_module, "HELD_BYTES", held_bytes)
-    for module in ("deltas", "reader", "tensor", "output"):
+    for module in ("deltas", "reader", "tensor", "writing"):
         monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 16)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK_ENTRIES", 12)
     merged, _ = merge(family, method=method, options=options, scope="all", seed=3, threads=2)
@@ -300,7 +300,7 @@ def test_large_transposed_matrices_give_the_bytes_of_small_ones(
     experts = [tmp_path / "e1", tmp_path / "e2"]
     found = []
     for chunk in (1 << 19, 16):
-        for module in ("deltas", "reader", "tensor", "output"):
+        for module in ("deltas", "reader", "tensor", "writing"):
             monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", chunk)
         actmat.merge(tmp_path / "base", experts, out=tmp_path / f"m{chunk}", method=method, threads=1, durable=False)
         found.append(load_file(tmp_path / f"m{chunk}" / "model.safetensors"))

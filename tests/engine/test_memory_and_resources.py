@@ -39,14 +39,14 @@ def test_a_buffer_reuses_its_memory() -> None:
 def test_room_is_kept_from_tensor_to_tensor() -> None:
     room = Room(keep=10_000)
     need = Room.bytes_for((4, 100), (2, 33))
-    with room.opened(need, beside=100):
+    with room.opened(need, elsewhere=100):
         first, second = room.take(100, torch.float32), room.take(33, torch.bfloat16)
         assert (first.numel(), second.numel()) == (100, 33)
         assert second.data_ptr() - first.data_ptr() == 448, "apart, on multiples of 64 bytes"
         assert room.take(1, torch.float32).data_ptr() != first.data_ptr(), "more than was asked for is a new tensor"
         room.restart()
         assert room.take(10, torch.float64).data_ptr() == first.data_ptr()
-    with room.opened(64, beside=100):
+    with room.opened(64, elsewhere=100):
         assert room.take(4, torch.float32).data_ptr() == first.data_ptr()
 
 
@@ -56,11 +56,11 @@ def held_bytes(room: Room) -> int:
 
 def test_room_gives_back_what_the_next_tensor_cannot_bear_beside_it() -> None:
     room = Room(keep=1000)
-    with room.opened(640, beside=200):
+    with room.opened(640, elsewhere=200):
         pass
-    with room.opened(64, beside=300):
+    with room.opened(64, elsewhere=300):
         assert held_bytes(room) == 640
-    with room.opened(64, beside=500):
+    with room.opened(64, elsewhere=500):
         assert held_bytes(room) == 64, "640 + 500 is more than 1000"
     with room.opened(2048, elsewhere=0):
         assert held_bytes(room) == 2048, "a tensor above the limit gets what it needs"
