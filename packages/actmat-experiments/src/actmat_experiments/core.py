@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from actmat.statistics.gram import unpack
-
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
@@ -13,13 +11,17 @@ from actmat.linalg.forecast import output_features
 from actmat.linalg.layer_error import output_energy
 from actmat.methods import METHODS, MergeMethod, get_method
 from actmat.methods.adamerging import AdamState, adam_step, entropy
+from actmat.recipe import make_recipe
+from actmat.settings import RunSettings
 from actmat.statistics import Statistics, collect, open_statistics
+from actmat.statistics.kinds.gram import unpack
 
 __all__ = [
     "METHODS",
     "AdamState",
     "Checkpoint",
     "MergeMethod",
+    "RunSettings",
     "Statistics",
     "TensorLayout",
     "adam_step",
@@ -27,6 +29,7 @@ __all__ = [
     "collect",
     "entropy",
     "get_method",
+    "make_recipe",
     "one_thread",
     "open_statistics",
     "output_energy",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from actmat.demo.merging import choose_methods
 from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments.core import METHODS, get_method
+from actmat_experiments.core import METHODS, RunSettings, get_method, make_recipe
 from actmat_experiments.harness.cache import code_digest
 
 if TYPE_CHECKING:
@@ -127,8 +127,6 @@ def merge_candidates(
         Name of the row -> names of the tensors that its rule has merged; `scale` acts on these alone.
     """
     from actmat.api import run_recipes
-    from actmat.recipe import make_recipe
-    from actmat.settings import RunSettings
 
     measured = statistics or {}
     recipes = [
