@@ -13,8 +13,8 @@ import torch
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, contents, hidden, save_checkpoint
 
 import actmat as actmat_package
-from actmat.plan import MergePlan
 from actmat.methods import METHODS
+from actmat.plan import MergePlan
 from actmat.version import __version__
 
 COMMANDS = ("merge", "plan", "diagnose", "report", "compare", "methods", "inspect", "verify", "demo")

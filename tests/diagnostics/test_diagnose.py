@@ -364,7 +364,8 @@ def test_measuring_stays_within_the_estimate(shape: tuple[int, int], reused: boo
         base_dtype="float32",
         sources=(Source("w", "stored", "float32", 4 * merged.value.numel()),) * experts,
     )
-    assert peak <= Observers(seed=0).memory(item, 4) - 4 * experts * merged.value.numel()  # the deltas are there already
+    there = 4 * experts * merged.value.numel()  # the deltas
+    assert peak <= Observers(seed=0).memory(item, 4) - there
 
 
 def test_too_little_memory_is_told_with_the_measuring(tmp_path: Path) -> None:

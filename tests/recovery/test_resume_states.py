@@ -222,9 +222,7 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(state: Interrupted, mo
 
 
 @pytest.mark.parametrize("damaged", [EMBEDDING, "lm_head.weight"])
-def test_a_tensor_is_done_only_with_its_alias(
-    damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_is_done_only_with_its_alias(damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tied tensors stored twice share a line in the journal: both must hold the bytes."""
     family = Family.make(tmp_path, layers=1)
     for folder in (family.base, *family.experts):

@@ -80,7 +80,11 @@ class ThreadExecutor:
                 if index + workers < len(units):
                     session.prefetch(units[index + workers])
                 session.inspect_only = failed.is_set()
-                result = session.merge(units[index])
+                try:
+                    result = session.merge(units[index])
+                except BaseException:
+                    stop.set()
+                    raise
                 if result.findings.fatal:
                     failed.set()
                 return result
@@ -90,9 +94,9 @@ class ThreadExecutor:
             try:
                 for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
-                    assert result is not None, "units are skipped only after an error"
                     running.remove(future)
-                    yield result
+                    if result is not None:  # skipped after an error, which comes with another unit
+                        yield result
             except BaseException as error:  # Ctrl-C too: let running units end, start no new ones, pass it on
                 stop.set()
                 pool.shutdown(cancel_futures=True)
