@@ -19,7 +19,11 @@ from tests.helpers.sessions import Run, merge_units, other_process, run_here
 
 from actmat.diagnostics.observer import Observers
 from actmat.engine.findings import Findings
-from actmat.engine.session import Session, UnitResult
+from actmat.engine.memory import Scratch
+from actmat.engine.observer import NoWriter
+from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.recipe import make_recipe
+from actmat.run import opened_inputs, plans_of
 from actmat.statistics import collect
 
 Fields = dict[str, Any]
@@ -220,3 +224,17 @@ def test_after_a_failure_a_session_only_reads(tmp_path: Path) -> None:
         results = {u.name: session.merge(u) for u in units}
     assert not any(r.records for r in results.values())
     assert {n for n, r in results.items() if r.findings.nonfinite} == {Q0, NORM}
+
+
+def test_one_matrix_method_is_enough_to_compute_on_the_device(tmp_path: Path) -> None:
+    """Variants share the deltas of a tensor: they are where the most demanding method wants them."""
+    (fields,) = full(tmp_path)
+    recipes = [make_recipe(fields | {"method": m}) for m in ("average", "actmat")]
+    with opened_inputs(recipes) as inputs:
+        plans = tuple(plans_of(recipes, inputs))
+        spec = SessionSpec(plans, fields["base"], (), (None, None), device="cuda")
+        session = Session(spec, inputs, [NoWriter(), NoWriter()])
+        items = [plan.by_name[Q0] for plan in plans]
+        for given, device in ((items, "cuda"), (items[::-1], "cuda"), (items[:1], "cpu"), (items[1:], "cuda")):
+            reader = session._reader(given, Findings(tolerated=False), Scratch())
+            assert reader.device.type == device
