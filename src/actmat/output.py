@@ -37,7 +37,7 @@ class StagedOutput:
         writer: receives its bytes.
         records: of everything that is done, by item.
         stage: its partial folder; None where nothing is written.
-        done: items that an earlier run finished.
+        done: items that an earlier run finished, or that need no work.
     """
 
     plan: MergePlan
@@ -49,7 +49,7 @@ class StagedOutput:
     @classmethod
     def unwritten(cls, plan: MergePlan, skip: Iterable[str]) -> StagedOutput:
         """An output that is only measured; the items `skip` need no work."""
-        return cls(plan, NoWriter(), {name: Record(name, "", {}) for name in skip})
+        return cls(plan, NoWriter(), done=frozenset(skip))
 
     @property
     def out(self) -> Path:
@@ -63,7 +63,7 @@ class StagedOutput:
 
     @property
     def _staging(self) -> Staging:
-        assert self.stage is not None, "an output that is only measured has no place"
+        assert self.stage is not None, "an output that is only measured has no folder"
         return self.stage
 
     def keep(self, record: Record) -> None:
@@ -128,7 +128,7 @@ def staged_outputs(
     After an error of ours nothing is kept: the same command would fail again, another would not use what is done.
 
     Raises:
-        OutputError: another process writes the same output, or the place cannot be written.
+        OutputError: another process writes the same output, or the folder cannot be written.
     """
     with contextlib.ExitStack() as stack:
         stages = [Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)]
@@ -167,7 +167,7 @@ def _intact(
 
 
 def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool) -> None:
-    """Refuse places that outputs may not be written to.
+    """Refuse folders that outputs may not be written to.
 
     Raises:
         OutputError: in use, an input, or wanted twice; all problems in one.

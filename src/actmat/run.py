@@ -15,11 +15,10 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
-from actmat.engine.executors.base import Executor
-from actmat.engine.executors.threads import ThreadExecutor
+from actmat.engine.executors import find_executor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
-from actmat.engine.resources import Resources, check_device, share_resources
+from actmat.engine.resources import Resources, check_device, check_device_name, share_resources
 from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN, check_adapters, check_probes
 from actmat.engine.units import plan_units
@@ -100,7 +99,7 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
     """
     problems = Problems()
     with problems.noted():
-        check_device(device)
+        check_device_name(device)
     with opened_inputs([recipe], problems) as inputs:
         return plans_of([recipe], inputs, device, problems)[0]
 
@@ -128,6 +127,8 @@ def run_recipes(
     with problems.noted():
         check_device(settings.device)
     with problems.noted():
+        find_executor(settings.executor)
+    with problems.noted():
         check_outputs(recipes, outs, overwrite=settings.overwrite)
     with opened_inputs(recipes, problems) as inputs:
         plans = plans_of(recipes, inputs, settings.device, problems)
@@ -138,7 +139,7 @@ def run_recipes(
             resumed = [len(o.done) for o in outputs]
             progress.started(plans, sum(resumed), resources.workers)
             _check_values(inputs)
-            _execute(outputs, inputs, resources, observers, progress)
+            _execute(outputs, inputs, settings.executor, resources, observers, progress)
             progress.finishing()
             manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
             reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
@@ -161,6 +162,8 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     problems = Problems()
     with problems.noted():
         check_device(settings.device)
+    with problems.noted():
+        find_executor(settings.executor)
     with opened_inputs([recipe], problems) as inputs:
         (plan,) = plans_of([recipe], inputs, settings.device, problems)
         observers = Observers(recipe.seed, settings.exact)
@@ -169,7 +172,7 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
         _check_values(inputs)
-        _execute([output], inputs, resources, observers, progress)
+        _execute([output], inputs, settings.executor, resources, observers, progress)
         return build_diagnosis(plan, output.records, out=None, seconds=time.perf_counter() - began)
 
 
@@ -229,7 +232,7 @@ def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callabl
 
 
 def writes_adapter(recipe: Recipe) -> bool:
-    """Whether the recipe's output is an adapter: asked for, or every expert is one and there is no base.
+    """True if the recipe's output is an adapter: asked for, or every expert is one and there is no base.
 
     Raises:
         RecipeError: an adapter is wanted of experts that are none, a model without a base, or neither is possible.
@@ -278,6 +281,7 @@ def plans_of(
 def _execute(
     outputs: Sequence[StagedOutput],
     inputs: Inputs,
+    executor_name: str,
     resources: Resources,
     observers: Observers | None,
     progress: Progress,
@@ -289,7 +293,7 @@ def _execute(
         StatisticsError: statistics of another model than the one that was read.
     """
     plans = tuple(o.plan for o in outputs)
-    units = plan_units(plans, [o.records for o in outputs], observers)
+    units = plan_units(plans, [o.done for o in outputs], observers)
     if not units:
         return
     spec = SessionSpec(
@@ -300,17 +304,18 @@ def _execute(
         observers=observers,
         device=resources.device,
     )
-    executor: Executor = ThreadExecutor(inputs, [o.writer for o in outputs], resources)
+    executor = find_executor(executor_name)(inputs, [o.writer for o in outputs], resources)
     spec = dataclasses.replace(spec, surveys=executor.survey(spec))
     findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
-    for result in executor.run(spec, units):
-        findings.add(result.findings)
-        if not findings.fatal:
-            for p, record in result.records:
-                outputs[p].keep(record)
-        for group in result.unit.groups:
-            item = plans[group[0][0]].items[group[0][1]]
-            progress.tensor(item.name, item.cost.read_bytes + item.cost.write_bytes)
+    with contextlib.closing(executor.run(spec, units)) as results:
+        for result in results:
+            findings.add(result.findings)
+            if not findings.fatal:
+                for p, record in result.records:
+                    outputs[p].keep(record)
+            for group in result.unit.groups:
+                items = [plans[p].items[n] for p, n in group]
+                progress.tensor(items[0].name, max(i.cost.read_bytes + i.cost.write_bytes for i in items))
     _judge(findings)
 
 

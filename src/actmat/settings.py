@@ -14,7 +14,7 @@ __all__ = ["RunSettings"]
 class RunSettings:
     """Settings of a run. Only `device` can change the result, in its last bits.
 
-    The text of each flag documents its field.
+    The text of each flag documents its field. `executor`, a name of `engine.executors.EXECUTORS`, has no flag.
 
     >>> RunSettings(threads=4, max_memory="4GB").device
     'cpu'
@@ -32,3 +32,4 @@ class RunSettings:
     sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
     diagnose: Annotated[bool, Flag(help="Measure and check while merging; a report goes into the output.")] = False
     exact: Annotated[bool, Flag(help="Measure without random probes: no sampling error, slower.")] = False
+    executor: str = "threads"

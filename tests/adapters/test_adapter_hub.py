@@ -40,7 +40,7 @@ def test_only_the_config_and_one_weight_file_are_fetched_once(hub: HubStandIn, t
     for n in (1, 2):
         publish(hub, tmp_path / f"repo{n}", f"org/a{n}", n)
     plan = api.plan(None, ["org/a1", "org/a2"])
-    assert len(plan.tensors) == 6
+    assert len(plan.items) == 6
     merge(tmp_path, ["org/a1", "org/a2"], method="average")
     fetched = [path.rpartition("/")[2] for method, path, sent in hub.requests if method == "GET" and sent]
     files = sorted(name for name in fetched if "." in name)

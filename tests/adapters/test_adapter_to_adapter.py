@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from actmat.plan.adapter_model import AdapterPlan
 from peft import PeftModel
 from tests.adapters.test_adapter_reading import edit_config, edit_tensors
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from torch import Tensor
 
 from actmat import api
-from actmat.api import plan_recipe as plan_adapters
 from actmat.errors import MergeError, OutputError
 from actmat.layout import resolve_layout
+from actmat.progress import NoProgress
 from actmat.recipe import make_recipe
 from actmat.report import verify
+from actmat.run import plan_recipe
 
 GPT2 = {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
 RULES: list[tuple[str, dict[str, Any]]] = [
@@ -107,11 +107,11 @@ def test_equals_the_dense_rule_on_materialised_deltas(
 
 def test_missing_modules_are_zero_deltas_and_are_listed(pair: Path) -> None:
     plan = api.plan(None, [pair / "one", pair / "two"])
-    assert isinstance(plan, AdapterPlan)
+    assert plan.output == "adapter"
     notes = "\n".join(plan.notes)
     assert "expert 'one' leaves 4 modules alone" in notes
     assert "plain sum of the deltas" in notes
-    ranks = {m.name.rpartition(".")[2]: m.ranks for m in plan.modules}
+    ranks = {m.name.rpartition(".")[2]: m.pair.ranks for m in plan.modules}
     assert ranks == {"c_attn": (2, 3), "c_fc": (2, 0), "c_proj": (0, 3)}
 
 
@@ -151,7 +151,7 @@ def test_weights_and_scale(pair: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["ties", "dare"])
 def test_elementwise_rules_run_densely_and_say_so(method: str, pair: Path, tmp_path: Path) -> None:
     plan = api.plan(None, [pair / "one", pair / "two"], method=method)
-    assert isinstance(plan, AdapterPlan)
+    assert plan.output == "adapter"
     assert all("on dense deltas" in m.reason for m in plan.modules)
     manifest = merge(tmp_path, [pair / "one", pair / "two"], method=method, rank=16)
     assert manifest["output"]["relative_error"] <= 1e-12  # rank 16 is all there is
@@ -160,7 +160,7 @@ def test_elementwise_rules_run_densely_and_say_so(method: str, pair: Path, tmp_p
 
 def test_an_option_without_a_low_rank_form_runs_densely(pair: Path, tmp_path: Path) -> None:
     plan = api.plan(None, [pair / "one", pair / "two"], options={"trim": 0.5})
-    assert all("'trim' is not available for low-rank deltas" in m.reason for m in plan.modules)  # type: ignore[union-attr]
+    assert all("'trim' is not available for low-rank deltas" in m.reason for m in plan.modules)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -253,7 +253,7 @@ def test_an_interrupted_merge_goes_on(pair: Path, tmp_path: Path) -> None:
     class Stop(RuntimeError):
         pass
 
-    class Halfway(api.Progress):
+    class Halfway(NoProgress):
         def tensor(self, name: str, nbytes: int) -> None:
             if "h.1" in name:
                 raise Stop
@@ -274,7 +274,7 @@ def test_lists_of_pairs_are_merged_by_position(tmp_path: Path) -> None:
         torch.manual_seed(n)
         torch.save([torch.randn(8, 2), torch.randn(2, 6)], tmp_path / f"{n}.pt")
     recipe = make_recipe({"experts": [str(tmp_path / "1.pt"), str(tmp_path / "2.pt")], "method": "tsv"})
-    assert [m.shape for m in plan_adapters(recipe).modules] == [(8, 6)]
+    assert [m.shape for m in plan_recipe(recipe).modules] == [(8, 6)]
     assert merge(tmp_path, [tmp_path / "1.pt", tmp_path / "2.pt"], method="tsv")["modules"][0]["rank"] == 4
 
 

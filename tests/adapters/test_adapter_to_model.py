@@ -16,7 +16,6 @@ from torch import Tensor
 
 from actmat import api
 from actmat.errors import MergeError
-from actmat.plan import MergePlan
 from actmat.report import verify
 
 FAMILIES = {k: v for k, v in CASES.items() if v[0] != "vision"}
@@ -44,7 +43,7 @@ def test_one_adapter_gives_what_peft_merges(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
         if torch.equal(value, base[name]):
             assert torch.equal(found[name], base[name]), f"{name} was recomputed"
-    assert any(t.action == "copy" for t in report.plan.tensors)
+    assert any(t.action == "copy" for t in report.plan.items)
     assert verify(tmp_path / "out").ok
 
 
@@ -65,7 +64,7 @@ def test_factors_give_what_full_experts_give(method: str, family: str, tmp_path:
     adapters = merge(tmp_path, tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"], "from_a", method=method)
     merge(tmp_path, tmp_path / "base", [tmp_path / "m1", tmp_path / "m2"], "from_m", method=method)
     merge(tmp_path, tmp_path / "base", [tmp_path / "a1", tmp_path / "m2"], "mixed", method=method)
-    assert any(t.factored for t in adapters.plan.tensors) == (method in ("actmat", "tsv", "iso_c", "wudi"))
+    assert any(t.form == "factored" for t in adapters.plan.items) == (method in ("actmat", "tsv", "iso_c", "wudi"))
     want = load_file(tmp_path / "from_m" / "model.safetensors")
     for out in ("from_a", "mixed"):
         found = load_file(tmp_path / out / "model.safetensors")
@@ -99,8 +98,8 @@ def test_plan_lists_what_adapters_change(tmp_path: Path) -> None:
     for n in (1, 2):
         save_adapter(tmp_path / f"a{n}", "llama", n, **LLAMA)
     plan = api.plan(tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"])
-    assert isinstance(plan, MergePlan)
-    changed = [t for t in plan.tensors if t.action == "merge"]
+    assert plan.output == "model"
+    changed = [t for t in plan.items if t.action == "merge"]
     assert len(changed) == 6
     assert all("in factored form" in t.reason for t in changed)
     assert any("changes 6 tensors" in n for n in plan.notes)
@@ -119,15 +118,15 @@ def test_where_deltas_cannot_be_walked_the_plan_pays_for_whole_ones(
     full = api.plan(base, [tmp_path / "m", tmp_path / "n"], method="dare", scope="all")
     mixed = api.plan(base, [tmp_path / "m", tmp_path / "a"], method="dare", scope="all")
     device = api.plan(base, [tmp_path / "m", tmp_path / "n"], method="dare", scope="all", device="cuda")
-    assert isinstance(full, MergePlan)
-    assert isinstance(mixed, MergePlan)
-    adapted = {t.name for t in mixed.tensors if t.action == "merge"}
+    assert full.output == "model"
+    assert mixed.output == "model"
+    adapted = {t.name for t in mixed.items if t.action == "merge"}
     assert adapted
-    for one, two, three in zip(full.tensors, mixed.tensors, device.tensors, strict=True):
+    for one, two, three in zip(full.items, mixed.items, device.items, strict=True):
         if one.name not in adapted:
             continue
         more = 4 * 2 * (math.prod(one.shape) - 16)  # two deltas in float32, whole rather than in places of 16 entries
-        assert two.peak_bytes - one.peak_bytes == more == three.peak_bytes - one.peak_bytes
+        assert two.cost.host_bytes - one.cost.host_bytes == more == three.cost.host_bytes - one.cost.host_bytes
 
 
 def test_nan_in_an_adapter_leaves_nothing(tmp_path: Path) -> None:

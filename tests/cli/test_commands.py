@@ -14,6 +14,7 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, cont
 
 import actmat as actmat_package
 from actmat.methods import METHODS
+from actmat.plan import MergePlan
 from actmat.version import __version__
 
 COMMANDS = ("merge", "plan", "diagnose", "report", "compare", "methods", "inspect", "verify", "demo")
@@ -81,21 +82,24 @@ def test_plan_tells_every_tensor_and_writes_nothing(family: Family) -> None:
     outcome = actmat(family.argv("--json", command="plan"))
     assert outcome.code == 0, outcome
     data = json.loads(outcome.out)
-    assert data["actmat_plan"] == 1
+    assert data["actmat_plan"] == 2
     assert data["family"] == "llama"
-    assert [e["name"] for e in data["experts"]] == ["expert0", "expert1"]
-    rows = {t["name"]: t for t in data["tensors"]}
+    assert [e["label"] for e in data["experts"]] == ["expert0", "expert1"]
+    rows, totals = {i["name"]: i for i in data["items"]}, data["totals"]
     assert len(rows) == 7
-    assert (rows[Q0]["action"], rows[Q0]["method"], rows[Q0]["role"]) == ("merge", "actmat", "linear")
-    assert rows[Q0]["sources"] == [Q0, Q0]
-    assert rows[Q0]["read_bytes"] == 3 * 64 * 4
-    assert rows[Q0]["write_bytes"] == 64 * 4
-    assert rows[Q0]["peak_bytes"] > 0
+    q = rows[Q0]
+    assert (q["action"], q["call"]["method"], q["layout"]["role"]) == ("merge", "actmat", "linear")
+    assert [s["name"] for s in q["sources"]] == [Q0, Q0]
+    assert [s["name"] for s in q["outputs"]] == [Q0]
+    assert q["cost"]["read_bytes"] == 3 * 64 * 4
+    assert q["cost"]["write_bytes"] == 64 * 4
+    assert q["cost"]["host_bytes"] > 0
+    assert q["cost"]["flops"] > 0
     assert (rows[EMBEDDING]["action"], rows[NORM]["action"]) == ("average", "average")
     assert all(row["reason"] for row in rows.values())
-    assert data["read_bytes"] == sum(r["read_bytes"] for r in rows.values())
-    assert data["write_bytes"] == sum(data["shards"].values())
-    assert data["peak_bytes_two_workers"] > data["peak_bytes_one_worker"]
+    assert totals["read_bytes"] == sum(r["cost"]["read_bytes"] for r in rows.values())
+    assert totals["write_bytes"] == sum(totals["shards"].values())
+    assert totals["peak_bytes_two_workers"] > totals["peak_bytes_one_worker"]
     assert sorted(family.root.rglob("*")) == before
 
 
@@ -104,12 +108,16 @@ def test_the_plan_is_what_happens(family: Family) -> None:
     planned = json.loads(actmat(family.argv(*flags, "--json", command="plan")).out)
     assert actmat(family.argv(*flags)).code == 0
     manifest = json.loads((family.out / "actmat_manifest.json").read_text())
-    for before, after in zip(planned["tensors"], manifest["tensors"], strict=True):
-        shared = before.keys() & after.keys()
-        assert {"name", "action", "reason"} <= shared
-        assert {k: before[k] for k in shared} == {k: after[k] for k in shared}
-    assert planned["shards"] == manifest["output"]["files"]
-    for name, size in planned["shards"].items():
+    for item, row in zip(MergePlan.from_json(planned).items, manifest["tensors"], strict=True):
+        expected = {"name": item.name, "action": item.action, "reason": item.reason, "shape": list(item.shape)}
+        expected |= {"role": str(item.layout.role), "dtype": item.base_dtype, "out_dtype": item.out_dtype}
+        if item.call is not None:
+            expected |= item.call.to_json() | {"sources": [s and s.name for s in item.sources]}
+        assert {k: row[k] for k in expected} == expected
+    assert any("method" in row for row in manifest["tensors"])
+    shards = planned["totals"]["shards"]
+    assert shards == manifest["output"]["files"]
+    for name, size in shards.items():
         assert (family.out / name).stat().st_size == size
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from actmat.engine.watch import watch_bytes
 from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_reading import edit_tensors
 from tests.diagnostics.test_measures import PRINTED, flat
@@ -22,15 +21,19 @@ from torch import Tensor
 
 import actmat
 from actmat.api import diagnose_output, diagnose_recipe, recipe_of_output
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.writing.staging import Staging
 from actmat.diagnostics.measure import Kept, measure_dense
 from actmat.diagnostics.model import Diagnosis, Stages, read_diagnosis
+from actmat.diagnostics.observer import Observers
 from actmat.errors import CheckpointError, RecipeError
+from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT
 from actmat.plan import parts as parts_module
-from actmat.plan.model import MethodCall, TensorPlan
+from actmat.plan.model import Item, MethodCall
 from actmat.recipe import make_recipe
+from actmat.settings import RunSettings
 
 FAST: dict[str, Any] = {"threads": 1}
 
@@ -163,10 +166,10 @@ def test_several_methods_share_the_reading(family: Family) -> None:
 
     fields = {"base": str(family.base), "experts": [str(e) for e in family.experts]}
     recipes = [make_recipe({**fields, "method": m, "out": str(family.root / m)}) for m in ("actmat", "average")]
-    reports = run_recipes(recipes, durable=False, diagnose=True, **FAST)
+    reports = run_recipes(recipes, RunSettings(durable=False, diagnose=True, **FAST))
     for recipe, report in zip(recipes, reports, strict=True):
         assert report.diagnosis is not None
-        assert report.diagnosis.measures == diagnose_recipe(recipe, **FAST).measures
+        assert report.diagnosis.measures == diagnose_recipe(recipe, RunSettings(**FAST)).measures
 
 
 # Adapters
@@ -301,7 +304,7 @@ def test_an_output_shows_its_report_or_is_measured_again(family: Family) -> None
     watched = merge(family, "watched", diagnose=True, method="ties", options={"density": 0.5}).diagnosis
     merge(family, "plain", method="ties", options={"density": 0.5})
     assert diagnose_output(family.root / "watched") == watched
-    again = diagnose_output(family.root / "plain", **FAST)
+    again = diagnose_output(family.root / "plain", RunSettings(**FAST))
     assert again.measures == watched.measures
     assert again.source == "diagnose"
     recipe = recipe_of_output(family.root / "plain")
@@ -314,7 +317,7 @@ def test_inputs_are_found_beside_a_moved_output(family: Family, tmp_path: Path) 
     moved.mkdir()
     for name in ("base", "expert0", "expert1", "expert2", "plain"):
         (tmp_path / name).rename(moved / name)
-    assert diagnose_output(moved / "plain", **FAST).totals.measured == 7
+    assert diagnose_output(moved / "plain", RunSettings(**FAST)).totals.measured == 7
 
 
 def test_a_folder_that_is_no_output(family: Family) -> None:
@@ -350,18 +353,20 @@ def test_measuring_stays_within_the_estimate(shape: tuple[int, int], reused: boo
             deltas, merged.value, generator=torch.Generator(), kept=kept if reused else None, rule=rule, plain=reused
         )
     )
-    item = TensorPlan(
+    item = Item(
         "w",
         shape,
-        "float32",
-        "float32",
         TensorLayout(Role.LINEAR, ""),
         "merge",
         "",
-        call=MethodCall("actmat", {}),
-        sources=("w",) * experts,
+        (TensorSpec("w", shape, "float32", ""),),
+        MethodCall("actmat", {}),
+        base_dtype="float32",
+        sources=(Source("w", "stored", "float32", 4 * merged.value.numel()),) * experts,
     )
-    assert peak <= watch_bytes(item, 4) - 4 * experts * merged.value.numel()  # the deltas are there already
+    assert (
+        peak <= Observers(seed=0).memory(item, 4) - 4 * experts * merged.value.numel()
+    )  # the deltas are there already
 
 
 def test_too_little_memory_is_told_with_the_measuring(tmp_path: Path) -> None:

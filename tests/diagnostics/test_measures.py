@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actmat.diagnostics.measure import Kept, against_base, measure_dense, measure_lowrank
 from actmat.diagnostics.rows import PROBES
-from actmat.linalg.interference.filters import FLOAT32_EPS
+from actmat.linalg.interference.rule import FLOAT32_EPS
 from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.actmat import ACTMAT

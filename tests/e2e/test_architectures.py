@@ -101,7 +101,7 @@ def test_the_plan_accounts_for_every_tensor(
     case: Case, families: dict[str, Family], merges: dict[tuple[str, str], Any]
 ) -> None:
     report = merges[case.name, "actmat"]
-    planned = {t.name: t for t in report.plan.tensors}
+    planned = {t.name: t for t in report.plan.items}
     start = stored(families[case.name][0])
     assert planned.keys() == start.keys()
     assert all(t.reason.strip() for t in planned.values())
@@ -139,7 +139,7 @@ def test_both_names_of_a_tied_tensor_get_the_same_bytes(
     assert found.keys() == model.state_dict().keys()
     assert len(found) > len(once)
     assert all(torch.equal(found[n], once[n]) for n in once)
-    ties = {t.name: t.tied_to for t in report.plan.tensors if t.action == "tie"}
+    ties = {t.name: t.tied_to for t in report.plan.items if t.action == "tie"}
     assert ties.keys() == found.keys() - once.keys()
     assert all(torch.equal(found[a], found[str(c)]) for a, c in ties.items())
     loaded = load(case, report.out)
@@ -169,7 +169,7 @@ def test_a_plain_torch_module(tmp_path: Path) -> None:
     assert found.keys() == start.keys()
     assert max(relative_error(found[n], wanted[n]) for n in wanted) < F32_SOLVE
     assert report.plan.family is None
-    packed = next(t for t in report.plan.tensors if t.name.endswith("in_proj_weight"))
+    packed = next(t for t in report.plan.items if t.name.endswith("in_proj_weight"))
     assert [b.name for b in packed.layout.blocks] == ["q", "k", "v"]
     encoder.load_state_dict(found)
     assert torch.isfinite(encoder(torch.randn(2, 5, 32))).all()

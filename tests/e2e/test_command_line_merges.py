@@ -86,9 +86,9 @@ def test_plan_reads_and_writes_nothing(family: Path, tmp_path: Path) -> None:
         family / "base", [family / "expert1", family / "expert2"], out=tmp_path / "out", durable=False
     )
     rows = {r["name"]: r["reason"] for r in report.manifest["tensors"]}
-    assert {t["name"]: t["reason"] for t in plan["tensors"]} == rows
-    assert plan["write_bytes"] == sum(f.stat().st_size for f in report.out.glob("*.safetensors"))
-    assert plan["read_bytes"] == sum(
+    assert {t["name"]: t["reason"] for t in plan["items"]} == rows
+    assert plan["totals"]["write_bytes"] == sum(f.stat().st_size for f in report.out.glob("*.safetensors"))
+    assert plan["totals"]["read_bytes"] == sum(
         t.nbytes for place in ("base", "expert1", "expert2") for t in stored(family / place).values()
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.experts.checkpoint import CheckpointExpert
 from actmat.plan import MergePlan, build_plan
 from actmat.recipe import make_recipe
 
@@ -46,7 +47,7 @@ def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
         }
     )
     began = time.process_time()
-    plan = build_plan(recipe, base, [expert, expert])
+    plan = build_plan(recipe, base, [CheckpointExpert(expert)] * 2)
     plan.fingerprint()
     return time.process_time() - began, plan
 
@@ -55,8 +56,8 @@ def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
 def test_twenty_thousand_tensors(prefix: str) -> None:
     small, _ = timed(TWENTY_THOUSAND // 4, prefix)
     seconds, plan = timed(TWENTY_THOUSAND, prefix)
-    assert len(plan.tensors) == TWENTY_THOUSAND * PER_LAYER + 2 > 20_000
+    assert len(plan.items) == TWENTY_THOUSAND * PER_LAYER + 2 > 20_000
     assert seconds < SECONDS
     assert seconds < 12 * small, "four times the tensors should cost about four times as much, not sixteen"
-    assert all(t.reason for t in plan.tensors)
-    assert sum(t.action == "copy" for t in plan.tensors) == TWENTY_THOUSAND
+    assert all(t.reason for t in plan.items)
+    assert sum(t.action == "copy" for t in plan.items) == TWENTY_THOUSAND

@@ -60,7 +60,7 @@ def close(found: Tensor, wanted: Tensor, bound: float = F32_PRODUCT) -> bool:
 
 
 def actions(report: actmat.MergeReport) -> dict[str, str]:
-    return {t.name: t.action for t in report.plan.tensors}
+    return {t.name: t.action for t in report.plan.items}
 
 
 def test_scope_linear_merges_linear_layers(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_keep_copies_the_base(tmp_path: Path) -> None:
     kept = {n for n in BASE if n.startswith(("lm_head", "layers.1."))}
     assert {n for n, a in actions(report).items() if a == "copy"} == kept
     assert all(bool((found[n] == 0).all()) == (n in kept) for n in BASE)
-    reasons = {t.name: t.reason for t in report.plan.tensors}
+    reasons = {t.name: t.reason for t in report.plan.items}
     assert "lm_head.*" in reasons["lm_head.weight"]
 
 
@@ -124,14 +124,14 @@ def test_the_first_rule_that_matches_decides(tmp_path: Path) -> None:
     assert close(found[NORM.format(2)], 1.5 * sum(deltas(NORM.format(2))), F32_ELEMENTWISE)
     assert close(found[O_PROJ.format(1)], sum(deltas(O_PROJ.format(1))) / 2, F32_ELEMENTWISE)
     assert close(found["lm_head.weight"], naive_actmat(deltas("lm_head.weight")), F32_SOLVE)
-    reasons = {t.name: t.reason for t in report.plan.tensors}
+    reasons = {t.name: t.reason for t in report.plan.items}
     assert "*.up_proj.weight" in reasons[UP.format(1)]
 
 
 def test_rule_options_add_to_those_of_the_same_method(tmp_path: Path) -> None:
     rules = [{"match": "layers.1.*_proj.*", "options": {"rtol": 0.5}}]
     _, report = merged(tmp_path, options={"power": 0.5}, rules=rules)
-    calls = {t.name: t.call for t in report.plan.tensors}
+    calls = {t.name: t.call for t in report.plan.items}
     inside, outside = calls[UP.format(1)], calls[UP.format(0)]
     assert inside is not None
     assert outside is not None

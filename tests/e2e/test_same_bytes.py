@@ -1,4 +1,4 @@
-"""The bytes of an output are a function of recipe and inputs alone: not of threads, company, order or hash seeds."""
+"""The bytes of an output depend only on recipe and inputs: not on threads, other variants, order or hash seeds."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from actmat.errors import RecipeError
 from actmat.plan import parts
 from actmat.plan.parts import CHUNK
 from actmat.recipe import make_recipe
+from actmat.settings import RunSettings
 
 START = "from actmat.cli.main import main; main()"
 LARGE = "model.layers.0.mlp.down_proj.weight"
@@ -97,25 +98,25 @@ def test_number_of_workers(
     assert_same(merged(family, tmp_path, RECIPES[name], workers=workers)[0], alone[name])
 
 
-def test_whether_deltas_are_held_between_two_walks(
+def test_deltas_held_or_read_again_between_two_passes(
     family: Family,
     alone: dict[str, dict[str, Tensor]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = TensorReader.base_place
-    places: list[int] = []
+    read = TensorReader.base_chunk
+    starts: list[int] = []
 
     def noted(self: TensorReader, start: int, numel: int) -> Tensor:
-        places.append(start)
+        starts.append(start)
         return read(self, start, numel)
 
-    monkeypatch.setattr(TensorReader, "base_place", noted)
+    monkeypatch.setattr(TensorReader, "base_chunk", noted)
     assert_same(merged(family, tmp_path / "held", RECIPES["ties"])[0], alone["ties"])
-    assert not places, "small tensors are held"
+    assert not starts, "small tensors are held"
     monkeypatch.setattr(parts, "HELD_BYTES", 0)
     assert_same(merged(family, tmp_path / "streamed", RECIPES["ties"])[0], alone["ties"])
-    assert CHUNK in places, "the large tensor was not streamed"
+    assert CHUNK in starts, "the large tensor was not streamed"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -241,7 +242,7 @@ def test_weights_may_differ_within_a_run(family: Family, tmp_path: Path) -> None
         )
         for number, weights in enumerate(((1.0, 1.0, 1.0), (1.0, 0.0, 3.0)))
     ]
-    equal, unequal = (output(r) for r in run_recipes(recipes, durable=False))
+    equal, unequal = (output(r) for r in run_recipes(recipes, RunSettings(durable=False)))
     first, _, third = (e[LARGE].double() - start[LARGE].double() for e in experts)
     assert relative_error(unequal[LARGE], start[LARGE].double() + (first + 3 * third) / 4) < F32_ELEMENTWISE
     assert not torch.equal(equal[LARGE], unequal[LARGE])

@@ -138,7 +138,7 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
     assert streamed.changed
 
     room = held.reader.scratch.room
-    with room.opened(10_000, beside=0):
+    with room.opened(10_000, elsewhere=0):
         whole = Deltas(held.reader, part, held.reader.read_base(part), "held")
         result = whole.result()
         result.fill_(7.0)

@@ -102,6 +102,9 @@ def test_a_survey_sees_every_tensor_in_every_round(family: Family, monkeypatch: 
         state["sum"] += sum(float(d.abs().sum()) for d in deltas)
         log.append((state["round"], float(deltas[0].numel())))
 
+    def join(state: dict[str, Any], other: dict[str, Any]) -> None:
+        state["sum"] += other["sum"]
+
     def advance(state: dict[str, Any]) -> bool:
         state["round"] += 1
         return bool(state["round"] < 3)
@@ -113,6 +116,8 @@ def test_a_survey_sees_every_tensor_in_every_round(family: Family, monkeypatch: 
         applies=lambda options: True,
         start=lambda n_experts, options: {"round": 0, "sum": 0.0},
         observe=observe,
+        fork=lambda state: {**state, "sum": 0.0},
+        join=join,
         advance=advance,
         finish=lambda state: state["sum"],
     )

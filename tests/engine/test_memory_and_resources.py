@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from actmat.engine.watch import watch_bytes
 
+from actmat.checkpoints.base import TensorSpec
+from actmat.diagnostics.observer import Observers
 from actmat.engine.memory import Budget, Room, Scratch, available_memory
 from actmat.engine.resources import check_device, share_resources
 from actmat.errors import RecipeError
+from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.plan import MergePlan
 from actmat.plan.cost import BASELINE_BYTES
-from actmat.plan.model import MethodCall, TensorPlan
+from actmat.plan.model import Cost, Item, MethodCall
+from actmat.recipe import make_recipe
 
 
-def test_scratch_reuses_the_memory_of_a_key() -> None:
+def test_a_buffer_reuses_its_memory() -> None:
     scratch = Scratch()
-    first = scratch.take("a", 100, torch.float32)
-    smaller = scratch.take("a", 60, torch.float16)
+    first = scratch.base.take(100, torch.float32)
+    smaller = scratch.base.take(60, torch.float16)
     assert smaller.data_ptr() == first.data_ptr()
     assert (smaller.dtype, tuple(smaller.shape)) == (torch.float16, (60,))
-    assert scratch.take("b", 100, torch.float32).data_ptr() != first.data_ptr()
-    assert scratch.take("a", 1000, torch.float64).shape == (1000,)
-    assert scratch.take("c", 0, torch.float64).shape == (0,)
+    assert scratch.expert.take(100, torch.float32).data_ptr() != first.data_ptr()
+    assert scratch.base.take(1000, torch.float64).shape == (1000,)
+    assert scratch.total.take(0, torch.float64).shape == (0,)
+    delta = scratch.delta(2).take(100, torch.float32)
+    assert scratch.delta(2).take(100, torch.float32).data_ptr() == delta.data_ptr()
+    assert scratch.delta(0).take(100, torch.float32).data_ptr() != delta.data_ptr()
 
 
 def test_room_is_kept_from_tensor_to_tensor() -> None:
@@ -56,7 +62,7 @@ def test_room_gives_back_what_the_next_tensor_cannot_bear_beside_it() -> None:
         assert held_bytes(room) == 640
     with room.opened(64, beside=500):
         assert held_bytes(room) == 64, "640 + 500 is more than 1000"
-    with room.opened(2048, beside=0):
+    with room.opened(2048, elsewhere=0):
         assert held_bytes(room) == 2048, "a tensor above the limit gets what it needs"
     assert held_bytes(room) == 0, "and leaves nothing behind"
 
@@ -64,7 +70,7 @@ def test_room_gives_back_what_the_next_tensor_cannot_bear_beside_it() -> None:
 def test_room_without_a_limit_keeps_nothing_and_unopened_gives_plain_tensors() -> None:
     room = Room()
     assert room.take(5, torch.float32).shape == (5,)
-    with room.opened(640, beside=0):
+    with room.opened(640, elsewhere=0):
         assert held_bytes(room) == 640
     assert held_bytes(room) == 0
 
@@ -128,19 +134,15 @@ def test_available_memory_is_plausible() -> None:
     assert 1e6 < available_memory() < 1e14
 
 
-class FakeTensor:
-    def __init__(self, name: str, peak_bytes: int) -> None:
-        self.name, self.peak_bytes = name, peak_bytes
-
-
-class FakePlan:
-    def __init__(self, *peaks: int) -> None:
-        self.tensors = [FakeTensor(f"t{i}", p) for i, p in enumerate(peaks)]
+def plan_of(*peaks: int) -> MergePlan:
+    layout = TensorLayout(Role.LINEAR, "")
+    items = tuple(Item(f"t{n}", (1,), layout, "copy", "", (), cost=Cost(host_bytes=p)) for n, p in enumerate(peaks))
+    return MergePlan(make_recipe({"base": "b", "experts": ["e"]}), "model", None, (), items, (), 1)
 
 
 def share(*peaks: int, **settings: Any) -> Any:
     chosen: dict[str, Any] = {"device": "cpu", "max_memory": None, "threads": None, **settings}
-    return share_resources([cast(MergePlan, FakePlan(*peaks))], **chosen)
+    return share_resources([plan_of(*peaks)], **chosen)
 
 
 def test_the_limit_is_for_the_whole_process() -> None:
@@ -172,9 +174,11 @@ def test_devices_that_do_not_exist(device: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "held"), [("dare", 5), ("della", 2), ("ties", 5), ("sce", 0), ("average", 0)])
-def test_watching_pays_for_deltas_that_are_held_for_it_alone(method: str, held: int) -> None:
-    """A table of embeddings: nothing is measured, but rules that take deltas one by one are given them whole."""
+def test_measuring_pays_for_deltas_that_are_held_only_for_it(method: str, held: int) -> None:
+    """A table of embeddings: nothing is measured, but methods that take deltas one by one are given them whole."""
     layout = TensorLayout(Role.EMBEDDING, "")
     call = MethodCall(method, get_method(method).resolve_options({}))
-    item = TensorPlan("w", (50, 20), "bfloat16", "bfloat16", layout, "merge", "", call=call, sources=("w", "w"))
-    assert watch_bytes(item, 4) == held * 4 * 1000
+    outputs = (TensorSpec("w", (50, 20), "bfloat16", ""),)
+    sources = (Source("w", "stored", "bfloat16", 2000),) * 2
+    item = Item("w", (50, 20), layout, "merge", "", outputs, call, base_dtype="bfloat16", sources=sources)
+    assert Observers(seed=0).memory(item, 4) == held * 4 * 1000

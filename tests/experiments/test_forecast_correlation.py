@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from actmat_experiments.forecast.correlation import between, spearman, within
+from actmat_experiments.forecast.verdict import between, spearman, within
 
 
 def clustered(generator: np.random.Generator, clusters: int, size: int, rho: float, shared: float) -> tuple:

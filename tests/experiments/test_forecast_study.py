@@ -15,14 +15,11 @@ from actmat.demo.data import load_photographs
 from actmat.demo.model import EncoderConfig
 from actmat.errors import RecipeError
 from actmat_experiments.forecast import suite
-from actmat_experiments.forecast.held_out import best_single, held_out, ridge, rule_mean
-from actmat_experiments.forecast.models import FAMILIES, Family, Trained, train
-from actmat_experiments.forecast.parts import input_grams, matrices
-from actmat_experiments.forecast.rows import Row, measure, rules
-from actmat_experiments.forecast.study import rows_of
-from actmat_experiments.forecast.verdict import WITH_DATA, Candidate, judge
+from actmat_experiments.forecast.features import FEATURES
+from actmat_experiments.forecast.models import FAMILIES, Family, Trained, input_grams, matrices, train
+from actmat_experiments.forecast.rows import Row, measure, rows_of, rules
+from actmat_experiments.forecast.verdict import WITH_DATA, Candidate, best_single, held_out, judge, ridge, rule_mean
 from actmat_experiments.harness.cache import Cache
-from actmat_experiments.linalg.forecast import FEATURES
 from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
 TINY = EncoderConfig(patch_size=4, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
@@ -61,13 +58,13 @@ def test_every_merge_gives_a_row_per_expert(rows: list[Row]) -> None:
 
 
 def test_a_finished_model_is_not_made_again(cache: Cache, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actmat_experiments.forecast.study.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("actmat_experiments.forecast.rows.train", lambda *_: pytest.fail("trained again"))
     assert rows_of(cache, TINY_FAMILIES, subsets=SUBSETS, methods=few) == rows
 
 
 def test_another_rate_is_another_model(cache: Cache, rows: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("actmat_experiments.forecast.study.train", lambda family, seed: asked.append(family) or 1 / 0)
+    monkeypatch.setattr("actmat_experiments.forecast.rows.train", lambda family, seed: asked.append(family) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rows_of(cache, [replace(TINY_FAMILIES[0], learning_rate=1e-3)], subsets=SUBSETS, methods=few)
     assert [f.learning_rate for f in asked] == [1e-3]
@@ -151,8 +148,8 @@ def test_the_suite_shows_what_the_cache_holds(
 ) -> None:
     """`table` finds the rows that `run` has left in the cache, prints 80 columns and draws."""
     monkeypatch.setattr(suite, "FAMILIES", TINY_FAMILIES)
-    monkeypatch.setattr("actmat_experiments.forecast.study.SUBSETS", SUBSETS)
-    monkeypatch.setattr("actmat_experiments.forecast.study.rules", few)
+    monkeypatch.setattr("actmat_experiments.forecast.rows.SUBSETS", SUBSETS)
+    monkeypatch.setattr("actmat_experiments.forecast.rows.rules", few)
     monkeypatch.setattr(suite, "judge", lambda rows: few_candidates(rows))
     console = Console(width=80, record=True)
     get_suite("forecast").table(TableRequest("forecast", cache.root, figures=tmp_path, console=console))
@@ -166,8 +163,8 @@ def test_the_suite_shows_what_the_cache_holds(
 def test_the_suite_runs_the_families_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        "actmat_experiments.forecast.study._make",
-        lambda out, family, seed, *_: asked.append((family.name, seed)) or (out / "rows.json").write_text("[]"),
+        "actmat_experiments.forecast.rows._make",
+        lambda family, seed, *more: asked.append((family.name, seed)) or (more[-1] / "rows.json").write_text("[]"),
     )
     console = Console(width=80, record=True)
     suite.run(RunRequest("forecast", tmp_path, models=["lora", "full"], seeds=(0, 2), console=console))
@@ -185,7 +182,7 @@ def test_the_suite_refuses_what_it_does_not_choose(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no family 'ful'"):
         suite.run(RunRequest("forecast", tmp_path, models=["ful"]))
     with pytest.raises(RecipeError, match="fewer than two families"):
-        suite.show(TableRequest("forecast", tmp_path))
+        suite.table(TableRequest("forecast", tmp_path))
 
 
 def test_rows_survive_the_file(cache: Cache, rows: list[Row]) -> None:

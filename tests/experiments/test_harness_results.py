@@ -7,11 +7,10 @@ from rich.console import Console
 
 from actmat.demo.intervals import over_tasks
 from actmat.errors import CheckpointError, RecipeError
-from actmat_experiments.harness.results import Score, append_scores, read_scores
+from actmat_experiments.harness.report import paper_figures
+from actmat_experiments.harness.results import Score, append_scores, majority_share, read_scores
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.table import average_table, markdown_table, summarise, task_table
-from actmat_experiments.harness.tasks import Task, majority_share
-from actmat_experiments.paper import paper_figures
 from actmat_experiments.vision.small import SmallSettings
 
 TASKS = ("a", "b")
@@ -140,4 +139,3 @@ def test_settings_are_changed_by_text_of_their_type():
 def test_the_majority_is_that_of_the_training_answers():
     assert majority_share([2, 2, 1], [1, 2, 2, 0]) == (2, 4)
     assert majority_share([3, 1], [1, 3, 3]) == (1, 3)  # the smallest of equals
-    assert not isinstance(object(), Task)

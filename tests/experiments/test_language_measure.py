@@ -15,9 +15,8 @@ from actmat.engine.resources import one_thread
 from actmat.statistics import open_statistics
 from actmat_experiments.harness.merging import needs_statistics
 from actmat_experiments.language.exams import Exam
-from actmat_experiments.language.items import Item, TextTask
-from actmat_experiments.language.measure import measure
-from actmat_experiments.language.models import load_model
+from actmat_experiments.language.models import load_model, measure
+from actmat_experiments.language.questions import Item, TextTask
 
 LAYERS = (
     "encoder.block.0.layer.0.SelfAttention.q",

@@ -10,17 +10,18 @@ from tests.helpers.language import some_items, tiny_model, written_tokenizer
 from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.errors import CheckpointError
-from actmat_experiments.language.items import Item
-from actmat_experiments.language.models import load_tokenizer
-from actmat_experiments.language.rank import chosen, score_choices
-from actmat_experiments.language.tokens import (
+from actmat_experiments.language.exams import (
     IGNORED,
     Encoded,
     batches_by_length,
     choice_tensors,
+    chosen,
     encode,
+    score_choices,
     training_tensors,
 )
+from actmat_experiments.language.models import load_tokenizer
+from actmat_experiments.language.questions import Item
 
 RAGGED = [
     Encoded((5, 6, 7, 1), ((20, 1), (21, 22, 23, 1), (20, 24, 1)), 0),

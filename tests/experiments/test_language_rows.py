@@ -8,9 +8,17 @@ import pytest
 from tests.helpers.language import HUB_ROWS
 
 from actmat.errors import CheckpointError
-from actmat_experiments.language.rows import FORMS, Row, read_rows, render, to_items
+from actmat_experiments.language.questions import (
+    FORMS,
+    TEMPLATES,
+    Row,
+    Template,
+    get_template,
+    read_rows,
+    render,
+    to_items,
+)
 from actmat_experiments.language.sources import load_rows_file
-from actmat_experiments.language.templates import TEMPLATES, Template, get_template
 
 DATA = Path(__file__).parent / "data"
 TARGETS = {

@@ -15,10 +15,16 @@ from tests.helpers.language import TINY, some_items, tiny_model, write_rows, wri
 from actmat.engine.resources import one_thread
 from actmat.errors import CheckpointError
 from actmat_experiments.language.models import load_tokenizer
-from actmat_experiments.language.small.corruption import corrupt, span_lengths
-from actmat_experiments.language.small.pretrain import Pretraining, new_model, pretrain
+from actmat_experiments.language.small.pretrain import (
+    Pretraining,
+    corrupt,
+    new_model,
+    pretrain,
+    sentinels,
+    span_lengths,
+    train_tokenizer,
+)
 from actmat_experiments.language.small.tasks import SMALL_TASKS, load_small
-from actmat_experiments.language.small.tokenizer import sentinels, train_tokenizer
 
 SENTINELS = list(range(1000, 1016))
 

@@ -8,7 +8,6 @@ import pytest
 from tests.helpers.language import HUB_ROWS, write_rows
 
 from actmat.errors import CheckpointError
-from actmat_experiments.harness.tasks import Task
 from actmat_experiments.language import sources
 from actmat_experiments.language.sources import N_VALIDATION, SOURCES, Source, from_hub, load_rows_file, load_tasks
 
@@ -42,7 +41,7 @@ def test_tasks_of_the_hub_have_disjoint_parts() -> None:
         assert all(f" {source.test} " in i.prompt for i in task.test)
         assert all(f" {source.train} " in i.prompt for i in task.train)
         assert len(task.validation) == (N_VALIDATION if source.validation is None else 40)
-        assert isinstance(task, Task)
+        assert task.metric == "accuracy"
         assert task.majority == (40, 40)
 
 

@@ -15,15 +15,15 @@ from tests.helpers.language import tiny_model, write_rows, write_small_data, wri
 from actmat.demo.merging import Candidate
 from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
+from actmat_experiments.harness.report import balanced
 from actmat_experiments.harness.results import Score, read_scores
 from actmat_experiments.harness.settings import changed, names_of
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.language.exams import counts, examine, make_exams
 from actmat_experiments.language.models import load_model, load_tokenizer
-from actmat_experiments.language.report import balanced
-from actmat_experiments.language.settings import PaperSettings
 from actmat_experiments.language.small.suite import SmallSettings
 from actmat_experiments.language.small.tasks import load_small
+from actmat_experiments.language.train import PaperSettings
 from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
 TINY_TRAINING = {
@@ -119,7 +119,7 @@ def test_stages_are_kept_and_merged_models_are_not(small: Path) -> None:
 
 def test_a_second_run_makes_nothing_and_changes_no_score(small: Path, monkeypatch) -> None:
     before = read_scores(score_file(small / "cache", "language-small"))
-    names = ("language.experts.finetune", "language.experiment.examine", "language.small.suite.pretrain")
+    names = ("language.train.finetune", "language.suite.examine", "language.small.suite.pretrain")
     for name in (*names, "harness.experiment.merge_candidates"):
         monkeypatch.setattr(f"actmat_experiments.{name}", None)
     get_suite("language-small").run(small_request(small))
@@ -198,8 +198,8 @@ def test_embeddings_norms_and_biases_are_averaged_and_the_rule_acts_on_the_rest(
 
 def test_tables_name_seeds_majority_and_tuned_scales(small: Path) -> None:
     text = shown("language-small", small / "cache")
-    assert "full fine-tuning, seeds 0" in text
-    assert "LoRA, seeds 0" in text
+    assert "full fine-tuning, 2 tasks, seed 0" in text
+    assert "LoRA, 2 tasks, seed 0" in text
     assert "majority" in text
     assert "knots_tsv" in text
     assert max(map(len, text.splitlines())) <= 80

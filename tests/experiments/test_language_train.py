@@ -14,8 +14,8 @@ from tests.helpers.language import some_items, tiny_model
 from tests.tolerances import F32_PRODUCT, relative_error
 
 from actmat.engine.resources import one_thread
+from actmat_experiments.language.exams import chosen
 from actmat_experiments.language.models import add_lora, is_adapter_folder, load_model, trained
-from actmat_experiments.language.rank import chosen
 from actmat_experiments.language.train import FineTuning, Progress, batch_at, finetune, summed_loss
 
 SETTINGS = FineTuning(

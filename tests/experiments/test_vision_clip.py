@@ -11,16 +11,14 @@ from transformers import AutoTokenizer, CLIPModel, CLIPVisionModel
 
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache
-from actmat_experiments.harness.processes import placed
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision import suite
 from actmat_experiments.vision.backbones import ClipHead, load_head, read_tensors
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert, source_of
-from actmat_experiments.vision.images import ImageTask, load_task
-from actmat_experiments.vision.sources import HubSet
+from actmat_experiments.vision.images import HubSet, ImageTask, load_task
 
 TASKS = ("mnist", "svhn", "eurosat")
 SETTINGS = {

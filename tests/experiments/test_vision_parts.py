@@ -11,12 +11,10 @@ from safetensors.torch import load_file
 from actmat.demo.heads import Head
 from actmat.demo.training import Schedule, generator_for
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.vision import finetune as finetuning
-from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone
-from actmat_experiments.vision.evaluate import load_expert
-from actmat_experiments.vision.finetune import batches, finetune
+from actmat_experiments.vision import train as finetuning
+from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, load_expert
 from actmat_experiments.vision.images import Examples
-from actmat_experiments.vision.pretrain import augmented
+from actmat_experiments.vision.train import Training, augmented, batches, finetune
 
 VIT = Backbone("vit", 16, PLAIN_SCALE)
 
@@ -58,7 +56,8 @@ def test_an_interrupted_expert_goes_on_to_the_same_weights(base, tmp_path):
     schedule = Schedule(2, 5, 1e-2)
     (tmp_path / "whole").mkdir()
     (tmp_path / "broken").mkdir()
-    finetune(VIT, base, head(), examples(), schedule, tmp_path / "whole", name="a", seed=0)
+    how = Training("a", 0, schedule, save_every=4)
+    finetune(VIT, base, head(), examples(), how, tmp_path / "whole")
     steps = []
 
     def stop() -> None:
@@ -66,11 +65,10 @@ def test_an_interrupted_expert_goes_on_to_the_same_weights(base, tmp_path):
         if len(steps) == 6:
             raise KeyboardInterrupt
 
-    run = {"name": "a", "seed": 0, "save_every": 4}
     with pytest.raises(KeyboardInterrupt):
-        finetune(VIT, base, head(), examples(), schedule, tmp_path / "broken", on_step=stop, **run)
+        finetune(VIT, base, head(), examples(), how, tmp_path / "broken", on_step=stop)
     assert (tmp_path / "broken" / "state.safetensors").is_file()
-    finetune(VIT, base, head(), examples(), schedule, tmp_path / "broken", **run)
+    finetune(VIT, base, head(), examples(), how, tmp_path / "broken")
     whole, broken = (load_file(tmp_path / w / "model.safetensors") for w in ("whole", "broken"))
     assert all(torch.equal(whole[n], broken[n]) for n in whole)
     assert not (tmp_path / "broken" / "state.safetensors").exists()
@@ -89,8 +87,8 @@ def test_only_the_factors_of_an_adapter_are_trained_and_the_base_is_not(base, tm
 
     fixed = head()
     weight = fixed.weight_CD.clone()
-    more = {"name": "a", "seed": 0, "regime": "lora", "rank": 2, "callbacks": callbacks}
-    finetune(VIT, base, fixed, examples(), schedule, tmp_path / "adapter", **more)
+    how = Training("a", 0, schedule, "lora", rank=2)
+    finetune(VIT, base, fixed, examples(), how, tmp_path / "adapter", callbacks=callbacks)
     assert seen[0]
     assert all(".lora_" in name for name in seen[0])
     assert all(torch.equal(t, before[n]) for n, t in load_file(base / "model.safetensors").items())

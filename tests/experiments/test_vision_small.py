@@ -23,8 +23,7 @@ from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision import experiment, small
 from actmat_experiments.vision.backbones import read_tensors
-from actmat_experiments.vision.curves import curve_file, subsets_of
-from actmat_experiments.vision.estimates import ESTIMATES, read_estimates
+from actmat_experiments.vision.curves import ESTIMATES, curve_file, read_estimates, subsets_of
 
 TASKS = ("one", "two", "three", "four")
 METHODS = ("average", "task_arithmetic", "actmat", "regmean", "fisher", "knots_tsv")
@@ -85,7 +84,7 @@ def test_a_second_run_computes_nothing(finished, monkeypatch):
     def forbidden(*args, **more):
         raise AssertionError("this was done already")
 
-    for name in ("finetune", "right_answers", "measure"):
+    for name in ("finetune", "right_answers", "collect"):
         monkeypatch.setattr(experiment, name, forbidden)
     monkeypatch.setattr(driver, "merge_candidates", forbidden)
     monkeypatch.setattr(small, "pretrain", forbidden)
@@ -96,7 +95,7 @@ def test_a_second_run_computes_nothing(finished, monkeypatch):
 def test_a_changed_option_trains_anew(finished, request_of, monkeypatch):
     trained = []
     real = experiment.finetune
-    monkeypatch.setattr(experiment, "finetune", lambda *a, **k: (trained.append(k["name"]), real(*a, **k)))
+    monkeypatch.setattr(experiment, "finetune", lambda *a, **k: (trained.append(a[4].name), real(*a, **k)))
     small.run(request_of(settings={"rate": "1e-3", "subsets": "0"}, regimes=("full",), methods=("average",)))
     assert sorted(trained) == sorted(TASKS)
     settings = {s.settings for s in read_scores(score_file(finished.cache, "vision-small"))}

@@ -11,11 +11,18 @@ from tests.helpers.vision import arrays, write_tasks
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.tasks import Task
 from actmat_experiments.vision.backbones import CLIP_SCALE
 from actmat_experiments.vision.clip import class_words, clip_tasks
-from actmat_experiments.vision.images import Limits, prepare_task, split_indices
-from actmat_experiments.vision.sources import HubSet, local_task, open_folder, open_hub, open_npz
+from actmat_experiments.vision.images import (
+    HubSet,
+    Limits,
+    local_task,
+    open_folder,
+    open_hub,
+    open_npz,
+    prepare_task,
+    split_indices,
+)
 
 
 @pytest.fixture
@@ -126,7 +133,7 @@ def test_splits_are_disjoint_and_do_not_depend_on_anything_else():
 def test_pixels_are_kept_on_disk_and_come_back(data, tmp_path):
     cache, raw = Cache(tmp_path / "cache"), local_task(data, "first")
     task = prepare_task(cache, raw, 32, Watch(), Limits(train=10, validation=3, test=5))
-    assert isinstance(task, Task)
+    assert task.metric == "accuracy"
     assert [len(p) for p in (task.train, task.validation, task.test)] == [10, 3, 5]
     fit, held = split_indices(60, "first")
     expected = arrays(0, 2, 60, grey=False)

@@ -9,7 +9,8 @@ from rich.table import Table
 from tests.helpers.demo import TINY
 from torch import Tensor
 
-from actmat_experiments.analyses.result import Analysis, new_table
+from actmat_experiments.analyses.result import Analysis
+from actmat_experiments.harness.table import new_table
 
 METHODS = ["average", "actmat"]
 
@@ -47,7 +48,7 @@ class Plain(Analysis):
         return [new_table("t", "c", "n", ("a",))]
 
     def figure(self):
-        from actmat_experiments.analyses.figures import new_axes
+        from actmat_experiments.harness.figures import new_axes
 
         figure, axes = new_axes("plain")
         axes.plot([1, 2], [1, self.value])

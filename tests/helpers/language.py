@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from actmat_experiments.language.items import Item
-from actmat_experiments.language.small.pretrain import Architecture, new_model
+from actmat_experiments.language.exams import Encoded
+from actmat_experiments.language.questions import Item
+from actmat_experiments.language.small.pretrain import Architecture, new_model, train_tokenizer
 from actmat_experiments.language.small.tasks import SMALL_TASKS
-from actmat_experiments.language.small.tokenizer import train_tokenizer
-from actmat_experiments.language.tokens import Encoded
 
 TINY = Architecture(vocabulary=300, d_model=16, d_kv=8, d_ff=24, heads=2, layers=2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,3 +79,19 @@ def _walk(node: ast.AST, package: str, inside: bool) -> Iterator[Import]:
                 yield Import(f"{module}.{name.name}", child.lineno, inside)
         else:
             yield from _walk(child, package, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import one another, directly or not; `imports` is module -> modules that it imports."""
+    reached = {m: _reached(m, imports) for m in imports}
+    groups = {frozenset(n for n in reached[m] if m in reached[n]) for m in imports if m in reached[m]}
+    return sorted(sorted(group) for group in groups)
+
+
+def _reached(start: str, imports: Mapping[str, set[str]]) -> set[str]:
+    found, todo = set[str](), [start]
+    while todo:
+        new = imports.get(todo.pop(), set()) - found
+        found |= new
+        todo += new
+    return found

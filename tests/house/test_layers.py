@@ -41,11 +41,11 @@ LAYERS = (
     "report",
     "api",  # other files directly in the package: runs, and the functions that `import actmat` offers
     "demo",
-    *(["experiments"] if (PACKAGE / "experiments").is_dir() else []),  # until they are a distribution of their own
     "cli",
 )
+PUBLIC = {"api", "cli", "demo", "errors", "version", EXPERIMENTS.name}  # what the experiments import anywhere
 MATHEMATICS = {"linalg", "methods"}  # torch, the standard library, errors, and one another (linalg first)
-LAZY = {"demo", "experiments"}  # imported by commands inside functions
+LAZY = {"demo"}  # imported by commands inside functions
 
 
 def layer_of_file(path: Path) -> str:
@@ -76,8 +76,10 @@ def problem(layer: str, imported: Import) -> str | None:
         if layer in MATHEMATICS and root != "torch" and root not in sys.stdlib_module_names:
             return f"{layer} imports only torch and the standard library, not {root}"
         return None
-    if target == layer or layer == EXPERIMENTS.name:
+    if target == layer:
         return None
+    if layer == EXPERIMENTS.name:
+        return None if target in PUBLIC else "core.py alone imports internals"
     if target == EXPERIMENTS.name:
         return f"{PACKAGE.name} does not need the distribution of {EXPERIMENTS.name}"
     if LAYERS.index(target) > LAYERS.index(layer):
@@ -126,6 +128,8 @@ def test_every_module_belongs_to_a_layer() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path: Path) -> None:
+    if path == EXPERIMENTS / "core.py":
+        pytest.skip("the one file for what is not public")
     layer = layer_of_file(path)
     found = [
         f"{path.name}:{imported.line}: {why} ({imported.target})"
@@ -157,6 +161,7 @@ def test_no_import_cycles() -> None:
         ("report", "def f():\n    from actmat.demo import run"),
         ("api", "from actmat.demo import run"),
         ("cli", "def f():\n    from actmat_experiments import suites"),
+        ("actmat_experiments", "from actmat.engine.resources import one_thread"),
         ("cli", "from actmat.demo import run"),
     ],
 )

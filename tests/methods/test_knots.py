@@ -53,8 +53,10 @@ def survey(deltas_of_tensors, **options):
     assert hook.applies(resolved)
     state = hook.start(len(deltas_of_tensors[0]), resolved)
     while True:
-        for deltas in deltas_of_tensors:
-            hook.observe(state, deltas, resolved)
+        forks = [hook.fork(state) for _ in deltas_of_tensors]
+        for fork, deltas in zip(forks, deltas_of_tensors, strict=True):
+            hook.observe(fork, deltas, resolved)
+            hook.join(state, fork)
         if not hook.advance(state):
             return hook.finish(state)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -30,16 +30,22 @@ def naive_ties(
     return naive_elect(votes, weights, reduce=reduce, zero_sign=ZERO_SIGN[variant])
 
 
-def survey(model: dict[str, list[Tensor]], order: Sequence[str], threads: int = 1, **given: Any) -> GlobalTrim:
+def survey(model: dict[str, list[Tensor]], order: Sequence[str], workers: int = 1, **given: Any) -> GlobalTrim:
     options = TIES.resolve_options({"trim": "global", **given})
-    assert TIES.survey is not None
-    state = TIES.survey.start(len(next(iter(model.values()))), options)
+    hook = TIES.survey
+    assert hook is not None
+    state = hook.start(len(next(iter(model.values()))), options)
     again = True
-    with ThreadPoolExecutor(threads) as pool:
-        while again:
-            list(pool.map(lambda name: TIES.survey.observe(state, model[name], options), order))  # type: ignore[union-attr]
-            again = TIES.survey.advance(state)
-    return TIES.survey.finish(state)
+    while again:
+        forks = [hook.fork(state) for _ in range(workers)]
+        for i, name in enumerate(order):
+            hook.observe(forks[i % workers], model[name], options)
+        for fork in forks[::-1]:
+            hook.join(state, pickle.loads(pickle.dumps(fork)))
+        again = hook.advance(state)
+    found = hook.finish(state)
+    assert isinstance(found, GlobalTrim)
+    return found
 
 
 @pytest.mark.parametrize("variant", list(ZERO_SIGN))
@@ -100,10 +106,10 @@ def test_global_trim_equals_ties_of_the_concatenated_model(dtype: torch.dtype, m
     assert relative_error(torch.cat(per_tensor), expected) > 0.05
 
 
-def test_the_survey_does_not_depend_on_order_or_threads() -> None:
+def test_the_survey_does_not_depend_on_order_or_workers() -> None:
     model = {str(i): awkward_deltas(3, 5 + i, 4, seed=i) for i in range(12)}
     names = list(model)
-    assert survey(model, names) == survey(model, names[::-1], threads=4)
+    assert survey(model, names) == survey(model, names[::-1], workers=4)
 
 
 @pytest.mark.parametrize("density", [0.0, 1.0, [0.0, 1.0, 0.5]])

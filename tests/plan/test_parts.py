@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import METHODS, get_method
-from actmat.methods.contract import ActsOn
+from actmat.methods.contract import ActsOn, MergeMethod
 from actmat.plan import parts as parts_module
-from actmat.plan.cost import MATRIX_BYTES, part_peak_bytes, tensor_peak_bytes
+from actmat.plan.cost import MATRIX_BYTES, CallShape, part_peak_bytes, tensor_peak_bytes
 from actmat.plan.parts import CHUNK, HELD_BYTES, cut, granularity, streams
 from actmat.recipe import Postprocess
 
@@ -107,17 +109,15 @@ def test_caps_want_whole_tensors() -> None:
 NORM_CAP = Postprocess(norm_cap="mean")
 
 
-def peak(name: str, shape: tuple[int, ...], experts: int = 3, layout: TensorLayout = LINEAR, **settings: object) -> int:
+def peak(name: str, shape: tuple[int, ...], experts: int = 3, layout: TensorLayout = LINEAR, **settings: Any) -> int:
     method = get_method(name)
-    options = method.resolve_options({})
-    chosen = {"base_itemsize": 2, "compute_dtype": "float32", **settings}
-    cuts = cut(shape, layout, granularity(method, settings.get("caps", Postprocess())))  # type: ignore[arg-type]
-    return tensor_peak_bytes(cuts, method, experts, options, **chosen)  # type: ignore[arg-type]
+    call = dataclasses.replace(CallShape(method, method.resolve_options({}), experts, 2, "float32"), **settings)
+    return tensor_peak_bytes(cut(shape, layout, granularity(method, call.caps)), call)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
-def test_more_of_anything_costs_no_less(method: object) -> None:
-    name: str = method.name  # type: ignore[attr-defined]
+def test_more_of_anything_costs_no_less(method: MergeMethod) -> None:
+    name = method.name
     small = peak(name, (64, 64))
     assert small > 0
     assert peak(name, (2048, 64)) >= small
@@ -177,7 +177,7 @@ def test_a_stack_costs_what_one_of_its_matrices_costs() -> None:
 def test_the_peak_holds_deltas_and_workspace() -> None:
     """actmat on 8 x 8, float32, one delta alive: base in bfloat16, one piece of an expert, delta, workspace."""
     method = get_method("actmat")
-    options = method.resolve_options({})
+    call = CallShape(method, method.resolve_options({}), 3, 2, "float32")
     assert method.workspace is not None
-    expected = MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.workspace((8, 8), 3, options))
-    assert part_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], method, 3, options, 2, "float32") == expected
+    expected = MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.workspace((8, 8), 3, call.options))
+    assert part_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], call) == expected

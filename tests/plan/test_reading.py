@@ -1,4 +1,4 @@
-"""What is held of a part: the plan counts by it, the engine reads by it."""
+"""Strategies of reading: the plan counts by them, the engine reads by them."""
 
 from __future__ import annotations
 
@@ -21,53 +21,51 @@ SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
 def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | None = None, **how: bool) -> Reading:
     method = get_method(name)
     part = Part(0, numel, (numel,), TensorLayout(Role.VECTOR, ""))
-    settings = {"can_walk": True, "measured": False} | how
+    settings = {"chunkable": True, "observed": False} | how
     return reading_of(method, method.resolve_options(options or {}), part, experts, 4, **settings)
-
-
-HELD = Reading(walked=False, combined=False, lazy=False, base=True)
-ONE_BY_ONE = Reading(walked=False, combined=False, lazy=True, base=True)
 
 
 @pytest.mark.parametrize(
     ("name", "numel", "expected"),
     [
-        ("breadcrumbs", LARGE, HELD),
-        ("average", SMALL, ONE_BY_ONE),
-        ("dare", SMALL, Reading(walked=True, combined=False, lazy=True, base=True)),
-        ("dare", 2 * CHUNK, Reading(walked=True, combined=False, lazy=True, base=False)),
-        ("ties", 2 * CHUNK, Reading(walked=True, combined=False, lazy=False, base=True)),
-        ("ties", LARGE, Reading(walked=True, combined=False, lazy=True, base=False)),
-        ("karcher", SMALL, Reading(walked=True, combined=False, lazy=False, base=True)),
-        ("karcher", 2 * CHUNK, Reading(walked=True, combined=True, lazy=True, base=False)),
-        ("karcher", LARGE, Reading(walked=True, combined=True, lazy=True, base=False)),
+        ("breadcrumbs", LARGE, Reading("held")),
+        ("average", SMALL, Reading("each")),
+        ("dare", SMALL, Reading("chunks")),
+        ("dare", 2 * CHUNK, Reading("chunks", base_held=False)),
+        ("ties", 2 * CHUNK, Reading("chunks_held")),
+        ("ties", LARGE, Reading("chunks", base_held=False)),
+        ("karcher", SMALL, Reading("chunks_held")),
+        ("karcher", 2 * CHUNK, Reading("combine", base_held=False)),
+        ("karcher", LARGE, Reading("combine", base_held=False)),
     ],
 )
-def test_a_rule_that_is_alone(name: str, numel: int, expected: Reading) -> None:
+def test_a_method_on_its_own(name: str, numel: int, expected: Reading) -> None:
     assert read(name, numel) == expected
 
 
-def test_who_else_looks_is_given_what_it_looks_at() -> None:
+def test_observers_are_given_whole_deltas() -> None:
     for name in ("dare", "ties", "karcher", "model_stock"):
-        assert read(name, LARGE, measured=True) == HELD
-        assert read(name, LARGE, can_walk=False) == HELD
-        assert read(name, LARGE, copied=True).base
-        assert not read(name, LARGE).base
-    assert read("average", SMALL, measured=True) == HELD
-    assert read("ties", LARGE, options={"trim": "global"}) == HELD
+        assert read(name, LARGE, observed=True) == Reading("held")
+        assert read(name, LARGE, chunkable=False) == Reading("held")
+        assert read(name, LARGE, copied=True).base_held
+        assert not read(name, LARGE).base_held
+    assert read("average", SMALL, observed=True) == Reading("held")
+    assert read("ties", LARGE, options={"trim": "global"}) == Reading("held")
 
 
 def test_deltas_in_memory() -> None:
-    assert [read(name, LARGE).deltas(5) for name in ("breadcrumbs", "average", "ties")] == [5, 1, 0]
-    assert read("breadcrumbs", LARGE, experts=1) == HELD, "one delta that a rule may look at twice is no lazy one"
+    whole = {name: read(name, LARGE).whole_deltas(5) for name in ("breadcrumbs", "average", "ties", "karcher")}
+    assert whole == {"breadcrumbs": 5, "average": 1, "ties": 0, "karcher": 0}
+    assert read("ties", SMALL).whole_deltas(5) == 5, "the first pass keeps what it reads"
+    assert read("breadcrumbs", LARGE, experts=1) == Reading("held"), "a method may look twice at a single delta"
 
 
 @pytest.mark.parametrize("method", ["tsv", "breadcrumbs", "ties", "model_stock", "karcher", "slerp"])
-def test_one_expert_may_be_looked_at_as_often_as_a_rule_likes(method: str, tmp_path: Path) -> None:
+def test_a_single_delta_may_be_read_several_times(method: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for name in ("base", "expert"):
         (tmp_path / name).mkdir()
-        weight = torch.randn(800, 700, generator=generator)  # more than a piece
+        weight = torch.randn(800, 700, generator=generator)  # more than a chunk
         save_file({"layers.0.mlp.up_proj.weight": weight}, tmp_path / name / "model.safetensors")
     out = tmp_path / "out"
     actmat.merge(tmp_path / "base", [tmp_path / "expert"], method=method, out=out, scope="all", durable=False)

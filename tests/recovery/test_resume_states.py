@@ -221,8 +221,9 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(state: Interrupted, mo
     assert contents(state.out) == state.expected
 
 
-def test_interrupted_between_a_tensor_and_its_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tied tensors stored twice have a line each in the journal."""
+@pytest.mark.parametrize("damaged", [EMBEDDING, "lm_head.weight"])
+def test_a_tensor_is_done_only_with_its_alias(damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tied tensors stored twice share a line in the journal: both must hold the bytes."""
     family = Family.make(tmp_path, layers=1)
     for folder in (family.base, *family.experts):
         family.change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
@@ -232,19 +233,29 @@ def test_interrupted_between_a_tensor_and_its_alias(tmp_path: Path, monkeypatch:
     assert json.loads(expected["actmat_manifest.json"])["tensors"][-1]["action"] in ("tie", "merge", "average")
     assert b'"tie"' in expected["actmat_manifest.json"]
     shutil.rmtree(family.out)
-    append = Staging.record
-
-    def die_before_the_alias(stage: Staging, entry: dict[str, object]) -> None:
-        if entry["name"] == "lm_head.weight":
-            raise Stop
-        append(stage, entry)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "record", die_before_the_alias)
+        patch.setattr(Staging, "commit", Interrupted._stop)
         with pytest.raises(Stop):
             actmat(family.argv())
-    assert actmat(family.argv()).code == 0
+    partial = family.out.parent / f".{family.out.name}.actmat-partial"
+    (line,) = [row for row in map(json.loads, (partial / JOURNAL_NAME).open()) if row.get("name") == EMBEDDING]
+    assert set(line["hashes"]) == {EMBEDDING, "lm_head.weight"}
+    names = [row["name"] for row in map(json.loads, (partial / JOURNAL_NAME).open()) if "name" in row]
+    assert "lm_head.weight" not in names
+    assert len(names) == len(set(names))
+    _flip_last_byte(partial / "model.safetensors", damaged)
+    outcome = actmat([a for a in family.argv() if a != "--quiet"])
+    assert outcome.code == 0
+    assert f"interrupted merge: {len(names) - 1} " in outcome.err
     assert contents(family.out) == expected
+
+
+def _flip_last_byte(path: Path, tensor: str) -> None:
+    data = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    _, stop = json.loads(data[8:header])[tensor]["data_offsets"]
+    data[header + stop - 1] ^= 0xFF
+    path.write_bytes(data)
 
 
 def test_several_outputs_resume_each_on_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

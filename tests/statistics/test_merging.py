@@ -44,7 +44,7 @@ def test_regmean_is_the_rule_on_grams_by_hand(name: str, tmp_path: Path) -> None
     start, values, merged = stored(base), [stored(e) for e in experts], stored(tmp_path / "out")
     files = [open_statistics(p) for p in statistics.values()]
     seen = 0
-    for item in plan.tensors:
+    for item in plan.items:
         views = case.views(item.name)
         if item.action != "merge" or views is None:
             continue
@@ -141,10 +141,10 @@ def test_the_plan_lists_layers_without_statistics(tmp_path: Path) -> None:
     name = "bert.encoder.layer.1.attention.self.query.weight"
     unmeasure(statistics["expert2"], name, "a reason")
     plan = actmat.plan(base, experts, method="regmean", statistics=statistics)
-    (item,) = [t for t in plan.tensors if t.name == name]
+    (item,) = [t for t in plan.items if t.name == name]
     assert item.action == "average"
     assert item.reason.endswith("no statistics in expert 'expert2' (a reason): mean of the deltas")
-    assert sum(t.action == "merge" for t in plan.tensors) == 12
+    assert sum(t.action == "merge" for t in plan.items) == 12
     inputs = [x for e in experts for x in ("-e", str(e), "--statistics", f"{e.name}={statistics[e.name]}")]
     out = run_cli(["plan", "-b", str(base), *inputs, "-m", "regmean"])
     assert out.code == 0
@@ -204,7 +204,7 @@ def test_memory_of_the_grams_is_planned(tmp_path: Path) -> None:
         for m in ("regmean", "cat")
     }
     name = "bert.encoder.layer.0.output.dense.weight"  # 32 x 48
-    one, both = (next(t.peak_bytes for t in p.tensors if t.name == name) for p in plans.values())
+    one, both = (next(t.cost.host_bytes for t in p.items if t.name == name) for p in plans.values())
     assert one > 48 * 48 * (4 + 8)
     assert both > 48 * 48 * (2 * 4 + 8)
 
@@ -238,8 +238,8 @@ def test_adapters_merge_by_grams_measured_with_them(tmp_path: Path) -> None:
     experts = list(places.values())
     to_adapter = actmat.merge(None, experts, out=tmp_path / "a", method="regmean", statistics=statistics)
     to_model = actmat.merge(base, experts, out=tmp_path / "m", method="regmean", statistics=statistics)
-    assert {t.action for t in to_adapter.plan.tensors} == {"merge"}
-    assert sum(t.action == "merge" for t in to_model.plan.tensors) == 4
+    assert {t.action for t in to_adapter.plan.items} == {"merge"}
+    assert sum(t.action == "merge" for t in to_model.plan.items) == 4
     actmat.merge(base, [tmp_path / "a"], out=tmp_path / "am", method="task_arithmetic", options={"scaling": 1.0})
     start, direct, through = stored(base), stored(tmp_path / "m"), stored(tmp_path / "am")
     name = "transformer.h.0.mlp.c_fc.weight"

@@ -46,7 +46,7 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
     mask: Callable[[Any], Tensor | None] | None = None,
     progress: Callable[[str, int], None] = lambda expert, samples: None,
 ) -> tuple[AgreementRow, ...]:
-    """How far the answers of a merged model are from those of each of its experts, on unlabelled inputs.
+    """Compare the answers of a merged model with those of each of its experts, on unlabelled inputs.
 
     `disagreement` is the share of predictions whose most probable class differs, `divergence` the mean of
     `KL(expert || merged)` in nats; both are 0 where the merged model answers as the expert. A measurement, not a
@@ -133,7 +133,7 @@ def residual_on_data(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[DataResidual, ...]:
-    """How far a merged model is from its experts on the inputs that their layers see, by `rho_t` of measured inputs.
+    """Distance of a merged model from its experts on the inputs that their layers see, `rho_t` of measured inputs.
 
     `rho_t^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2` over the merged matrices `l` with a Gram matrix: 0 is as
     the expert, 1 as the base. A few tensors are in memory at a time, and no model is run.

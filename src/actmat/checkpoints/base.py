@@ -55,21 +55,14 @@ class TensorSpec:
 
     >>> TensorSpec("model.norm.weight", (16, 4), "bfloat16", "model.safetensors").nbytes
     128
-
-    Args:
-        name: key in the checkpoint.
-        shape: sizes, slowest axis first.
-        dtype: a key of `DTYPES`.
-        file: file name relative to the checkpoint (or a label such as `"<memory>"`), for messages and the order of
-            reading.
-        offset: position of the first byte in that file where the format has one, else 0.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: str  # key in the checkpoint
+    shape: tuple[int, ...]  # sizes, slowest axis first
+    dtype: str  # a key of `DTYPES`
+    # file name relative to the checkpoint (or a label such as `"<memory>"`), for messages and the order of reading
     file: str
-    offset: int = 0
+    offset: int = 0  # position of the first byte in that file where the format has one, else 0
 
     @property
     def numel(self) -> int:
@@ -115,18 +108,12 @@ class CheckpointHandle:
     >>> handle = CheckpointHandle("/models/base", "safetensors", "./base")
     >>> CheckpointHandle(**json.loads(json.dumps(dataclasses.asdict(handle)))) == handle
     True
-
-    Args:
-        address: absolute path of a folder or file, or `hf://org/name@commit`.
-        format: name of the format.
-        location: what the user called it, for messages.
-        cache_dir: folder of downloads; empty for local files.
     """
 
-    address: str
-    format: str
-    location: str
-    cache_dir: str = ""
+    address: str  # absolute path of a folder or file, or `hf://org/name@commit`
+    format: str  # name of the format
+    location: str  # what the user called it, for messages
+    cache_dir: str = ""  # folder of downloads; empty for local files
 
 
 class Checkpoint(abc.ABC):

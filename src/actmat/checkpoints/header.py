@@ -35,17 +35,11 @@ LIKELY = "Likely cause: an interrupted download or copy. Fix: fetch the file aga
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Content of a header that passed all checks.
+    """Content of a header that passed all checks."""
 
-    Args:
-        specs: name -> spec in the order of the data; offsets count from the start of the file.
-        metadata: the `__metadata__` strings.
-        data_start: position of the first byte of data in the file.
-    """
-
-    specs: Mapping[str, TensorSpec]
-    metadata: Mapping[str, str]
-    data_start: int
+    specs: Mapping[str, TensorSpec]  # name -> spec in the order of the data; offsets count from the start of the file
+    metadata: Mapping[str, str]  # the `__metadata__` strings
+    data_start: int  # position of the first byte of data in the file
 
 
 def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: str) -> Header:

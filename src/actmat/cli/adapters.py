@@ -10,7 +10,7 @@ __all__ = ["describe_adapter", "print_adapter"]
 
 
 def describe_adapter(location: str) -> dict[str, Any]:
-    """What an adapter holds, as plain data; problems included."""
+    """Contents of an adapter as plain data, problems included."""
     from actmat.experts.resolve import open_adapter
 
     with open_adapter(location) as adapter:

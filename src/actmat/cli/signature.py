@@ -45,8 +45,8 @@ class _Group:
 def with_flags(command: Command) -> Command:
     """`command` with a flag for each field, in place of parameters that are `RecipeFlags` or a dataclass.
 
-    A field of the recipe is a flag if it is annotated with a `Flag`; a field of a dataclass is annotated with a `Flag`
-    or with a `typer.Option`. `Annotated[..., Fields(...)]` selects some of them. Typer reads the new signature.
+    A field of the recipe is a flag if it is annotated with a `Flag`; a field of a dataclass if it is annotated with a
+    `Flag` or with a `typer.Option`. `Annotated[..., Fields(...)]` selects some of them. Typer reads the new signature.
     """
     declared = inspect.signature(command, eval_str=True).parameters.values()
     groups = {p.name: group for p in declared if (group := _group(p.annotation)) is not None}
@@ -125,6 +125,8 @@ def _of_model(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
 def _of_dataclass(kind: Any) -> Iterator[inspect.Parameter]:
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
+        if typing.get_origin(hints[field.name]) is not Annotated:
+            continue
         annotation, flag, *_ = typing.get_args(hints[field.name])
         if isinstance(flag, Flag):
             yield _parameter(field.name, annotation, flag, flag.help, field.default)

@@ -92,7 +92,7 @@ def shift(image_HW: Tensor, down: int, right: int) -> Tensor:
 
 
 def _overlap(size: int, step: int) -> tuple[slice, slice]:
-    """Where the pixels that stay go to, and where they come from."""
+    """Target and source of the pixels that stay."""
     return slice(max(step, 0), size + min(step, 0)), slice(max(-step, 0), size + min(-step, 0))
 
 

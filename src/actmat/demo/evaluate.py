@@ -1,4 +1,4 @@
-"""How many answers are right.
+"""Count right answers.
 
 Shapes: `N` photographs, `H = W` pixels, `D` features.
 """
@@ -24,7 +24,7 @@ def features(encoder: Encoder, images_NHW: Tensor) -> Tensor:
 
 
 def correct(encoder: Encoder, head: Head, examples: Examples) -> Tensor:
-    """Which examples are answered rightly: bool `N`."""
+    """True for the examples that are answered rightly: bool `N`."""
     return head(features(encoder, examples.images_NHW)).argmax(1) == examples.labels_N
 
 

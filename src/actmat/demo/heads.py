@@ -67,7 +67,7 @@ def save_heads(heads: Mapping[str, Head], path: Path) -> None:
 
 
 def load_heads(path: Path) -> dict[str, Head]:
-    """What `save_heads` wrote."""
+    """Read a file of `save_heads`."""
     tensors = load_file(path)
     tasks = sorted(name.removesuffix(".weight") for name in tensors if name.endswith(".weight"))
     return {task: Head(tensors[f"{task}.weight"], tensors[f"{task}.bias"]) for task in tasks}

@@ -1,4 +1,4 @@
-"""How sure a share is: 95 % intervals.
+"""95 % intervals of shares.
 
 Shapes: `N` test items, `T` tasks, `S` seeds.
 """

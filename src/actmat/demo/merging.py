@@ -37,7 +37,7 @@ class Candidate:
 
 
 def why_not(method: MergeMethod, n_experts: int, statistics: Sequence[str] = ()) -> str | None:
-    """Why the rule cannot merge that many experts with these kinds of statistics, or None when it can."""
+    """Reason why the rule cannot merge that many experts with these kinds of statistics; None if it can."""
     missing = [kind for kind in method.needs_statistics if kind not in statistics]
     if missing:
         return f"needs statistics measured on data: {', '.join(missing)}"

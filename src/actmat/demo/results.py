@@ -1,4 +1,4 @@
-"""What the demo found: typed, and as JSON.
+"""Results of the demo: typed, and as JSON.
 
 Shapes: `T` tasks, `N` photographs of the test part.
 """

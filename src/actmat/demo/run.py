@@ -51,13 +51,10 @@ def run_demo(
     Below `out` it leaves `base/`, `experts/<task>/`, `merged/<method>/`, `heads.safetensors` and `results.json`.
 
     Args:
-        out: folder to write.
         seed: split, training and random rules are drawn from it alone: the same seed gives the same weights.
         methods: names of merge rules; default: every rule that needs no data.
         threads: experts trained, and tensors merged, side by side; default: one per core. Changes no number.
         overwrite: replace an earlier demo in `out`.
-        console: where tables and progress go; default: nowhere.
-        settings: sizes and schedules.
 
     Returns:
         All numbers; the same as in `results.json`.
@@ -75,12 +72,8 @@ def run_demo(
     chosen, left_out = choose_methods(methods, len(TASKS))
     photographs = load_photographs()
     folder = claim_folder(Path(out), overwrite=overwrite)
-    split = split_photographs(
-        photographs,
-        n_validation=settings.n_validation,
-        n_test=settings.n_test,
-        generator=generator_for(seed, "split"),
-    )
+    sizes = {"n_validation": settings.n_validation, "n_test": settings.n_test}
+    split = split_photographs(photographs, **sizes, generator=generator_for(seed, "split"))
     data = {task.name: pose_split(task, split, n_views=settings.n_views, seed=seed) for task in TASKS}
     clock = _Clock()
 
@@ -93,26 +86,13 @@ def run_demo(
             clock.lap("base")
             _train_experts(base, heads, data, settings, seed, folder, bars, threads)
             clock.lap("experts")
-        places = {task.name: folder.expert(task.name) for task in TASKS}
-        for name in bars.track(chosen, description="merging, by method"):
-            outs = {name: folder.merged(name)}
-            merge_candidates(folder.base, places, [Candidate(name, name)], outs, seed=seed, threads=threads)
+        _merge(folder, chosen, seed, bars, threads)
         clock.lap("merges")
         with one_thread():
             rows = _evaluate(folder, chosen, data, heads, bars, threads)
             clock.lap("evaluation")
 
-    result = DemoResult(
-        out=folder.root,
-        seed=seed,
-        settings=asdict(settings),
-        tasks=[asdict(task) | {"n_classes": task.n_classes} for task in TASKS],
-        n_photographs={"train": len(split.train), "validation": len(split.validation), "test": len(split.test)},
-        rows=rows,
-        left_out=left_out,
-        versions=_versions(),
-        seconds=clock.laps,
-    )
+    result = _result(folder, seed, settings, split, rows, left_out, clock.laps)
     result.save(folder.results)
     _show(result, folder, console)
     return result
@@ -157,6 +137,14 @@ def _train_experts(
     side_by_side(train, TASKS, threads)
 
 
+def _merge(folder: DemoFolder, methods: Sequence[str], seed: int, bars: Progress, threads: int) -> None:
+    """Merge all experts by every method."""
+    places = {task.name: folder.expert(task.name) for task in TASKS}
+    for name in bars.track(methods, description="merging, by method"):
+        outs = {name: folder.merged(name)}
+        merge_candidates(folder.base, places, [Candidate(name, name)], outs, seed=seed, threads=threads)
+
+
 def _evaluate(
     folder: DemoFolder,
     methods: Sequence[str],
@@ -185,6 +173,28 @@ def _evaluate(
         score_row("experts", "expert", experts, experts),
         *(score_row(name, "merged", right, experts) for name, right in zip(methods, merged, strict=True)),
     ]
+
+
+def _result(
+    folder: DemoFolder,
+    seed: int,
+    settings: DemoSettings,
+    split: Split,
+    rows: Sequence[Row],
+    left_out: Mapping[str, str],
+    seconds: Mapping[str, float],
+) -> DemoResult:
+    return DemoResult(
+        out=folder.root,
+        seed=seed,
+        settings=asdict(settings),
+        tasks=[asdict(task) | {"n_classes": task.n_classes} for task in TASKS],
+        n_photographs={"train": len(split.train), "validation": len(split.validation), "test": len(split.test)},
+        rows=rows,
+        left_out=left_out,
+        versions=_versions(),
+        seconds=seconds,
+    )
 
 
 class _Clock:

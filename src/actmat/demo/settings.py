@@ -1,4 +1,4 @@
-"""What the demo can be told: sizes and schedules."""
+"""Settings of the demo: sizes and schedules."""
 
 from __future__ import annotations
 

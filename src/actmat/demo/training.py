@@ -115,7 +115,7 @@ def descend(
         total = torch.zeros(())
         for _ in range(schedule.micro_batches):
             loss = next(stream)
-            (loss / schedule.micro_batches).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss / schedule.micro_batches)
             total = total + loss.detach().cpu() / schedule.micro_batches
         nn.utils.clip_grad_norm_(parameters, _LONGEST_GRADIENT)
         for callback in callbacks:

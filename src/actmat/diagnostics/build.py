@@ -52,8 +52,9 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         out: the output's folder, if there is one.
         seconds: wall time of the run.
     """
-    rows = tuple(_row(plan, plan.by_name[name], records) for name in _names(plan))
-    observed = {n: r.observed for n, r in records.items() if r.observed is not None}
+    names = _names(plan)
+    rows = tuple(_row(plan, plan.by_name[name], records) for name in names)
+    observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
     measures = measures_from_json([m for o in observed.values() for m in o["measures"]])
     labels = plan.recipe.labels
     source: Source = "adapters" if plan.output == "adapter" else "diagnose" if out is None else "merge"

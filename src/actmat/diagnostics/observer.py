@@ -82,7 +82,7 @@ def check_mutes(recipes: Iterable[Recipe]) -> None:
 
 
 def sums_plainly(call: MethodCall) -> bool:
-    """Whether the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate."""
+    """True if the method's own `S` is `sum_t D_t^T D_t`: of the interference family, no weights, no other estimate."""
     method = get_method(call.method)
     return method.sums_own_grams(call.options) and all(w == 1.0 for w in call.weights or ())
 
@@ -236,7 +236,7 @@ def _base(merged: Merged) -> Tensor:
 
 
 def _reduced(stage: object) -> Reduced | None:
-    """What the method solved for one matrix, where it belongs to the interference family."""
+    """The problem that the method solved for one matrix, where it belongs to the interference family."""
     return stage.items[0] if isinstance(stage, State) and len(stage.items) == 1 else None
 
 

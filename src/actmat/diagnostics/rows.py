@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from actmat.diagnostics.pairs import normalised
-from actmat.linalg.interference.filters import FLOAT32_EPS
+from actmat.linalg.interference.rule import FLOAT32_EPS
 from actmat.linalg.lapack import only_eigenvalues
 
 __all__ = ["PROBES", "RowMeasures", "Rows", "eigen_rank", "measure_rows", "random_signs"]

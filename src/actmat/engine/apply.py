@@ -26,6 +26,7 @@ __all__ = [
     "cap_factors",
     "checked_finite",
     "compute_dtype",
+    "matrix_label",
     "merge_factors",
     "narrowed",
     "stage_key",
@@ -75,7 +76,7 @@ def apply_to_factors(task: Task, part: Part, factors: Sequence[Sequence[LowRank]
 
 def merge_factors(task: Task, part: Part, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
     """Merged delta of logical matrix `k` of a part, as factors, capped."""
-    method, label = task.method, _label(part, k)
+    method, label = task.method, matrix_label(part, k)
     assert method.merge_lowrank is not None, "the plan chose the factored form"
     merged = method.merge_lowrank(deltas, **needs_of(task, part, k, label, around), **task.call.options)
     task.note(label, merged.stats)
@@ -116,9 +117,9 @@ def _merge_matrices(task: Task, part: Part, deltas: Sequence[Tensor], call: Call
     for k in range(count):
         if split is not None:
             matrices: Sequence[Tensor] = [s[k] for s in split]
-        else:  # deltas that are read when they are asked for lie over one another: one matrix at a time
+        else:  # deltas that are read on request share their memory: one matrix at a time
             matrices = deltas if _is_single(part) else mapped(deltas, lambda d: part.layout.to_matrices(d)[0])
-        label = _label(part, k)
+        label = matrix_label(part, k)
         merged = call(matrices, label, k)
         task.note(label, merged.stats)
         values.append(_cap(task, merged.value, matrices, part.layout, label))
@@ -174,7 +175,7 @@ def _cap_matrices(task: Task, merged: Tensor, deltas: Sequence[Tensor], part: Pa
     for region in cut(part.shape, part.layout, "matrix"):
         value, *own = (region.layout.to_matrices(narrowed(x, region).view(region.shape)) for x in (merged, *deltas))
         capped = [
-            _cap(task, matrix, [matrices[k] for matrices in own], region.layout, _label(region, k))
+            _cap(task, matrix, [matrices[k] for matrices in own], region.layout, matrix_label(region, k))
             for k, matrix in enumerate(value)
         ]
         out[region.start : region.stop].copy_(region.layout.from_matrices(capped, region.shape).reshape(-1))
@@ -192,12 +193,13 @@ def _cap(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLay
     return value
 
 
-def _label(part: Part, k: int) -> str:
+def matrix_label(part: Part, k: int) -> str:
+    """Label of logical matrix `k` of a part in records: "q", "3/gate"."""
     blocks = part.layout.blocks
     return "/".join(x for x in (part.label, blocks[k].name if blocks else "") if x)
 
 
 def narrowed(whole: Tensor, own: Part) -> Tensor:
     """Entries of a part of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
-    piece = whole.reshape(-1)[own.start : own.stop]
-    return piece if piece.data_ptr() % _ALIGNMENT == 0 else piece.clone()
+    entries = whole.reshape(-1)[own.start : own.stop]
+    return entries if entries.data_ptr() % _ALIGNMENT == 0 else entries.clone()

@@ -14,7 +14,7 @@ from actmat.engine.naming import named_errors
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.rows import RowDeltas
 from actmat.engine.task import Task
-from actmat.engine.writing import write_piece, write_value
+from actmat.engine.writing import write_chunk, write_part
 from actmat.linalg.inner import add_up, inner_products
 from actmat.plan.parts import Part
 
@@ -41,7 +41,7 @@ def merge_combined(task: Task, part: Part, base_raw: Tensor | StreamedBase, read
         task.note(part.label, found.stats)
     norm_B = gram_BB.diagonal().sqrt()
     if not bool(norm_B[int(with_base) :].any()):
-        write_piece(task, part, base_raw, None, reader)
+        write_part(task, part, base_raw, None, reader)
         return False
     # no entry of the sum is larger than this; where that may overflow, sums are checked
     largest = float(torch.tensor(found.coefficients, dtype=torch.float64).abs() @ norm_B)
@@ -53,5 +53,5 @@ def merge_combined(task: Task, part: Part, base_raw: Tensor | StreamedBase, read
         if may_overflow:
             with named_errors(task.kind, task.item.name, call.method):
                 checked_finite(sum_S, task)
-        write_value(task, torch.add(chunk.base_S, sum_S, alpha=call.scale, out=sum_S), reader)
+        write_chunk(task, torch.add(chunk.base_S, sum_S, alpha=call.scale, out=sum_S), reader)
     return True

@@ -77,7 +77,7 @@ class Deltas(LazySequence):
 
     @property
     def is_lazy(self) -> bool:
-        """Whether no delta is held."""
+        """True if no delta is held."""
         return self._whole is None
 
     def each(self) -> Iterator[Tensor]:

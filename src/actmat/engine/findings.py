@@ -36,7 +36,7 @@ class Findings:
 
     @property
     def fatal(self) -> bool:
-        """Whether the merge must be given up."""
+        """True if the merge must be given up."""
         return bool(self.foreign_statistics or self.broken_ties) or (bool(self.nonfinite) and not self.tolerated)
 
     def problems(self) -> list[str]:

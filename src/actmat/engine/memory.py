@@ -68,7 +68,7 @@ class Room:
     `opened`, or beyond the size given there, buffers are plain new tensors.
 
     Args:
-        keep: bytes that this worker may use at any time, its block and what a tensor takes beside it; where a tensor
+        keep: bytes that this worker may use at any time, its block and all else that a tensor takes; where a tensor
             would take more on top of a block of an earlier one, that block is given back first. 0 keeps nothing.
     """
 
@@ -83,10 +83,10 @@ class Room:
         return sum(_aligned(width * numel) for width, numel in buffers)
 
     @contextlib.contextmanager
-    def opened(self, nbytes: int, beside: int) -> Iterator[None]:
-        """Room of `nbytes` for one tensor, which takes `beside` bytes elsewhere."""
+    def opened(self, nbytes: int, elsewhere: int) -> Iterator[None]:
+        """Room of `nbytes` for one tensor, which takes so many bytes `elsewhere`."""
         held = 0 if self._block is None else self._block.numel()
-        if max(held, nbytes) + beside > self.keep or held < nbytes:
+        if max(held, nbytes) + elsewhere > self.keep or held < nbytes:
             self._block = None
         if self._block is None and nbytes:
             self._block = torch.empty(nbytes, dtype=torch.uint8)

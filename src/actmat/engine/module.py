@@ -8,6 +8,7 @@ are rounded once, to the output dtype.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.apply import cap_factors, compute_dtype, merge_factors
+from actmat.engine.apply import cap_factors, compute_dtype, matrix_label, merge_factors
 from actmat.engine.inputs import Inputs
 from actmat.engine.naming import named_errors
 from actmat.engine.needs import Surroundings, needs_of
@@ -46,10 +47,8 @@ def merge_module(task: Task, inputs: Inputs) -> Record:
     item, statistics = task.item, inputs.statistics
     deltas = _factors(item, inputs)
     with named_errors("module", item.name, task.call.method):
-        if item.form == "factored":
-            values = _merge_factored(task, deltas, Surroundings(statistics, torch.float64))
-        else:
-            values = _merge_dense(task, deltas, Surroundings(statistics, compute_dtype(task)))
+        dtype = torch.float64 if item.form == "factored" else compute_dtype(task)
+        values = _merge_blocks(task, deltas, Surroundings(statistics, dtype))
     merged = _packed(item, values)
     truncated = truncate(LowRank(merged.b_OR * task.call.scale, merged.a_RI), item.pair.rank)
     task.stats = join_stats(task.stats, _norms(deltas, truncated))
@@ -120,32 +119,45 @@ def _logical(item: Item) -> Part:
     return Part(0, item.numel, item.shape, TensorLayout(role, item.layout.reason, blocks=item.pair.blocks))
 
 
-def _merge_factored(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> list[LowRank]:
-    """Merged delta of every block, by the method's low-rank form."""
-    part = _logical(task.item)
-    values = []
-    for k, (label, own) in enumerate(_by_block(task.item, deltas)):
-        values.append(merge_factors(task, part, k, own, around))
-        _observe(task, label, own, values[-1])
-    return values
-
-
-def _merge_dense(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> list[LowRank]:
-    """Merged delta of every block, by the method on dense deltas."""
-    part = _logical(task.item)
-    whole = None if task.method.acts_on == "matrix" else _merge_stored(task, deltas, around)
+def _merge_blocks(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> list[LowRank]:
+    """Merged delta of every block, capped."""
+    part, by_matrix = _logical(task.item), task.item.form == "factored" or task.method.acts_on == "matrix"
+    whole = None if by_matrix else _merge_stored(task, deltas, around)
     values = []
     for k, (label, own) in enumerate(_by_block(task.item, deltas)):
         if whole is None:
-            needs = needs_of(task, part, k, label, around)
-            merged = task.method.merge([d.dense().to(around.dtype) for d in own], **needs, **task.call.options)
-            task.note(label, merged.stats)
-            value = _as_factors(merged.value)
+            values.append(_merge_block(task, part, k, own, around))
         else:
             value = _as_factors(part.layout.to_matrices(whole)[k])
-        values.append(cap_factors(task, value, own, part, label))
+            values.append(cap_factors(task, value, own, part, label))
         _observe(task, label, own, values[-1])
     return values
+
+
+def _merge_block(task: Task, part: Part, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
+    """Merged delta of one block; random methods take a stack by matrix, to draw as they do in a model."""
+    if task.method.is_random and deltas[0].b_OR.ndim == 3:
+        found = []
+        for e in range(deltas[0].b_OR.shape[0]):
+            own = [LowRank(d.b_OR[e], d.a_RI[e]) for d in deltas]
+            found.append(_merge_block(task, dataclasses.replace(part, label=str(e)), k, own, around))
+        return _stacked(found)
+    if task.item.form == "factored":
+        return merge_factors(task, part, k, deltas, around)
+    label = matrix_label(part, k)
+    dense = [d.dense().to(around.dtype) for d in deltas]
+    merged = task.method.merge(dense, **needs_of(task, part, k, label, around), **task.call.options)
+    task.note(label, merged.stats)
+    return cap_factors(task, _as_factors(merged.value), deltas, part, label)
+
+
+def _stacked(found: Sequence[LowRank]) -> LowRank:
+    """Matrices as one stack; zeros make their ranks equal."""
+    pad, top = torch.nn.functional.pad, max(f.rank for f in found)
+    return LowRank(
+        torch.stack([pad(f.b_OR, (0, top - f.rank)) for f in found]),
+        torch.stack([pad(f.a_RI, (0, 0, 0, top - f.rank)) for f in found]),
+    )
 
 
 def _merge_stored(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> Tensor:
@@ -263,7 +275,7 @@ def _bias(task: Task, inputs: Inputs) -> Tensor:
     """Mean of what the experts add to the layer's bias, over those that add anything."""
     item = task.item
     total, share = torch.zeros(item.shape[-2], dtype=torch.float64), 0.0
-    weights = task.call.weights or (1.0,) * len(inputs.experts)
+    weights = task.call.weights if task.call.weights and sum(task.call.weights) else (1.0,) * len(inputs.experts)
     for expert, weight in zip(inputs.experts, weights, strict=True):
         adapter = _adapter(expert.adapter)
         module = adapter.modules.get(item.name)

@@ -22,7 +22,7 @@ from actmat.engine.observer import Merged
 from actmat.engine.reader import TensorReader
 from actmat.engine.task import Record, Task
 from actmat.engine.tensor import record_of
-from actmat.engine.writing import write_piece
+from actmat.engine.writing import write_part
 from actmat.plan.parts import Part
 from actmat.plan.pools import pooled
 
@@ -56,7 +56,7 @@ def merge_pool(
         reader.inputs.statistics, reader.compute_dtype, reader.device, lambda part: reader.converted_base(part, flat)
     )
     for tasks in variants:
-        leader = dataclasses.replace(tasks[0], item=pooled(items), stats={}, observer=None)
+        leader = dataclasses.replace(tasks[0], item=pooled([t.item for t in tasks]), stats={}, observer=None)
         merged = apply_method(leader, whole, deltas, around).view(whole.shape)
         if inspect_only or findings.fatal:
             continue
@@ -68,7 +68,7 @@ def merge_pool(
             task.stats = {"pool": task.item.pool, **leader.stats}
             if task.observer is not None:
                 task.observer.part(Merged(part, [d[here] for d in deltas], None, raw, value, _no_stage, {}))
-            write_piece(task, part, raw, value if read.changed else None, own)
+            write_part(task, part, raw, value if read.changed else None, own)
     if inspect_only or findings.fatal:
         return []
     share = (time.perf_counter() - began) / (len(variants) * len(items))

@@ -76,7 +76,7 @@ class TensorReader:
         return raw
 
     def base_chunk(self, start: int, numel: int) -> Tensor:
-        """Entries of the base from `start` on as stored; the next place overwrites them. The first reading hashes."""
+        """Entries of the base from `start` on as stored; the next chunk overwrites them. The first reading hashes."""
         raw = self.scratch.base.take(numel, self._base_dtype)
         if self._base_chunk != (start, numel):
             self.read_stored(0, start * raw.itemsize, raw_bytes(raw))
@@ -96,14 +96,14 @@ class TensorReader:
     ) -> tuple[Tensor, bool]:
         """Delta of expert `t` on this part, shaped like it, and whether it is anything but zero.
 
-        `into`: where to lay it, if it is read and larger than a piece; by default the worker's room, where the next
-        part overwrites it.
+        `into`: memory for it, if it is read and larger than a chunk; by default the worker's, where the next part
+        overwrites it.
         """
         source = self._sources[t]
         if source.kind != "stored":
             formed = self.inputs.experts[t].delta(source.name, part.start, part.stop, self.compute_dtype)
             return formed.view(part.shape).to(self.device), source.kind == "formed"
-        if part.numel <= CHUNK:  # streamed: the buffer of this expert is overwritten by its next piece
+        if part.numel <= CHUNK:  # the buffer of this expert is overwritten by its next chunk
             delta = self.scratch.delta(t).take(part.numel, self.compute_dtype)
         else:
             delta = self.buffer(part) if into is None else into
@@ -123,13 +123,13 @@ class TensorReader:
         return self.device.type == "cpu" and self.item.is_chunkable
 
     def converted_base(self, part: Part, base_raw: Tensor) -> Tensor:
-        """The base on this part in the compute dtype, shaped like it, for a rule that looks at it."""
+        """The base on this part in the compute dtype, shaped like it, for a method that takes it."""
         if base_raw.dtype == self.compute_dtype or part.numel <= CHUNK:
             return base_raw.to(self.compute_dtype).view(part.shape).to(self.device)
         return self.scratch.room.take(part.numel, self.compute_dtype).copy_(base_raw).view(part.shape).to(self.device)
 
     def result(self, part: Part) -> Tensor:
-        """Where a rule may build the merged delta of a part, shaped like it; contents arbitrary."""
+        """Memory for the merged delta of a part, shaped like it; contents arbitrary."""
         if self.device.type != "cpu" or part.numel <= CHUNK:
             return torch.empty(part.shape, dtype=self.compute_dtype, device=self.device)
         return self.scratch.room.take(part.numel, self.compute_dtype).view(part.shape)
@@ -177,9 +177,9 @@ class TensorReader:
         return raw, data
 
     def wide_base(self, start: int, base_raw: Tensor) -> Tensor:
-        """A piece of the base (from entry `start` on) in the compute dtype; not to be written to.
+        """A chunk of the base (from entry `start` on) in the compute dtype; not to be written to.
 
-        While a tensor is streamed, the experts of one piece and the writing share one conversion.
+        While a tensor is streamed, the experts of one chunk and the writing share one conversion.
         """
         if base_raw.dtype == self.compute_dtype:
             return base_raw
@@ -211,7 +211,7 @@ class TensorReader:
     def hashes(self) -> tuple[str, tuple[str, ...]]:
         """Content hashes of the base's tensor and of each expert's; all parts of the base must have been read.
 
-        What a rule did not look at is read now.
+        Entries that the method did not ask for are read now.
         """
         found = []
         for t, source in enumerate(self._sources):
@@ -245,8 +245,8 @@ class StreamedBase:
         """Number of entries."""
         return self._part.numel
 
-    def __getitem__(self, place: slice) -> Tensor:
-        start, stop, _ = place.indices(self._part.numel)
+    def __getitem__(self, where: slice) -> Tensor:
+        start, stop, _ = where.indices(self._part.numel)
         return self._reader.base_chunk(self._part.start + start, stop - start)
 
 
@@ -255,7 +255,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(raw: Tensor, data: memoryview, base_raw: Tensor, base_data: memoryview | None = None) -> bool:
-    """Whether an expert is the base bit by bit, both also given as bytes; the first few tell most that are not."""
+    """True if an expert is the base bit by bit, both also given as bytes; a few bytes rule most others out."""
     if raw.dtype != base_raw.dtype:
         return False
     base_data = raw_bytes(base_raw) if base_data is None else base_data

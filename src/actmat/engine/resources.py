@@ -18,7 +18,7 @@ from actmat.errors import RecipeError, format_size
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import MergePlan
 
-__all__ = ["Resources", "check_device", "one_thread", "share_resources"]
+__all__ = ["Resources", "check_device", "check_device_name", "one_thread", "share_resources"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Resources:
     Args:
         workers: tensors at work at the same time.
         memory: budget of all workers together, in bytes, see `plan.cost`.
-        device: where matrix rules compute ("cpu", "cuda:0", "mps").
+        device: where matrix methods compute ("cpu", "cuda:0", "mps").
     """
 
     workers: int
@@ -36,17 +36,26 @@ class Resources:
     device: str = "cpu"
 
 
-def check_device(device: str) -> None:
-    """Whether torch can compute on `device`.
+def check_device_name(device: str) -> None:
+    """Refuse text that names no device; a plan may be made for a device that only another machine has.
 
     Raises:
-        RecipeError: it cannot, or there is no such device; says what there is.
+        RecipeError: says what names there are.
     """
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+        raise RecipeError(f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that torch cannot compute on.
+
+    Raises:
+        RecipeError: there is no such device here; says what there is.
+    """
+    check_device_name(device)
     kind, _, number = device.partition(":")
     problem = None
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
-        problem = f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'"
-    elif kind == "cuda" and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         problem = (
             "device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
         )
@@ -69,7 +78,7 @@ def share_resources(
 
     Args:
         plans: what is to be done.
-        device: where matrix rules compute.
+        device: where matrix methods compute.
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.

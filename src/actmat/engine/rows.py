@@ -31,8 +31,8 @@ class RowChunk:
     Args:
         base_S: the base in the compute dtype.
         deltas_TS: the deltas.
-        basis: those of them that a rule combines.
-        stored_KS: room for the base and each expert as stored; experts lie over one another.
+        basis: those of them that a method combines.
+        stored_KS: memory for the base and for an expert as stored; experts share theirs.
         bytes_K: the same as bytes.
     """
 

@@ -1,7 +1,7 @@
-"""A session merges units: opened once per worker from plans, it returns records and findings as values.
+"""A session merges units and observes items for surveys: opened once per worker, it returns records and findings.
 
-    session = Session.open(spec)
-    result = session.merge(unit)
+    with Session.open(spec) as session:
+        result = session.merge(unit)
 
 No callbacks and no state shared with other sessions: a session in another process, on another machine, gives the same.
 """
@@ -53,14 +53,14 @@ def survey_key(plan: int, call: MethodCall) -> SurveyKey:
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """What a worker needs to open a session; picklable.
+    """Everything that a worker needs to open a session; picklable.
 
     Args:
         plans: of all outputs of the run; they share inputs and compute dtype.
         base: handle of the base, or None.
         experts: handles of the experts.
         outputs: per plan, the folder of the files to write; None: nothing is written.
-        observers: makes observers, for a run that is measured.
+        observers: makes observers, for a run with a diagnosis.
         surveys: results of surveys of whole models.
         device: where matrix methods compute.
         room: bytes that a worker may keep mapped between tensors.
@@ -78,7 +78,7 @@ class SessionSpec:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What became of one unit; picklable.
+    """Result of one unit; picklable.
 
     Args:
         unit: which one.
@@ -92,7 +92,9 @@ class UnitResult:
 
 
 class Session:
-    """Merges units, one at a time.
+    """Merges units, one at a time; belongs to one thread.
+
+    Its results are the same for any number of sessions if torch uses one thread inside, see `resources.one_thread`.
 
     Args:
         spec: what is to be done.
@@ -161,14 +163,23 @@ class Session:
         for group in unit.groups:
             self.inputs.prefetch(self._leader([self._item(member) for member in group]))
 
-    def survey_deltas(self, item: Item) -> Iterator[Sequence[Tensor]]:
+    def observe(self, item: Item, state: Any) -> None:
+        """Give the deltas of an item to a state of its method's survey."""
+        assert item.call is not None
+        survey = get_method(item.call.method).survey
+        assert survey is not None
+        with torch.no_grad():
+            for deltas in self._observed(item):
+                survey.observe(state, deltas, item.call.options)
+
+    def _observed(self, item: Item) -> Iterator[Sequence[Tensor]]:
         """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
         if item.factors is not None:
             yield from module_deltas(item, self.inputs, self._compute)
             return
         assert item.call is not None
         acts_on = get_method(item.call.method).acts_on
-        reader = self._reader(item, Findings(tolerated=True), self._scratch)
+        reader = self._reader([item], Findings(tolerated=True), self._scratch)
         for part in cut(item.shape, item.layout, acts_on):
             deltas = Deltas(reader, part, reader.read_base(part), "held").held()
             split = [part.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
@@ -183,12 +194,12 @@ class Session:
         if not first.item.base_dtype:
             return [[merge_full_tensor(task, self.inputs) for task in groups[0]]]
         if len(groups) == 1 and not first.item.pool:
-            reader = self._reader(self._leader([t.item for t in groups[0]]), findings, self._scratch)
+            reader = self._reader([t.item for t in groups[0]], findings, self._scratch)
             merge = TensorMerge(groups[0], reader, findings, self.inspect_only)
             room = merge.room_bytes()
-            with self._scratch.room.opened(room, beside=max(0, unit.host_bytes - room)):
+            with self._scratch.room.opened(room, elsewhere=max(0, unit.host_bytes - room)):
                 return [merge.run()]
-        readers = [self._reader(self._leader([t.item for t in group]), findings, Scratch()) for group in groups]
+        readers = [self._reader([t.item for t in group], findings, Scratch()) for group in groups]
         by_plan = list(zip(*groups, strict=True))
         records = merge_pool(by_plan, readers, findings, inspect_only=self.inspect_only)
         return [list(of_item) for of_item in zip(*records, strict=True)]
@@ -220,8 +231,9 @@ class Session:
         """The item that decides what is read: one that merges, where there is one; else only the base is read."""
         return next((i for i in items if i.call is not None), items[0])
 
-    def _reader(self, item: Item, findings: Findings, scratch: Scratch) -> TensorReader:
+    def _reader(self, items: Sequence[Item], findings: Findings, scratch: Scratch) -> TensorReader:
+        """Reads one tensor, of which each plan has its own item."""
         # elementwise methods cost less than the way to an accelerator and back
-        moves = item.call is not None and get_method(item.call.method).acts_on != "elementwise"
+        moves = any(i.call is not None and get_method(i.call.method).acts_on != "elementwise" for i in items)
         device = self._device if moves else torch.device("cpu")
-        return TensorReader(item, self.inputs, self._compute, device, scratch, findings)
+        return TensorReader(self._leader(items), self.inputs, self._compute, device, scratch, findings)

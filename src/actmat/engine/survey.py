@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from actmat.engine.session import SessionSpec, SurveyKey, survey_key
-from actmat.methods import Survey, get_method
+from actmat.methods import get_method
 from actmat.plan.model import Item
 
 __all__ = ["Observe", "run_surveys"]
 
-Observe = Callable[[Survey, Any, Sequence[Item]], None]
-"""One pass: give the deltas of all items to the survey's state."""
+Observe = Callable[[Callable[[], Any], Sequence[Item]], Iterable[Any]]
+"""One pass, `observe(fork, items)`: every worker gets an empty state from `fork()` and observes some of the items with
+`Session.observe`; returns the states of all workers. States pickle."""
 
 
 def run_surveys(spec: SessionSpec, observe: Observe) -> Mapping[SurveyKey, Any]:
@@ -26,17 +28,24 @@ def run_surveys(spec: SessionSpec, observe: Observe) -> Mapping[SurveyKey, Any]:
     for key, items in _surveyed(spec).items():
         same = key[1:], frozenset(i.name for i in items)
         if same not in shared:
-            call = items[0].call
-            assert call is not None
-            survey = get_method(call.method).survey
-            assert survey is not None
-            state = survey.start(len(items[0].sources), call.options)
-            observe(survey, state, items)
-            while survey.advance(state):
-                observe(survey, state, items)
-            shared[same] = survey.finish(state)
+            shared[same] = _result(items, observe)
         out[key] = shared[same]
     return out
+
+
+def _result(items: Sequence[Item], observe: Observe) -> Any:
+    """Result of the survey of items with the same call."""
+    call = items[0].call
+    assert call is not None
+    survey = get_method(call.method).survey
+    assert survey is not None
+    state = survey.start(len(items[0].sources), call.options)
+    again = True
+    while again:
+        for of_worker in observe(partial(survey.fork, state), items):
+            survey.join(state, of_worker)
+        again = survey.advance(state)
+    return survey.finish(state)
 
 
 def _surveyed(spec: SessionSpec) -> dict[SurveyKey, list[Item]]:

@@ -68,12 +68,12 @@ class Task:
 
     @property
     def merges(self) -> bool:
-        """Whether a method is called; else the base is copied."""
+        """True if a method is called; else the base is copied."""
         return self.item.call is not None
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """What one call of the method sees, in storage order; none for a copy, which takes any."""
+        """The parts that the method is called on, in storage order; none for a copy, which takes any."""
         if not self.merges:
             return ()
         return tuple(cut(self.item.shape, self.item.layout, granularity(self.method, self.caps)))
@@ -97,7 +97,7 @@ def join_stats(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, An
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What happened to one item of one output; goes into the journal and the manifest.
+    """Record of one item of one output; goes into the journal and the manifest.
 
     Args:
         name: of the item.

@@ -24,7 +24,7 @@ from actmat.engine.needs import Surroundings
 from actmat.engine.observer import Merged
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.task import Record, Task
-from actmat.engine.writing import write_piece
+from actmat.engine.writing import write_part
 from actmat.plan.model import Item
 from actmat.plan.parts import CHUNK, Part, cut
 from actmat.plan.reading import Reading, reading_of
@@ -33,7 +33,7 @@ __all__ = ["TensorMerge", "record_of", "surroundings_of"]
 
 
 def surroundings_of(reader: TensorReader, base_raw: Tensor | StreamedBase) -> Surroundings:
-    """What methods may need of a part that a reader reads, besides its deltas."""
+    """Everything that methods may need of a part besides its deltas."""
 
     def base(part: Part) -> Tensor:
         assert isinstance(base_raw, Tensor), "a method that takes the base is given it whole"
@@ -75,7 +75,7 @@ class TensorMerge:
             )
             for task in self.tasks:
                 if not task.merges:
-                    write_piece(task, part, base_raw, None, self.reader)
+                    write_part(task, part, base_raw, None, self.reader)
             if self._merging:
                 self._merge(part, base_raw, how)
         if self._is_futile:
@@ -171,7 +171,7 @@ class TensorMerge:
 
                 task.observer.part(Merged(own, shown, factors, base_raw, value, stage, task.stats))
             changed = any(bool(d.any()) for d in given) if narrow else deltas.changed
-            write_piece(task, own, base_raw, value if changed else None, self.reader)
+            write_part(task, own, base_raw, value if changed else None, self.reader)
 
 
 def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: float, *, changed: bool) -> Record:

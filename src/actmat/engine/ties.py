@@ -16,17 +16,17 @@ from actmat.plan.model import Item
 
 __all__ = ["broken_ties", "content_hash"]
 
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 def content_hash(stored: Checkpoint | Expert, name: str) -> str:
-    """Content hash of one stored tensor, read in pieces."""
+    """Content hash of one stored tensor, read in chunks."""
     nbytes = stored.specs[name].nbytes
-    seen, buffer = ContentHash(), memoryview(bytearray(min(_PIECE_BYTES, max(nbytes, 1))))
+    seen, buffer = ContentHash(), memoryview(bytearray(min(_CHUNK_BYTES, max(nbytes, 1))))
     while seen.size < nbytes:
-        piece = buffer[: min(_PIECE_BYTES, nbytes - seen.size)]
-        stored.read_into(name, seen.size, piece)
-        seen.update(piece)
+        chunk = buffer[: min(_CHUNK_BYTES, nbytes - seen.size)]
+        stored.read_into(name, seen.size, chunk)
+        seen.update(chunk)
     return seen.hexdigest()
 
 

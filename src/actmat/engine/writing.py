@@ -1,4 +1,4 @@
-"""Write what was merged: add to the base, cast, hash, piece by piece."""
+"""Write merged deltas: add to the base, cast, hash, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from actmat.errors import NumericalError
 from actmat.plan.model import Item
 from actmat.plan.parts import CHUNK, Part
 
-__all__ = ["check_range", "write_piece", "write_value"]
+__all__ = ["check_range", "write_chunk", "write_part"]
 
 
-def write_piece(
+def write_part(
     task: Task, part: Part, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
 ) -> None:
-    """`W_0 + scale * D*` in the output dtype, piece by piece; no delta at all keeps the base's bits.
+    """`W_0 + scale * D*` in the output dtype, chunk by chunk; no delta at all keeps the base's bits.
 
-    Sums and casts land in warm buffers: allocating for every piece would cost as much as the arithmetic.
+    Sums and casts land in warm buffers: allocating for every chunk would cost as much as the arithmetic.
     """
     for low in range(0, base_raw.numel(), CHUNK):
-        piece = base_raw[low : low + CHUNK]
+        chunk = base_raw[low : low + CHUNK]
         if delta is not None:
-            merged = reader.scratch.merged.take(piece.numel(), reader.compute_dtype)
-            wide, change = reader.wide_base(part.start + low, piece), delta[low : low + CHUNK].to("cpu")
-            piece = torch.add(wide, change, alpha=task.call.scale, out=merged)
-        write_value(task, piece, reader)
+            merged = reader.scratch.merged.take(chunk.numel(), reader.compute_dtype)
+            wide, change = reader.wide_base(part.start + low, chunk), delta[low : low + CHUNK].to("cpu")
+            chunk = torch.add(wide, change, alpha=task.call.scale, out=merged)
+        write_chunk(task, chunk, reader)
 
 
-def write_value(task: Task, piece: Tensor, reader: TensorReader) -> None:
-    """Cast and write one piece.
+def write_chunk(task: Task, chunk: Tensor, reader: TensorReader) -> None:
+    """Cast and write one chunk.
 
     Raises:
         NumericalError: from `check_range`.
     """
     out_dtype = torch_dtype(task.item.out_dtype)
-    if piece.dtype != out_dtype:
-        cast = reader.scratch.cast.take(piece.numel(), out_dtype).copy_(piece)
-        check_range(task.item, piece, cast)
-        piece = cast
-    task.sink.write(raw_bytes(piece))
+    if chunk.dtype != out_dtype:
+        cast = reader.scratch.cast.take(chunk.numel(), out_dtype).copy_(chunk)
+        check_range(task.item, chunk, cast)
+        chunk = cast
+    task.sink.write(raw_bytes(chunk))
 
 
 def check_range(item: Item, value: Tensor, cast: Tensor) -> None:
-    """Whether finite entries became infinite; what was not finite before (a mask of -inf in the base) may stay so.
+    """Refuse finite entries that became infinite; entries that were not finite (a mask of -inf) may stay so.
 
     Raises:
         NumericalError: they did.

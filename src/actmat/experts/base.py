@@ -28,7 +28,7 @@ SourceKind = Literal["stored", "formed", "zero"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How an expert gives the delta of one tensor of the base; no data.
+    """The form in which an expert gives the delta of one tensor of the base; no data.
 
     Args:
         name: the tensor, as the expert calls it.
@@ -67,7 +67,7 @@ class Expert(abc.ABC):
 
     @abc.abstractmethod
     def source(self, name: str) -> Source:
-        """How the delta of the tensor `name` is given.
+        """Form, dtype and cost of the delta of the tensor `name`.
 
         Raises:
             CheckpointError: no such tensor in `specs`.

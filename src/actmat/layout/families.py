@@ -18,21 +18,14 @@ __all__ = ["FAMILIES", "NO_EXCEPTIONS", "PLAIN", "TIED_BY_DEFAULT", "Family", "r
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Exceptions of one family.
+    """Exceptions of one family."""
 
-    Args:
-        packed: layer name -> scheme of `packing.SCHEMES`, or "whole: " and the reason why the tensor stays one matrix.
-        transposed: layer names whose weight is stored `I x O` (transformers' `Conv1D`).
-        tables: layer names that are embeddings, though their names do not say so.
-        experts: orientation of stacked experts where their shapes do not decide it.
-        gate_up: scheme of `gate_up_proj`.
-    """
-
+    # layer name -> scheme of `packing.SCHEMES`, or "whole: " and the reason why the tensor stays one matrix
     packed: Mapping[str, str] | None = None
-    transposed: frozenset[str] = frozenset()
-    tables: frozenset[str] = frozenset()
-    experts: Orientation = "OI"
-    gate_up: str = "halves"
+    transposed: frozenset[str] = frozenset()  # layer names whose weight is stored `I x O` (transformers' `Conv1D`)
+    tables: frozenset[str] = frozenset()  # layer names that are embeddings, though their names do not say so
+    experts: Orientation = "OI"  # orientation of stacked experts where their shapes do not decide it
+    gate_up: str = "halves"  # scheme of `gate_up_proj`
 
 
 NO_EXCEPTIONS = Family()

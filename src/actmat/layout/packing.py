@@ -24,20 +24,15 @@ Config = Mapping[str, Any]
 class Packing:
     """`groups` equal groups of rows, each holding the `parts` (name, size in units) in order.
 
-    Args:
-        parts: names and relative sizes.
-        groups: number of equal groups.
-        unit: rows per unit if the config gives them, to be checked against the shape; None: any number that divides.
-        words: its description in a reason.
-
     >>> Packing((("q", 2), ("k", 1)), unit=8).blocks(24)
     (Block(name='q', start=0, stop=16, groups=1), Block(name='k', start=16, stop=24, groups=1))
     """
 
-    parts: tuple[tuple[str, int], ...]
-    groups: int = 1
+    parts: tuple[tuple[str, int], ...]  # names and relative sizes
+    groups: int = 1  # number of equal groups
+    # rows per unit if the config gives them, to be checked against the shape; None: any number that divides
     unit: int | None = None
-    words: str = ""
+    words: str = ""  # its description in a reason
 
     def blocks(self, rows: int) -> tuple[Block, ...] | None:
         """The blocks of a tensor with this many rows, or None where the packing does not fit them."""

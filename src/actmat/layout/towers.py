@@ -27,17 +27,11 @@ _TOWERS: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """One tower of a model.
+    """One tower of a model."""
 
-    Args:
-        config: its config, completed by the entries of the enclosing config.
-        family: the exceptions of its family (none for a family without an entry).
-        listed: True if `families.FAMILIES` has an entry, so that `family` is complete.
-    """
-
-    config: Config
-    family: Family = NO_EXCEPTIONS
-    listed: bool = False
+    config: Config  # its config, completed by the entries of the enclosing config
+    family: Family = NO_EXCEPTIONS  # the exceptions of its family (none for a family without an entry)
+    listed: bool = False  # True if `families.FAMILIES` has an entry, so that `family` is complete
 
     @property
     def hidden(self) -> int | None:

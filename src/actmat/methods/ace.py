@@ -6,9 +6,7 @@ ACE is provided; its adaptive parts are not.
 
 from __future__ import annotations
 
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, RelativeCutoff, SolverOption, member
 
 __all__ = ["ACE", "rule"]
@@ -18,10 +16,6 @@ def rule(*, rtol: RelativeCutoff = None, null: FillOption = "zero", solver: Solv
     """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = A_t^T A_t`, `A_t = D_t - 1 mean_O(D_t)^T`.
 
     Weights are non-negative.
-
-    Raises:
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight.
     """
     return Rule(Estimator(centre=True), Filter(rtol=rtol), null, solver)
 

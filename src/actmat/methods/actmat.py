@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actmat.linalg.interference.estimators import Estimator, Normaliser
-from actmat.linalg.interference.filters import Filter, FilterKind
-from actmat.linalg.interference.rule import Rule, Solver
+from actmat.linalg.interference.rule import Estimator, Filter, FilterKind, Normaliser, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
 

@@ -10,29 +10,20 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, SolverOption, member
 from actmat.methods.contract import Bounds
 
 __all__ = ["ACTMAT_BOUNDED", "rule"]
 
 
-def rule(
-    *,
-    ridge: Annotated[float, Bounds(0, open_low=True)] = 1.0,
-    solver: SolverOption = "auto",
-) -> Rule:
+def rule(*, ridge: Annotated[float, Bounds(0, open_low=True)] = 1.0, solver: SolverOption = "auto") -> Rule:
     """`X = N + (B - N S) (S + rho I)^-1`, `D* = X min(1, ||N||_F / ||X||_F)`, `rho = ridge * tr(S) / I`.
 
     `S = sum_t w_t D_t^T D_t`, `B = sum_t w_t D_t D_t^T D_t`, `N = sum_t w_t D_t / sum_t w_t`. Weights are non-negative.
 
     Args:
         ridge: relative ridge, in units of the mean eigenvalue of `S`; the larger, the nearer to the average.
-
-    Raises:
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight, or weights that sum to zero.
     """
     return Rule(spectral=Filter("tikhonov", ridge=ridge), null="mean", solver=solver, bounded=True)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, SolverOption, member
 from actmat.methods.contract import Bounds
 
@@ -18,10 +17,7 @@ __all__ = ["ACTMAT_RIDGE", "rule"]
 
 
 def rule(
-    *,
-    ridge: Annotated[float, Bounds(0, open_low=True)] = 0.1,
-    null: FillOption = "zero",
-    solver: SolverOption = "auto",
+    *, ridge: Annotated[float, Bounds(0, open_low=True)] = 0.1, null: FillOption = "zero", solver: SolverOption = "auto"
 ) -> Rule:
     """`D* = N + (B - N S) (S + rho I)^-1`, `rho = ridge * tr(S) / I`.
 
@@ -29,10 +25,6 @@ def rule(
 
     Args:
         ridge: relative ridge, in units of the mean eigenvalue of `S`.
-
-    Raises:
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight.
     """
     return Rule(spectral=Filter("tikhonov", ridge=ridge), null=null, solver=solver)
 

@@ -52,23 +52,15 @@ def merge(
     learned = None if statistics is None else statistics.get("coefficient")
     if learned is not None and coefficients is not None:
         raise ValueError("adamerging: give task-wise 'coefficients' or layer-wise statistics, not both")
-    if learned is not None:
-        share = [float(c) for c in learned]
-    elif coefficients is not None:
-        share = [float(c) for c in coefficients]
-    else:
-        share = [initial] * len(deltas)
+    given = coefficients if learned is None else learned
+    share = [initial] * len(deltas) if given is None else [float(c) for c in given]
     if len(share) != len(deltas):
         raise ValueError(f"adamerging: {len(share)} coefficients for {len(deltas)} experts; give one per expert")
     return Merged(one_pass_sum(deltas, share))
 
 
 def entropy(logits_NC: Tensor) -> Tensor:
-    """Mean Shannon entropy of the predictions, in nats: `-(1/N) sum_n sum_c p_nc log p_nc`. Differentiable.
-
-    >>> round(float(entropy(torch.zeros(3, 2))), 4)
-    0.6931
-    """
+    """Mean Shannon entropy of the predictions, in nats: `-(1/N) sum_n sum_c p_nc log p_nc`. Differentiable."""
     log_p_NC = logits_NC.log_softmax(dim=-1)
     return -(log_p_NC.exp() * log_p_NC).sum(dim=-1).mean()
 

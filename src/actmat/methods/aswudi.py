@@ -6,9 +6,7 @@ a flat spectrum, 1 for a spike. In the other directions the sum of the deltas st
 
 from __future__ import annotations
 
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, RelativeCutoff, SolverOption, member
 
 __all__ = ["ASWUDI", "rule"]
@@ -19,10 +17,6 @@ def rule(*, rtol: RelativeCutoff = None, null: FillOption = "sum", solver: Solve
 
     `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`, `B = sum_t w_t D_t D_t^T D_t / ||D_t||_F^2`. Weights are
     non-negative; they multiply `K_t` and, in the fill, `D_t`.
-
-    Raises:
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight.
     """
     return Rule(Estimator(normalise="norm"), Filter("adaptive", rtol=rtol), null, solver)
 

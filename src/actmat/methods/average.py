@@ -12,19 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.errors import RecipeError
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
-from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
+from actmat.methods._shared.per_expert import weights_and_sum
+from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["AVERAGE", "merge", "merge_lowrank"]
 
 
-def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -> Merged:
+def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
     """`D* = sum_t w_t D_t / sum_t w_t`, all weights 1 unless given.
-
-    Args:
-        weights: one per expert; their sum must not be zero.
 
     Raises:
         RecipeError: the weights sum to zero.
@@ -37,34 +34,18 @@ def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -
     return Merged(one_pass_sum(deltas, share).div_(total))
 
 
-def merge_lowrank(deltas: Sequence[LowRank], *, weights: Sequence[float] | None = None) -> MergedLowRank:
-    """The same mean in factored form, of rank `sum_t R_t` at most.
-
-    Args:
-        weights: one per expert; their sum must not be zero.
-
-    Raises:
-        RecipeError: the weights sum to zero.
-    """
+def merge_lowrank(deltas: Sequence[LowRank], *, weights: Weights = None) -> MergedLowRank:
+    """The same mean in factored form, of rank at most `sum_t R_t`; errors as in `merge`."""
     share, total = _shares(len(deltas), weights)
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
 
 
-def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None) -> str | None:
+def _shares(n_experts: int, weights: Weights) -> tuple[list[float], float]:
+    return weights_and_sum("average", weights, n_experts, "the mean")
+
+
+def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Weights) -> None:
     _shares(n_experts, weights)
-    return None
-
-
-def _shares(n_experts: int, weights: Sequence[float] | None) -> tuple[list[float], float]:
-    """The weights and their sum."""
-    share = [1.0] * n_experts if weights is None else list(weights)
-    total = math.fsum(share)
-    if total == 0:
-        raise RecipeError(
-            f"average: expected weights with a sum other than 0, got {share}; the mean divides by it. "
-            "Change the weights, or use task_arithmetic for differences of experts."
-        )
-    return share, total
 
 
 AVERAGE = MergeMethod(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Band
 from actmat.linalg.masks.trims import top_trims
 from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
 
 __all__ = ["BREADCRUMBS", "band", "merge"]
 
@@ -25,9 +25,9 @@ __all__ = ["BREADCRUMBS", "band", "merge"]
 def merge(
     deltas: Sequence[Tensor],
     *,
-    weights: Sequence[float] | None = None,
-    density: Annotated[float | list[float], Bounds(0, 1)] = 0.9,
-    gamma: Annotated[float | list[float], Bounds(0, 1)] = 0.01,
+    weights: Weights = None,
+    density: Fractions = 0.9,
+    gamma: Fractions = 0.01,
     scaling: float = 0.3,
     sign_election: bool = False,
     reduce: Literal["mean", "sum"] = "sum",
@@ -39,15 +39,11 @@ def merge(
     `int(gamma N)` dropped at the top, `int(density N)` kept.
 
     Args:
-        weights: one per expert; 1 unless given.
         density: fraction of the entries to keep; one for all experts, or a list. 1 keeps everything.
         gamma: fraction of the entries to drop at the top, at most 1 - density; one for all experts, or a list.
         scaling: lambda; 0.3 is the paper's choice, 1 is mergekit's.
         sign_election: merge what agrees with the elected sign (mergekit's breadcrumbs_ties).
         reduce: mean or sum of the agreeing entries, with `sign_election`.
-
-    Raises:
-        RecipeError: a list of the wrong length.
 
     >>> import torch
     >>> merge([torch.tensor([9.0, 2.0, 1.0, 0.5])], density=0.5, gamma=0.25, scaling=1.0).value.tolist()

@@ -41,7 +41,6 @@ def merge(
     does not matter (composing the projections one by one agrees where the bases are orthogonal, as for `T = 2`).
 
     Args:
-        statistics: `"gram"`, `G_t = E[z z^T]` of the layer's inputs, one `*batch I I` per expert.
         rank: directions removed per task.
         tradeoff: weight of a task's own knowledge against the conflict; larger removes less.
 

@@ -24,7 +24,7 @@ import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
@@ -36,6 +36,8 @@ __all__ = [
     "ActsOn",
     "Bounds",
     "Combination",
+    "Fraction",
+    "Fractions",
     "Law",
     "MergeMethod",
     "Merged",
@@ -43,6 +45,7 @@ __all__ = [
     "Option",
     "Stages",
     "Survey",
+    "Weights",
 ]
 
 NEEDS = ("weights", "base", "statistics", "generator", "survey")
@@ -75,11 +78,7 @@ Law = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Closed interval of an option's value, `low <= value <= high`; `open_low` excludes the lower end.
-
-    >>> str(Bounds(0, 1, open_low=True)), Bounds(0, 1).holds(1)
-    ('(0, 1]', True)
-    """
+    """Closed interval of an option's value, `low <= value <= high`; `open_low` excludes the lower end."""
 
     low: float | None = None
     high: float | None = None
@@ -93,9 +92,14 @@ class Bounds:
 
     def holds(self, value: float) -> bool:
         """True if `value` lies inside."""
-        if self.low is not None and (value < self.low or (self.open_low and value == self.low)):
-            return False
-        return self.high is None or value <= self.high
+        above = self.low is None or value > self.low or (value == self.low and not self.open_low)
+        return above and (self.high is None or value <= self.high)
+
+
+Weights = Sequence[float] | None
+Fraction = Annotated[float, Bounds(0, 1)]
+Fractions = Annotated[float | list[float], Bounds(0, 1)]
+"""One number for all experts, or a list with one for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +144,19 @@ class Survey:
     """Passes over all tensors of a merge before the first is merged (thresholds over the whole model).
 
     `applies(options)` is True for options that need it. `start(n_experts, options)` makes the state;
-    `observe(state, deltas, options)` adds one tensor and must be commutative (integer counts), so that order and
-    threads do not matter; `advance(state)` ends a round and returns True when another round is needed;
-    `finish(state)` returns the value that every merge call then receives as `survey=`.
+    `observe(state, deltas, options)` adds one tensor; `advance(state)` ends a round and returns True when another
+    round is needed; `finish(state)` returns the value that every merge call then receives as `survey=`.
+
+    Several workers share a round: `fork(state)` gives each an empty state of the same round, and `join(state, other)`
+    adds what a fork observed, which is not used afterwards. States pickle, and one thread at a time uses a state.
+    Observations must be commutative (integer counts), so that neither the order nor the shares change the result.
     """
 
     applies: Callable[[Mapping[str, Any]], bool]
     start: Callable[[int, Mapping[str, Any]], Any]
     observe: Callable[[Any, Sequence[Tensor], Mapping[str, Any]], None]
+    fork: Callable[[Any], Any]
+    join: Callable[[Any, Any], None]
     advance: Callable[[Any], bool]
     finish: Callable[[Any], Any]
 
@@ -183,10 +192,9 @@ class MergeMethod:
     Args:
         name: its name in recipes and on the command line.
         merge: the merge of dense deltas.
-        acts_on: the inputs that one call must see, see `ActsOn`.
+        acts_on: the inputs that one call must see.
         summary: the idea in one sentence.
         equation: the merged delta, in plain text.
-        reference: citation.
         laws: properties that hold for any input (default options, float64); the conformance tests check each.
         merge_lowrank: the same merge of `linalg.LowRank` deltas, exact, without forming an `O x I` matrix; or None.
         lowrank_when: `(options, n_experts, weights) -> reason`: why `merge_lowrank` does not apply, in one sentence
@@ -271,11 +279,7 @@ class MergeMethod:
     def why_dense(
         self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None
     ) -> str | None:
-        """Why low-rank deltas cannot be merged in factored form with these options; None where they can.
-
-        Raises:
-            RecipeError: weights that the method cannot use.
-        """
+        """Why low-rank deltas cannot be merged in factored form; None where they can. RecipeError as `lowrank_when`."""
         if self.merge_lowrank is None:
             kind = "acts on single entries" if self.acts_on != "matrix" else "has no low-rank form"
             return f"{self.name} {kind}"
@@ -306,9 +310,7 @@ class MergeMethod:
             if parameter.default is parameter.empty:
                 raise TypeError(f"{self.name}: option '{name}' has no default")
             kind: Any = Any if parameter.annotation is parameter.empty else parameter.annotation
-            notes: list[Any] = []
-            if typing.get_origin(kind) is typing.Annotated:
-                kind, *notes = typing.get_args(kind)
+            kind, *notes = typing.get_args(kind) if typing.get_origin(kind) is Annotated else [kind]
             bounds = next((n for n in notes if isinstance(n, Bounds)), None)
             doc = next((n for n in notes if isinstance(n, str)), docs.get(name, ""))
             out[name] = Option(name, kind, parameter.default, bounds, doc)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.random import Drop
 from actmat.linalg.masks.trims import l1_factors
 from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
 
 __all__ = ["DARE", "drops", "merge"]
 
@@ -26,9 +26,9 @@ __all__ = ["DARE", "drops", "merge"]
 def merge(
     deltas: Sequence[Tensor],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     generator: torch.Generator,
-    density: Annotated[float | list[float], Bounds(0, 1)] = 0.1,
+    density: Fractions = 0.1,
     rescale: Literal["inverse", "l1", "none"] = "inverse",
     rule: Literal["task_arithmetic", "average", "linear", "ties"] = "task_arithmetic",
     scaling: float = 0.4,
@@ -41,7 +41,6 @@ def merge(
 
     Args:
         weights: one per expert, applied after masking; 1 unless given.
-        generator: source of the seeds of the masks.
         density: probability `d` to keep an entry (1 - drop rate); one for all experts, or a list.
         rescale: `inverse` divides by the density (the paper); `l1` gives each masked delta its L1 norm back, by one
             factor (mergekit's default); `none` leaves the entries.

@@ -17,7 +17,7 @@ from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Keep
 from actmat.linalg.masks.random import magnitude_sampled
 from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.contract import Bounds, Fractions, Merged, MergeMethod, Weights
 
 __all__ = ["DELLA", "merge"]
 
@@ -25,9 +25,9 @@ __all__ = ["DELLA", "merge"]
 def merge(
     deltas: Sequence[Tensor],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     generator: torch.Generator,
-    density: Annotated[float | list[float], Bounds(0, 1)] = 0.5,
+    density: Fractions = 0.5,
     epsilon: Annotated[float, Bounds(0, 0.5)] = 0.15,
     rescale: Literal["inverse", "l1", "none"] = "inverse",
     sign_election: bool = True,
@@ -40,7 +40,6 @@ def merge(
 
     Args:
         weights: one per expert, applied after masking; 1 unless given.
-        generator: one seed per expert is drawn from it, in expert order.
         density: mean probability `d` to keep an entry; one for all experts, or a list. 1 keeps all, 0 none.
         epsilon: half the range of the probabilities, `0 < d - epsilon` and `d + epsilon < 1` (the paper's range is
             `2 epsilon`).
@@ -48,9 +47,6 @@ def merge(
             masked delta its L1 norm back, by one factor (mergekit's default); `none` leaves the entries.
         sign_election: merge what agrees with the elected sign; off (mergekit's della_linear), sum all.
         reduce: mean (the paper) or sum (mergekit) of the agreeing entries.
-
-    Raises:
-        RecipeError: a list of the wrong length, or probabilities outside (0, 1).
 
     >>> merge([torch.ones(2), 3 * torch.ones(2)], generator=torch.Generator(), density=1.0).value.tolist()
     [2.0, 2.0]

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.contract import Bounds, Merged, MergeMethod, Weights
 
 __all__ = ["FISHER", "merge"]
 
@@ -24,7 +24,7 @@ def merge(
     deltas: Sequence[Tensor],
     *,
     statistics: Mapping[str, Sequence[Tensor]],
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     floor: Annotated[float, Bounds(0)] = 1e-6,
     floor_unit: Literal["mean", "absolute"] = "mean",
     floor_use: Literal["add", "drop"] = "add",
@@ -36,7 +36,6 @@ def merge(
     Fisher take the mean of the experts weighted by their floors (`floor_use="add"`).
 
     Args:
-        statistics: `"fisher"`, one tensor per expert in the shape of its delta.
         weights: `c`, one per expert, all 1 unless given. To put whole models on one scale give `1 / |F_t|` here.
         floor: size of the floor under the Fisher.
         floor_unit: "mean" takes `floor` times the mean Fisher of that expert's tensor, so that the answer does not

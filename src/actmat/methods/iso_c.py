@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.polar import Polar
 from actmat.linalg.singular import isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
-from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["ISO_C", "merge", "merge_lowrank"]
 
@@ -42,10 +42,10 @@ _FULL_RANK = (
 def merge(
     deltas: Sequence[Tensor],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     mean: Literal["all", "rank"] = "all",
     null: Literal["zero", "fill"] = "zero",
-    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+    rtol: Fraction = RANK_RTOL,
 ) -> Merged:
     """`sum_t w_t D_t = U diag(s) V^T -> D* = mean(s) U V^T`.
 
@@ -67,16 +67,12 @@ def merge(
 def merge_lowrank(
     deltas: Sequence[LowRank],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     mean: Literal["all", "rank"] = "all",
     null: Literal["zero", "fill"] = "zero",
-    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+    rtol: Fraction = RANK_RTOL,
 ) -> MergedLowRank:
-    """The same merge on the sum of the cores; the mean is over `min(O, I)` of the full shape. Exact, in float64.
-
-    Raises:
-        ValueError: `null="fill"`, whose result has full rank.
-    """
+    """The same merge on the sum of the cores; the mean is over `min(O, I)` of the full shape. Exact, in float64."""
     if null == "fill":
         raise ValueError(_FULL_RANK)
     dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
@@ -87,12 +83,8 @@ def merge_lowrank(
 
 
 def _stats(polar: Polar, directions: int) -> dict[str, float | int | str | bool]:
-    return {
-        "directions": directions,
-        "rank_min": int(polar.rank.min()),
-        "rank_max": int(polar.rank.max()),
-        **retry_stats(polar.retries),
-    }
+    rank = {"rank_min": int(polar.rank.min()), "rank_max": int(polar.rank.max())}
+    return {"directions": directions, **rank, **retry_stats(polar.retries)}
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

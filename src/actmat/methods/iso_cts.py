@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,13 @@ from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, svd_workspace, thin_svd
-from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["ISO_CTS", "merge", "merge_lowrank", "split_directions"]
 
 
 def merge(
-    deltas: Sequence[Tensor],
-    *,
-    weights: Sequence[float] | None = None,
-    common_fraction: Annotated[float, Bounds(low=0, high=1)] = 0.8,
-    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+    deltas: Sequence[Tensor], *, weights: Weights = None, common_fraction: Fraction = 0.8, rtol: Fraction = RANK_RTOL
 ) -> Merged:
     """`D* = mean(s) polar([U_1 .. U_T U_c]) polar([V_1 .. V_T V_c])^T`, `s = [s_1 .. s_T s_c]`.
 
@@ -58,11 +54,7 @@ def merge(
 
 
 def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    weights: Sequence[float] | None = None,
-    common_fraction: Annotated[float, Bounds(low=0, high=1)] = 0.8,
-    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+    deltas: Sequence[LowRank], *, weights: Weights = None, common_fraction: Fraction = 0.8, rtol: Fraction = RANK_RTOL
 ) -> MergedLowRank:
     """The same merge on the cores of the common bases; `C`, `K` and the mean come from the full shape. Exact."""
     dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])

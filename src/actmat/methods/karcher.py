@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.methods.contract import Bounds, Combination, Merged, MergeMethod
+from actmat.methods.contract import Bounds, Combination, Merged, MergeMethod, Weights
 
 __all__ = ["KARCHER", "merge", "sphere_mean"]
 
@@ -27,7 +27,7 @@ def merge(
     deltas: Sequence[Tensor],
     *,
     base: Tensor,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     max_iter: Annotated[int, Bounds(1)] = 10,
     tol: Annotated[float, Bounds(0)] = 1e-5,
     include_base: bool = False,
@@ -49,9 +49,7 @@ def merge(
     return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
 
 
-def combine(
-    gram_BB: Tensor, *, weights: Sequence[float] | None, max_iter: int, tol: float, include_base: bool
-) -> Combination:
+def combine(gram_BB: Tensor, *, weights: Weights, max_iter: int, tol: float, include_base: bool) -> Combination:
     """The coefficients of `W_0, D_1 .. D_T`, in which the points are `W_t = W_0 + D_t`."""
     n_experts = len(gram_BB) - 1
     share = [1.0] * n_experts if weights is None else list(weights)

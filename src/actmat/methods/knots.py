@@ -37,7 +37,7 @@ from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
 from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
-from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Survey
+from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Survey
 from actmat.methods.dare import drops
 from actmat.methods.ties import kept_entries
 
@@ -45,6 +45,7 @@ __all__ = ["KNOTS", "merge", "merge_lowrank"]
 
 Rule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
 Order = Literal["official", "actmat"]
+ELEMENTWISE = ("ties", "dare")
 OFFICIAL_ATOL = 1e-5
 
 
@@ -58,14 +59,12 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
     density: Annotated[float | None, Bounds(low=0, high=1)] = None,
     trim: Literal["global", "tensor"] = "global",
     atol: Annotated[float | None, Bounds(low=0)] = None,
-    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+    rtol: Fraction = RANK_RTOL,
 ) -> Merged:
     """`D* = U rule(U^T D_1, ..., U^T D_T)`, or the order of the ACTMat paper's code, see the table above.
 
     Args:
-        survey: each expert's threshold over the whole model, for `rule="ties", trim="global"`; without it, these
-            deltas are the model.
-        generator: source of the masks of `rule="dare"`.
+        survey: each expert's threshold over the whole model; without it, these deltas are the model.
         rule: `ties`, mean of the trimmed coordinates that agree in sign; `task_arithmetic`, sum; `dare`, sum of
             randomly dropped and rescaled coordinates; `tsv`, TSV-M; `iso_c`, Iso-C (mean over `min(O, I)` values).
         order: whether the coordinates carry the singular values (`official`) or not (`actmat`).
@@ -74,15 +73,12 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
         atol: singular values `<= atol` are dropped; 1e-5 in the official order and 0 in the other unless given.
         rtol: singular values at or below `rtol` times the largest one are dropped as well.
 
-    Raises:
-        ValueError: `rule="dare"` without a generator.
-
     >>> merge([torch.tensor([[2.0, 0.0]])], rule="task_arithmetic").value.tolist()
     [[2.0, 0.0]]
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
     retries = basis.retries
-    if _elementwise(rule):
+    if rule in ELEMENTWISE:
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator)
     else:
         value_RI, found = _by_spectrum(parts_RI, rule, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
@@ -101,7 +97,7 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     density: Annotated[float | None, Bounds(low=0, high=1)] = None,
     trim: Literal["global", "tensor"] = "global",
     atol: Annotated[float | None, Bounds(low=0)] = None,
-    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+    rtol: Fraction = RANK_RTOL,
 ) -> MergedLowRank:
     """The same merge from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
 
@@ -111,7 +107,7 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     """
     bases, basis, parts_RQ = _lowrank_parts(deltas, order, atol, rtol)
     retries = basis.retries
-    if _elementwise(rule):
+    if rule in ELEMENTWISE:
         parts_RI = [_expanded(part_RQ, bases, deltas[0]) for part_RQ in parts_RQ]
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
     else:
@@ -121,20 +117,12 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries))
 
 
-def _elementwise(rule: Rule) -> bool:
-    return rule in ("ties", "dare")
-
-
-def _atol(order: Order, atol: float | None) -> float:
-    if atol is not None:
-        return atol
-    return OFFICIAL_ATOL if order == "official" else 0.0
-
-
 def _dense_parts(
     deltas: Sequence[Tensor], order: Order, atol: float | None, rtol: float
 ) -> tuple[JointBasis, list[Tensor]]:
-    basis = joint_basis(deltas, atol=_atol(order, atol), rtol=rtol)
+    if atol is None:
+        atol = OFFICIAL_ATOL if order == "official" else 0.0
+    basis = joint_basis(deltas, atol=atol, rtol=rtol)
     return basis, [basis.coordinates(d) if order == "official" else basis.whitened(d) for d in deltas]
 
 
@@ -233,6 +221,15 @@ def _observe(state: _SurveyState, deltas: Sequence[Tensor] | Sequence[LowRank], 
         selection.observe(part_RI[basis.on_R].reshape(-1))
 
 
+def _fork(state: _SurveyState) -> _SurveyState:
+    return tuple(selection.fork() for selection in state)
+
+
+def _join(state: _SurveyState, other: _SurveyState) -> None:
+    for selection, theirs in zip(state, other, strict=True):
+        selection.join(theirs)
+
+
 def _advance(state: _SurveyState) -> bool:
     unfinished = [selection.advance() for selection in state]
     return any(unfinished)
@@ -251,7 +248,7 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     inner = coordinates + 7 * kept * (kept + columns) + svd_workspace(kept, columns)
     matrix = max(inner + 2 * rows * (kept + columns), svd_workspace(rows, n_experts * columns))
     scratch = 0
-    if _elementwise(options["rule"]):
+    if options["rule"] in ELEMENTWISE:
         scratch = election_workspace(kept * columns, n_experts)
         if options["rule"] == "ties" and options["trim"] == "tensor":
             scratch = max(scratch, selection_workspace(kept * columns))
@@ -274,6 +271,8 @@ KNOTS = MergeMethod(
         applies=lambda options: options["rule"] == "ties" and options["trim"] == "global",
         start=_start,
         observe=_observe,
+        fork=_fork,
+        join=_join,
         advance=_advance,
         finish=_finish,
     ),

@@ -14,7 +14,8 @@ from torch import Tensor
 from actmat.errors import RecipeError
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
-from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
+from actmat.methods._shared.per_expert import weights_and_sum
+from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["LINEAR", "merge", "merge_lowrank"]
 
@@ -25,17 +26,11 @@ _SCALES_THE_BASE = (
 
 
 def merge(
-    deltas: Sequence[Tensor],
-    *,
-    weights: Sequence[float] | None = None,
-    base: Tensor | None = None,
-    normalize: bool = True,
+    deltas: Sequence[Tensor], *, weights: Weights = None, base: Tensor | None = None, normalize: bool = True
 ) -> Merged:
     """`W* = sum_t w_t W_t / sum_t w_t`, which in deltas is `D* = sum_t w_t D_t / sum_t w_t`.
 
     Args:
-        weights: one per expert; 1 unless given.
-        base: `W_0`; read only when `normalize` is off.
         normalize: divide by the sum of the weights. Without it the weights of the experts, not their deltas, are
             summed: `D* = sum_t w_t D_t + (sum_t w_t - 1) W_0`, which also scales the base. `task_arithmetic` with
             `scaling=1` is the sum of deltas.
@@ -60,39 +55,22 @@ def merge(
 
 
 def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    weights: Sequence[float] | None = None,
-    base: Tensor | None = None,
-    normalize: bool = True,
+    deltas: Sequence[LowRank], *, weights: Weights = None, base: Tensor | None = None, normalize: bool = True
 ) -> MergedLowRank:
-    """The same sum in factored form, of rank `sum_t R_t` at most; options as in `merge`.
-
-    Raises:
-        RecipeError: the weights sum to zero.
-        ValueError: `normalize` is off: the base, which is then scaled too, is not low rank.
-    """
-    del base
+    """The same sum in factored form, of rank `sum_t R_t` at most; not with `normalize` off (ValueError)."""
     share, total = _shares(len(deltas), weights, normalize)
     if not normalize:
         raise ValueError(f"{_SCALES_THE_BASE}. Take task_arithmetic with scaling=1 to sum deltas.")
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
 
 
-def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None) -> str | None:
+def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
     _shares(n_experts, weights, options["normalize"])
     return None if options["normalize"] else _SCALES_THE_BASE
 
 
-def _shares(n: int, weights: Sequence[float] | None, normalize: bool) -> tuple[list[float], float]:
-    share = [1.0] * n if weights is None else list(weights)
-    total = math.fsum(share)
-    if normalize and total == 0:
-        raise RecipeError(
-            f"linear: expected weights with a sum other than 0, got {share}; a normalised sum divides by it. "
-            "Change the weights, or use task_arithmetic for differences of experts."
-        )
-    return share, total
+def _shares(n_experts: int, weights: Weights, normalize: bool) -> tuple[list[float], float]:
+    return weights_and_sum("linear", weights, n_experts, "a normalised sum" if normalize else "")
 
 
 LINEAR = MergeMethod(

@@ -23,11 +23,6 @@ def rule(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
 
     Args:
         rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
-
-    Raises:
-        StatisticsError: no Gram matrices, or of the wrong number or shape.
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight.
     """
     return regmean.rule(rtol=rtol)
 

@@ -22,9 +22,6 @@ def merge(deltas: Sequence[Tensor], *, t: Annotated[float, Bounds(0, open_low=Tr
     Args:
         t: longest step an entry may take, in units of the weights.
 
-    Raises:
-        ValueError: more than one expert.
-
     >>> import torch
     >>> merge([torch.tensor([0.25, -2.0])], t=0.5).value.tolist()
     [0.25, -0.5]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Fill, Rule
+from actmat.linalg.interference.rule import Fill, Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, member
-from actmat.methods.contract import Bounds
+from actmat.methods.contract import Bounds, Fraction
 
 __all__ = ["REGMEAN", "rule"]
 
@@ -20,7 +19,7 @@ __all__ = ["REGMEAN", "rule"]
 def rule(
     *,
     rtol: Annotated[float | None, Bounds(0, 1)] = None,
-    off_diagonal: Annotated[float, Bounds(0, 1)] = 1.0,
+    off_diagonal: Fraction = 1.0,
     normalise: Literal["none", "trace"] = "none",
     form: Literal["delta", "weight"] = "delta",
 ) -> Rule:
@@ -40,7 +39,6 @@ def rule(
 
     Raises:
         StatisticsError: no Gram matrices, or of the wrong number or shape.
-        NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight, or `form="weight"` without the base.
 
     >>> import torch

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -19,12 +18,12 @@ from actmat.linalg.chunks import chunks_of
 from actmat.linalg.masks.election import elect, election_workspace
 from actmat.linalg.masks.mask import Keep, Mask, Trim, Where
 from actmat.linalg.masks.trims import top_trims
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.contract import Fraction, Merged, MergeMethod
 
 __all__ = ["SCE", "merge"]
 
 
-def merge(deltas: Sequence[Tensor], *, select_topk: Annotated[float, Bounds(0, 1)] = 1.0) -> Merged:
+def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
     """`D* = sum_{t in A} e_t D_t / sum_{t in A} e_t`, `e_t = ||D_t||_F^2`, `A = {t: sign(D_t) = sign(sum_t D_t)}`.
 
     `D_t` here is the delta on the selected entries: the fraction `select_topk` of largest variance over experts.
@@ -42,9 +41,7 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Annotated[float, Bounds(0, 1
     energies = [_energy(delta, mask) for delta, mask in zip(deltas, masks, strict=True)]
     total = math.fsum(energies)
     share = [e / total for e in energies] if total > 0 else [1 / len(deltas)] * len(deltas)
-    value = elect(
-        deltas, masks, scales=[1.0] * len(deltas), counts=share, mix=share, reduce="mean", zero_sign="positive"
-    )
+    value = elect(deltas, masks, scales=[1.0] * len(deltas), counts=share, mix=share, zero_sign="positive")
     return Merged(value, {"largest_share": max(share)})
 
 

@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.methods.contract import Bounds, Combination, Merged, MergeMethod
+from actmat.methods.contract import Combination, Fraction, Merged, MergeMethod
 
 __all__ = ["SLERP", "merge"]
 
 
-def merge(
-    deltas: Sequence[Tensor],
-    *,
-    base: Tensor,
-    t: Annotated[float, Bounds(0, 1)] = 0.5,
-    linear_above: Annotated[float, Bounds(0, 1)] = 0.9995,
-) -> Merged:
+def merge(deltas: Sequence[Tensor], *, base: Tensor, t: Fraction = 0.5, linear_above: Fraction = 0.9995) -> Merged:
     """`W* = sin((1-t) a)/sin(a) X + sin(t a)/sin(a) Y`, `a` the angle between `X` and `Y`; `D* = W* - W_0`.
 
     One expert: from the base (`X = W_0`) to it (`Y = W_1`). Two experts: from the first to the second.

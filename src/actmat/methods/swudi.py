@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, SolverOption, member
 from actmat.methods.contract import Bounds
 
@@ -33,10 +31,6 @@ def rule(
         filter: "exponential" `f = 1 - exp(-l time)`, or "tikhonov" `f = l / (l + ridge tr(S) / I)`.
         time: stopping time, in units of the eigenvalues of `S`, whose trace is the number of experts that moved.
         ridge: relative ridge of the "tikhonov" filter, in units of the mean eigenvalue.
-
-    Raises:
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight.
     """
     spectral = Filter(filter, ridge=ridge, time=time, time_is_absolute=True)
     return Rule(Estimator(normalise="norm"), spectral, null, solver)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, RelativeCutoff, SolverOption, member
 from actmat.methods.contract import Bounds
 
@@ -28,10 +26,6 @@ def rule(
 
     Args:
         trim: fraction of the entries of each delta, the largest magnitudes, that estimates `K_t`.
-
-    Raises:
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight.
     """
     return Rule(Estimator(trim=trim), Filter(rtol=rtol), null, solver)
 

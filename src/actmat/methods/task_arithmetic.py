@@ -12,16 +12,15 @@ from torch import Tensor
 
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
-from actmat.methods.contract import Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["TASK_ARITHMETIC", "merge", "merge_lowrank"]
 
 
-def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None, scaling: float = 0.4) -> Merged:
+def merge(deltas: Sequence[Tensor], *, weights: Weights = None, scaling: float = 0.4) -> Merged:
     """`D* = scaling * sum_t w_t D_t`.
 
     Args:
-        weights: one per expert; 1 unless given.
         scaling: lambda; 0.4 is the usual choice without validation data.
 
     >>> import torch
@@ -32,15 +31,8 @@ def merge(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None, s
     return Merged(one_pass_sum(deltas, share).mul_(scaling))
 
 
-def merge_lowrank(
-    deltas: Sequence[LowRank], *, weights: Sequence[float] | None = None, scaling: float = 0.4
-) -> MergedLowRank:
-    """The same sum in factored form: `[scaling w_1 b_1, ...] @ [a_1; ...]`, of rank `sum_t R_t` at most.
-
-    Args:
-        weights: one per expert; 1 unless given.
-        scaling: lambda.
-    """
+def merge_lowrank(deltas: Sequence[LowRank], *, weights: Weights = None, scaling: float = 0.4) -> MergedLowRank:
+    """The same sum in factored form: `[scaling w_1 b_1, ...] @ [a_1; ...]`, of rank `sum_t R_t` at most."""
     share = [1.0] * len(deltas) if weights is None else weights
     return MergedLowRank(weighted_sum(deltas, [scaling * w for w in share]))
 

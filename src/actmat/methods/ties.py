@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -33,12 +32,12 @@ from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import Cut, StreamedCut
 from actmat.linalg.masks.trims import top_trims_each
 from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Bounds, Merged, MergeMethod, Survey
+from actmat.methods.contract import Fractions, Merged, MergeMethod, Survey, Weights
 
 __all__ = ["TIES", "GlobalTrim", "kept_entries", "merge"]
 
 Variant = Literal["original", "mergekit", "actmat"]
-Density = Annotated[float | list[float], Bounds(0, 1)]
+Density = Fractions
 ZERO_SIGN: dict[Variant, ZeroSign] = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
 
 
@@ -60,7 +59,7 @@ class GlobalTrim:
 def merge(
     deltas: Sequence[Tensor],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     survey: GlobalTrim | None = None,
     density: Density = 0.2,
     trim: Literal["tensor", "global"] = "tensor",
@@ -71,7 +70,6 @@ def merge(
 
     Args:
         weights: one per expert, applied after trimming and before the vote; 1 unless given.
-        survey: thresholds of the whole model, for `trim="global"`.
         density: fraction of the entries of largest magnitude to keep; one for all experts, or a list.
         trim: rank the entries within each tensor, or over the whole model (as the original does, at the price of
             two or three more passes over the inputs). Over the whole model all entries equal to a threshold stay.
@@ -135,7 +133,6 @@ class _SurveyState:
     wants_votes: bool
     votes_open: bool = False
     balance: int = 0
-    lock: Lock = field(default_factory=Lock)
 
     @property
     def cuts(self) -> list[Cut]:
@@ -155,9 +152,17 @@ def _observe(state: _SurveyState, deltas: Sequence[Tensor], options: Mapping[str
         for selection, delta in zip(state.selections, deltas, strict=True):
             selection.observe(delta.reshape(-1))
         return
-    balance = sign_balance(deltas, [Trim.at(c.value, deltas[0].dtype) for c in state.cuts])
-    with state.lock:
-        state.balance += balance
+    state.balance += sign_balance(deltas, [Trim.at(c.value, deltas[0].dtype) for c in state.cuts])
+
+
+def _fork(state: _SurveyState) -> _SurveyState:
+    return replace(state, selections=[s.fork() for s in state.selections], balance=0)
+
+
+def _join(state: _SurveyState, other: _SurveyState) -> None:
+    for selection, theirs in zip(state.selections, other.selections, strict=True):
+        selection.join(theirs)
+    state.balance += other.balance
 
 
 def _advance(state: _SurveyState) -> bool:
@@ -193,6 +198,8 @@ TIES = MergeMethod(
         applies=lambda options: options["trim"] == "global",
         start=_start,
         observe=_observe,
+        fork=_fork,
+        join=_join,
         advance=_advance,
         finish=_finish,
     ),

@@ -20,7 +20,7 @@ from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, svd_workspace, thin_svd
-from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["TSV", "merge", "merge_lowrank"]
 
@@ -33,11 +33,11 @@ _NEEDS_NULL_SPACE = (
 def merge(
     deltas: Sequence[Tensor],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     k: Annotated[int | None, Bounds(low=0)] = None,
     min_k: Annotated[int, Bounds(low=0)] = 0,
     rank_aware: bool = True,
-    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+    rtol: Fraction = RANK_RTOL,
 ) -> Merged:
     """`D* = polar([U_1 .. U_T]) diag(s_1 .. s_T) polar([V_1 .. V_T])^T` with the top `K` triplets of each `w_t D_t`.
 
@@ -70,17 +70,13 @@ def merge(
 def merge_lowrank(
     deltas: Sequence[LowRank],
     *,
-    weights: Sequence[float] | None = None,
+    weights: Weights = None,
     k: Annotated[int | None, Bounds(low=0)] = None,
     min_k: Annotated[int, Bounds(low=0)] = 0,
     rank_aware: bool = True,
-    rtol: Annotated[float, Bounds(low=0, high=1)] = RANK_RTOL,
+    rtol: Fraction = RANK_RTOL,
 ) -> MergedLowRank:
-    """The same merge on the cores of the common bases; `K` comes from the full shape. Exact, in float64.
-
-    Raises:
-        ValueError: `rank_aware=False`, whose null-space vectors do not exist in the factored form.
-    """
+    """The same merge on the cores of the common bases; `K` comes from the full shape. Exact, in float64."""
     if not rank_aware:
         raise ValueError(_NEEDS_NULL_SPACE)
     dtype, shape = deltas[0].b_OR.dtype, deltas[0].shape

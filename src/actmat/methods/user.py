@@ -5,6 +5,7 @@ The file is run as Python. Its content is part of a plan's fingerprint.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -17,11 +18,7 @@ __all__ = ["is_user_method", "load_user_method", "user_method_hash"]
 
 
 def is_user_method(name: str) -> bool:
-    """True if a method's name means a file, `PATH.py:NAME`.
-
-    >>> is_user_method("./mine.py:METHOD"), is_user_method("ties")
-    (True, False)
-    """
+    """True if a method's name means a file, `PATH.py:NAME`."""
     path, colon, _ = name.rpartition(":")
     return bool(colon) and path.endswith(".py")
 
@@ -42,8 +39,6 @@ def load_user_method(name: str) -> MergeMethod:
 
 @functools.cache
 def _load(name: str, digest: str) -> MergeMethod:
-    import dataclasses
-
     path, attribute = _file(name), name.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location(f"actmat_user_{digest[:16]}", path)
     assert spec is not None, "a .py file always has a loader"

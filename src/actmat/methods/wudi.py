@@ -10,9 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from actmat.linalg.interference.descent import Adam
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Null, Rule
+from actmat.linalg.interference.rule import Estimator, Filter, Null, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, member
 from actmat.methods.contract import Bounds
 
@@ -40,15 +38,6 @@ def rule(
         null: fill `N` of the closed form: nothing, the sum, or the mean of the deltas.
         steps: number of Adam steps.
         lr: Adam's step size.
-
-    Raises:
-        NumericalError: NaN or infinity in a delta.
-        ValueError: a negative weight.
-
-    >>> import torch
-    >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
-    >>> WUDI.merge(deltas).value.tolist()
-    [[1.0, 2.0]]
     """
     if optimiser == "adam":
         return Adam(steps, lr)

@@ -14,10 +14,10 @@ __all__ = ["Alignment", "align"]
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """How the tensors of all checkpoints correspond.
+    """Correspondence of the tensors of all checkpoints.
 
     Args:
-        canonical: base tensors to be merged or copied, in storage order -> tied names stored beside them.
+        canonical: base tensors to be merged or copied, in storage order -> tied names stored next to them.
         sources: for each canonical tensor, its name in each expert (None where the expert lacks it).
         twins: for each canonical tensor, the other names under which each expert stores it too.
         ignored: per expert, its tensors that the base does not have.

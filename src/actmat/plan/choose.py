@@ -1,4 +1,4 @@
-"""Which rule acts on which tensor, and the words that say why."""
+"""Choice of the method for every tensor, and the words that say why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Chooser", "Decision", "depth_factors", "depth_of"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Action, rule and reason for one tensor; the layout may be narrowed by the paper's scope."""
+    """Action, method and reason for one tensor; the layout may be narrowed by the paper's scope."""
 
     action: Action
     reason: str
@@ -48,14 +48,14 @@ class Chooser:
         self._default = self._call(recipe.method, recipe.options, recipe.scale, weights, "", available)
         self._rules: list[tuple[list[tuple[str, Callable[[str], bool]]], MethodCall | None, str]] = []
         for i, rule in enumerate(recipe.rules):
-            place = f"rules.{i}: "
+            where = f"rules.{i}: "
             call = None
             if not rule.keep:
                 same = rule.method in (None, recipe.method)
                 options = {**recipe.options, **rule.options} if same else rule.options
                 scale = recipe.scale if rule.scale is None else rule.scale
-                call = self._call(rule.method or recipe.method, options, scale, weights, place, available)
-            self._rules.append((self._patterns(rule.match, place), call, "keep" if rule.keep else "merge"))
+                call = self._call(rule.method or recipe.method, options, scale, weights, where, available)
+            self._rules.append((self._patterns(rule.match, where), call, "keep" if rule.keep else "merge"))
         self._keep = self._patterns(recipe.keep, "keep: ")
         self._weights = weights
 
@@ -70,7 +70,7 @@ class Chooser:
         return None
 
     def decide(self, spec: TensorSpec, layout: TensorLayout) -> Decision:
-        """What to do with one float tensor that is not kept."""
+        """Decision for one float tensor that is not kept."""
         call, why = self._default, ""
         for patterns, rule_call, _ in self._rules:
             if (hit := self._match(patterns, spec.name)) is not None:
@@ -102,7 +102,7 @@ class Chooser:
         return layout.role.is_matrix, layout.reason, layout
 
     def average(self) -> MethodCall:
-        """What is done where the rule does not apply."""
+        """The call for tensors that the method does not apply to."""
         weights = self._weights if self._weights and sum(self._weights) != 0 else None
         return MethodCall("average", {}, 1.0, weights)
 
@@ -122,38 +122,38 @@ class Chooser:
         options: Mapping[str, object],
         scale: float,
         weights: tuple[float, ...] | None,
-        place: str,
+        where: str,
         available: frozenset[str],
     ) -> MethodCall | None:
         try:
             method = get_method(name)
             resolved = method.resolve_options(options)
         except MergeError as error:
-            self.problems.extend(place + p for p in error.problems)
+            self.problems.extend(where + p for p in error.problems)
             return None
         missing = [k for k in method.needs_statistics if k not in available]
         if missing:
             self.problems.append(
-                f"{place}method '{name}' needs statistics measured on data ({', '.join(missing)}), and not every "
+                f"{where}method '{name}' needs statistics measured on data ({', '.join(missing)}), and not every "
                 "expert has them; collect them (actmat statistics collect) and give --statistics NAME=PATH once per "
                 "expert, or choose a data-free method (see `actmat methods`)"
             )
         n_experts = len(self.recipe.experts)
         if method.max_experts is not None and n_experts > method.max_experts:
             self.problems.append(
-                f"{place}method '{name}' merges at most {method.max_experts} expert(s), and there are {n_experts}"
+                f"{where}method '{name}' merges at most {method.max_experts} expert(s), and there are {n_experts}"
             )
         if weights is not None and not method.is_weighted:
-            self.problems.append(f"{place}method '{name}' takes no weights, but the recipe gives experts weights")
+            self.problems.append(f"{where}method '{name}' takes no weights, but the recipe gives experts weights")
         return MethodCall(name, resolved, scale, weights if method.is_weighted else None)
 
-    def _patterns(self, texts: tuple[str, ...], place: str) -> list[tuple[str, Callable[[str], bool]]]:
+    def _patterns(self, texts: tuple[str, ...], where: str) -> list[tuple[str, Callable[[str], bool]]]:
         out = []
         for text in texts:
             try:
                 out.append((text, compile_pattern(text)))
             except MergeError as error:
-                self.problems.extend(place + p for p in error.problems)
+                self.problems.extend(where + p for p in error.problems)
         return out
 
     def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
@@ -180,11 +180,11 @@ def depth_factors(names: list[str], first: float, last: float) -> dict[str, floa
     encoder and a decoder count apart). Tensors outside any stack are not listed.
     K. Wang et al., "LiNeS: Post-training Layer Scaling Prevents Forgetting and Enhances Model Merging", ICLR 2025.
     """
-    place = {n: (n[: m.start()], int(m[1])) for n in names if (m := _LAYER.search(n))}
+    layers = {n: (n[: m.start()], int(m[1])) for n in names if (m := _LAYER.search(n))}
     deepest: dict[str, int] = {}
-    for stack, layer in place.values():
+    for stack, layer in layers.values():
         deepest[stack] = max(deepest.get(stack, 0), layer)
     return {
         n: first + (last - first) * (layer / deepest[stack] if deepest[stack] else 1.0)
-        for n, (stack, layer) in place.items()
+        for n, (stack, layer) in layers.items()
     }

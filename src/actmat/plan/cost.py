@@ -1,4 +1,4 @@
-"""What one item costs, from shapes: memory of one worker, and floating-point operations.
+"""Cost of one item, from shapes: memory of one worker, and floating-point operations.
 
     peak = raw base + raw chunk of each expert                       (storage dtype; of the base as well
                                                                       where it is read with streamed deltas)
@@ -42,13 +42,13 @@ BASELINE_BYTES = 300_000_000
 """Anonymous memory of the process itself with torch loaded; see `benchmarks/memory.py`."""
 
 MATRIX_BYTES = 120_000_000
-"""What one worker's linear algebra library keeps for itself (packing buffers, scratch), on top of the declared
+"""Bytes that one worker's linear algebra library keeps (packing buffers, scratch), on top of the declared
 workspace of a method."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What decides the memory of a method's calls, apart from the tensor.
+    """Everything that decides the memory of a method's calls, apart from the tensor.
 
     Args:
         method, options: what is called.

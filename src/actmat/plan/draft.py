@@ -1,4 +1,4 @@
-"""What the planners of models and of adapters decide; `build` makes a plan of it."""
+"""Decisions of the planners of models and of adapters; `build` makes a plan of them."""
 
 from __future__ import annotations
 

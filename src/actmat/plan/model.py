@@ -38,7 +38,7 @@ Action = Literal["merge", "average", "copy", "tie"]
 copy: the base's bytes; tie: the bytes of the tensor it is tied to."""
 
 Form = Literal["dense", "factored"]
-"""What the method is given: whole deltas, or the factors of low-rank ones."""
+"""Input of the method: whole deltas, or the factors of low-rank ones."""
 
 FORMAT = 2
 """Version of a plan's JSON; see docs/formats/plan.md."""
@@ -77,7 +77,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class FactorPlan:
-    """How a merged delta is written as a pair of factors.
+    """Layout of a merged delta that is written as a pair of factors.
 
     Args:
         kind, kernel: see `experts.lora.modules.AdapterModule`.
@@ -145,7 +145,7 @@ class Item:
 
     @property
     def pair(self) -> FactorPlan:
-        """How A and B are written; only for items that are modules."""
+        """Layout of A and B; only for items that are modules."""
         assert self.factors is not None
         return self.factors
 
@@ -166,12 +166,12 @@ class Item:
 
     @property
     def is_observed(self) -> bool:
-        """Whether a diagnosis measures it: everything but tensors that adapters trained in full."""
+        """True if a diagnosis measures it: everything but tensors that adapters trained in full."""
         return self.factors is not None or bool(self.base_dtype)
 
     @property
     def is_chunkable(self) -> bool:
-        """Whether every delta is read from storage, so that chunks of it cost no more than their bytes."""
+        """True if every delta is read from storage, so that chunks of it cost no more than their bytes."""
         return all(s is not None and s.kind == "stored" for s in self.sources)
 
 
@@ -201,7 +201,7 @@ class InputSummary:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What one merge will do, whatever its inputs and its output.
+    """Plan of one merge, for any inputs and any output.
 
     Args:
         recipe: what is wanted.

@@ -1,7 +1,7 @@
 """Cut a stored tensor into parts that can be merged one after the other.
 
 A part is a contiguous range of the stored bytes, so that every byte is read once, in order, and hashed on the way:
-* elementwise rules: flat pieces that stay in the cache;
+* elementwise methods: chunks that stay in the cache;
 * stacked experts: one matrix of the mixture at a time;
 * packed q, k, v: one block of rows at a time;
 * everything else: the whole tensor.
@@ -21,17 +21,17 @@ from actmat.recipe import Postprocess
 __all__ = ["CHUNK", "HELD_BYTES", "Part", "cut", "granularity", "streams"]
 
 CHUNK = 1 << 19
-"""Entries of a flat piece: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
+"""Entries of a chunk: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
 
 HELD_BYTES = 1 << 28
-"""Deltas of a part that are held for a rule that walks over them several times, rather than read each time."""
+"""Deltas of a part that are held for a method that takes several passes over them, rather than read in each pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries `start:stop` of the flattened tensor, seen as `shape`, with the layout of that piece.
+    """Entries `start:stop` of the flattened tensor, seen as `shape`, with their layout.
 
-    `label` tells the part in records: "q", "3/gate", "" for a tensor in one piece.
+    `label` tells the part in records: "q", "3/gate", "" for a whole tensor.
     """
 
     start: int
@@ -47,22 +47,22 @@ class Part:
 
 
 def granularity(method: MergeMethod, postprocess: Postprocess) -> ActsOn:
-    """What one call must see: caps measure whole tensors, also those of a rule on entries."""
+    """Granularity of one call: caps measure whole tensors, also those of an elementwise method."""
     return "tensor" if method.acts_on == "elementwise" and postprocess.caps else method.acts_on
 
 
 def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_experts: int, itemsize: int) -> bool:
-    """Whether a rule takes deltas of `numel` entries place by place, if the engine can read them so.
+    """True if a method takes deltas of `numel` entries chunk by chunk, where they can be read so.
 
-    One that walks over them several times is given them whole where that costs at most `HELD_BYTES`: a place that is
-    read again is also converted and subtracted again.
+    One that takes several passes is given them whole where that costs at most `HELD_BYTES`: a chunk that is read again
+    is also converted and subtracted again.
     """
     held = method.walks_again and n_experts * numel * itemsize <= HELD_BYTES
     return method.streams(options) and not held
 
 
 def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Part]:
-    """Parts of a tensor of this shape for a rule that acts on elements, whole tensors or matrices."""
+    """Parts of a tensor of this shape for a method that acts on elements, whole tensors or matrices."""
     numel = math.prod(shape)
     whole = [Part(0, numel, tuple(shape), layout)]
     if acts_on == "elementwise":

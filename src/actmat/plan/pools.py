@@ -1,7 +1,7 @@
 """Pools: linear layers that read the same input, merged as one matrix with one covariance estimate.
 
 Query, key and value of one attention layer see the same inputs; stacking their deltas along `O` lets the interference
-rules add up what each tells about those inputs: the Gram of stacked rows is the sum of the Grams.
+methods add up what each tells about those inputs: the Gram of stacked rows is the sum of the Grams.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the deltas of a part of a tensor are read: decided once, for the plan's estimate and for the engine."""
+"""Strategies of reading the deltas of a part: decided once, for the plan's estimate and for the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actmat.plan.parts import CHUNK, Part, streams
 __all__ = ["Reading", "Strategy", "reading_of"]
 
 Strategy = Literal["held", "each", "chunks", "chunks_held", "combine"]
-"""How a method is given its deltas.
+"""The way in which a method is given its deltas.
 
 held         all of them, in memory
 each         one at a time, each in the memory of the one before it
@@ -36,7 +36,7 @@ class Reading:
     base_held: bool = True
 
     def whole_deltas(self, n_experts: int) -> int:
-        """How many deltas are in memory as a whole at a time."""
+        """Number of deltas that are in memory as a whole at a time."""
         return {"held": n_experts, "chunks_held": n_experts, "each": 1}.get(self.strategy, 0)
 
 

@@ -1,4 +1,4 @@
-"""What tensors mean: as recognised, with the recipe's `roles` on top."""
+"""Meaning of tensors: as recognised, with the recipe's `roles` on top."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ExpertStatistics:
 
     @property
     def any(self) -> bool:
-        """Whether any expert has statistics."""
+        """True if any expert has statistics."""
         return any(f is not None for f in self.files)
 
     @property
@@ -135,7 +135,7 @@ def with_statistics(
     chooser: Chooser,
     problems: list[str],
 ) -> Decision:
-    """The decision, or the average where its rule needs statistics that an expert lacks for this tensor."""
+    """The decision, or the average where its method needs statistics that an expert lacks for this tensor."""
     if decision.call is None or not (method := get_method(decision.call.method)).needs_statistics:
         return decision
     if not statistics.kinds >= set(method.needs_statistics):

@@ -141,7 +141,7 @@ class _TensorPlanner:
         return tuple(out)
 
     def out_spec(self, spec: TensorSpec) -> TensorSpec:
-        """What is written for a tensor of the base."""
+        """Spec of the output for a tensor of the base."""
         dtype = self.recipe.dtype if self.recipe.dtype is not None and spec.is_floating else spec.dtype
         return dataclasses.replace(spec, dtype=dtype, file="", offset=0)
 
@@ -190,7 +190,7 @@ class _TensorPlanner:
         )
 
     def _is_factored(self, call: MethodCall, sources: Sequence[Source]) -> bool:
-        """Whether a matrix method can work on factors: no expert stores the whole tensor."""
+        """True if a matrix method can work on factors: no expert stores the whole tensor."""
         method = get_method(call.method)
         if method.acts_on != "matrix" or self.recipe.pool:
             return False

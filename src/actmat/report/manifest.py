@@ -54,24 +54,19 @@ def build_manifest(
         "files": {s.file: s.size for s in plan.shards},
     }
     output |= {"relative_error": total_error(records)} if is_adapter else {"copied_files": list(files)}
-    model = {"device": plan.device, "family": plan.family}
-    adapter = {
-        "kept": dict(plan.kept),
-        "modules": [_module_row(item) | {"stats": records[item.name].stats} for item in plan.items],
-    }
     return {
         "actmat_manifest": FORMAT,
         **({"kind": "adapter"} if is_adapter else {}),
         "recipe": plan.recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
         "versions": dict(plan.versions),
-        **({} if is_adapter else model),
+        **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,
         "base": None if plan.base is None else _input(plan.base, out) | {"content": _content(plan, records, None)},
         "experts": [_expert(plan, records, t, e, out) for t, e in enumerate(experts)],
         **({"statistics": [dict(s) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
         "notes": list(plan.notes),
-        **(adapter if is_adapter else {}),
+        **({"kept": dict(plan.kept), "modules": _module_rows(plan, records)} if is_adapter else {}),
         "tensors": tensors,
         "timing": {
             "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -91,7 +86,7 @@ def total_error(records: Mapping[str, Record]) -> float:
 
 
 def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> dict[str, Any]:
-    """What was planned for one tensor of a model, and what happened."""
+    """Plan and record of one tensor of a model."""
     record = records[item.tied_to or item.name]
     row: dict[str, Any] = {
         "name": item.name,
@@ -121,8 +116,12 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
     return row | {"input_hashes": {"base": record.base_hash} | hashes}
 
 
+def _module_rows(plan: MergePlan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
+    return [_module_row(item) | {"stats": records[item.name].stats} for item in plan.items]
+
+
 def _module_row(item: Item) -> dict[str, Any]:
-    """What was planned for one module of an adapter, or for a tensor trained in full."""
+    """Plan of one module of an adapter, or of a tensor trained in full."""
     row: dict[str, Any] = {"name": item.name}
     if item.factors is not None:
         row["kind"] = item.factors.kind

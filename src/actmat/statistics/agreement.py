@@ -25,17 +25,11 @@ __all__ = ["Agreement", "agreement"]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Distance between the answers of a merged model and an expert's; 0 and 0 for the expert itself.
+    """Distance between the answers of a merged model and an expert's; 0 and 0 for the expert itself."""
 
-    Args:
-        disagreement: share of predictions whose most probable class differs.
-        divergence: mean of `KL(expert || merged)` in nats: the better forecast of the two.
-        predictions: number of predictions compared.
-    """
-
-    disagreement: float
-    divergence: float
-    predictions: int
+    disagreement: float  # share of predictions whose most probable class differs
+    divergence: float  # mean of `KL(expert || merged)` in nats: the better forecast of the two
+    predictions: int  # number of predictions compared
 
 
 def agreement(
@@ -55,8 +49,7 @@ def agreement(
     Args:
         merged, expert: models that take the same batches; their training mode is restored.
         batches: mappings (keyword arguments), tuples (positional ones) or single tensors; no labels are needed.
-        logits: from a model's output to `* C`, for example a classification head on features; default: the output
-            itself, or its `logits`.
+        logits: from a model's output to `* C`, such as a classification head; default: the output, or its `logits`.
         mask: from a batch to True for the predictions that count, in the shape of the logits without `C`; default:
             the batch's `attention_mask` where it has that shape; where there is a decoder, the `labels` that are not
             -100, else its `decoder_attention_mask`.

@@ -20,22 +20,14 @@ Batch = Mapping[str, Tensor] | tuple[Tensor, ...] | list[Tensor] | Tensor
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """Output of the model for a batch.
-
-    >>> call_model(nn.Identity(), (torch.ones(2),))
-    tensor([1., 1.])
-    """
+    """Output of the model for a batch."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch) if isinstance(batch, Tensor) else model(*batch)
 
 
 def named_tensors(batch: Batch) -> dict[str, Tensor]:
-    """Tensors of a batch; positional ones are named by their position.
-
-    >>> named_tensors((torch.ones(1), "text"))
-    {'0': tensor([1.])}
-    """
+    """Tensors of a batch; positional ones are named by their position."""
     if isinstance(batch, Mapping):
         pairs = list(batch.items())
     else:
@@ -63,11 +55,7 @@ class DataSeen:
         self._hash = ContentHash()
 
     def add(self, batch: Batch) -> None:
-        """Count and hash a batch.
-
-        Raises:
-            StatisticsError: the batch holds no tensors.
-        """
+        """Count and hash a batch."""
         tensors = named_tensors(batch)
         if not tensors:
             raise StatisticsError("A batch holds no tensors.")

@@ -1,7 +1,7 @@
 """Bind a model in memory to its checkpoint: names on disk and content hashes, checked against the parameters.
 
-Statistics belong to one state of one model. Every tensor of the checkpoint is read once, hashed, and compared with its
-parameter; a model that has been trained since it was loaded, or another model, is refused.
+Every tensor of the checkpoint is read once, hashed, and compared with its parameter; a model that has been trained
+since it was loaded, or another model, is refused.
 """
 
 from __future__ import annotations
@@ -30,17 +30,11 @@ _ADAPTER_PARTS = (".lora_", ".original_module.", "lora_magnitude_vector", ".rank
 
 @dataclass(frozen=True)
 class Binding:
-    """A model and its checkpoint.
+    """A model and its checkpoint."""
 
-    Args:
-        info: record of both for the header.
-        parameters: name in memory -> parameter, for those that are in the checkpoint.
-        located: name in memory -> the stored tensors that make it up.
-    """
-
-    info: ModelInfo
-    parameters: Mapping[str, Tensor]
-    located: Mapping[str, Located]
+    info: ModelInfo  # record of both for the header
+    parameters: Mapping[str, Tensor]  # name in memory -> parameter, for those that are in the checkpoint
+    located: Mapping[str, Located]  # name in memory -> the stored tensors that make it up
 
     def weights(self) -> dict[str, Tensor]:
         """Floating-point parameters with at least two axes."""
@@ -57,12 +51,12 @@ class Binding:
 
 
 def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | None = None) -> Binding:
-    """Find every parameter in the checkpoint, compare and hash.
+    """Find every parameter of a model in its checkpoint, compare and hash.
 
     Args:
         model: the model, in memory.
         checkpoint: its checkpoint; None: the model is recorded under its own names.
-        adapter: the adapter on it, or None.
+        adapter: the adapter on it.
 
     Raises:
         StatisticsError: parameters and stored tensors differ, or no parameter is found.
@@ -127,16 +121,9 @@ def transformers_model(model: nn.Module) -> Any:
 
 
 def _compared(
-    checkpoint: Checkpoint,
-    parameters: Mapping[str, Tensor],
-    located: Mapping[str, Located],
-    replaced: frozenset[str],
+    checkpoint: Checkpoint, parameters: Mapping[str, Tensor], located: Mapping[str, Located], replaced: frozenset[str]
 ) -> dict[str, str]:
-    """Content hash of every stored tensor; parameters that the adapter has `replaced` are not compared.
-
-    Raises:
-        StatisticsError: a tensor's values are not those of its parameter.
-    """
+    """Content hash of every stored tensor; parameters that the adapter has `replaced` are not compared."""
     in_memory = {s.name: (name, s) for name, found in located.items() for s in found.slices}
     hashes: dict[str, str] = {}
     problems: list[str] = []

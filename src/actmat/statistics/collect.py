@@ -29,24 +29,14 @@ __all__ = ["Collected", "collect"]
 
 @dataclass(frozen=True)
 class Collected:
-    """Statistics in memory.
+    """Statistics in memory."""
 
-    Args:
-        header: metadata.
-        tensors: stored tensor -> function that computes its values.
-        specs: the stored tensors.
-    """
-
-    header: Header
-    tensors: Mapping[str, Callable[[], Tensor]]
-    specs: list[TensorSpec]
+    header: Header  # metadata
+    tensors: Mapping[str, Callable[[], Tensor]]  # stored tensor -> function that computes its values
+    specs: list[TensorSpec]  # the stored tensors
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the folder `out`; it appears whole or not at all.
-
-        Raises:
-            OutputError: no room, or something else is there.
-        """
+        """Write the folder `out`; it appears whole or not at all."""
         write_statistics(Path(out), self.header, self.specs, lambda name: self.tensors[name](), overwrite=overwrite)
         return Path(out)
 
@@ -66,8 +56,6 @@ def collect(
 
     >>> inputs = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
     >>> found = collect(nn.Linear(2, 3), [inputs])
-    >>> found.header.samples, list(found.tensors)
-    (2, ['gram.weight'])
     >>> found.tensors["gram.weight"]()  # half of inputs.T @ inputs
     tensor([1., 2., 5.])
 
@@ -77,7 +65,7 @@ def collect(
         checkpoint: the checkpoint of the model, so that statistics have its names and hashes. Default: the one that
             a transformers model names; any other model is recorded under its own names.
         adapter: the adapter on the model, where PEFT put one on; it is bound by hash as well.
-        out: folder to write; None: nothing is written.
+        out: folder to write, if any.
         overwrite: replace earlier statistics at `out`.
         progress: called after each batch with the samples and tokens so far.
         options: see `Settings`.
@@ -124,11 +112,7 @@ def _bound(
 
 
 def _named_checkpoint(model: nn.Module) -> str | None:
-    """The checkpoint that a transformers model says it was loaded from; None for any other model.
-
-    Raises:
-        StatisticsError: a transformers model that names none.
-    """
+    """The checkpoint that a transformers model says it was loaded from; None for any other model."""
     inner = transformers_model(model)
     if inner is None or inner.config is None:
         return None
@@ -142,11 +126,7 @@ def _named_checkpoint(model: nn.Module) -> str | None:
 
 
 def _check_no_adapter(model: nn.Module) -> None:
-    """Check that PEFT put no adapter on the model.
-
-    Raises:
-        StatisticsError: it did.
-    """
+    """Check that PEFT put no adapter on the model."""
     if isinstance(getattr(model, "peft_config", None), dict):
         active = getattr(model, "active_adapter", None)
         raise StatisticsError(
@@ -173,11 +153,7 @@ def _observable(model: nn.Module) -> Iterator[None]:
 
 
 def _result(run: Run, seen: DataSeen, measured: Sequence[tuple[Kind[Any], Any]]) -> Collected:
-    """Header and tensors of everything that was measured.
-
-    Raises:
-        StatisticsError: there were no batches, or nothing was measured.
-    """
+    """Header and tensors of everything that was measured."""
     if not seen.samples:
         raise StatisticsError("There were no batches to measure the model on.")
     data = DataInfo(

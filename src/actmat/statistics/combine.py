@@ -23,16 +23,13 @@ __all__ = ["merge_statistics"]
 def merge_statistics(
     inputs: Sequence[str | Path], out: str | Path, *, dtype: str | None = None, overwrite: bool = False
 ) -> Header:
-    """Write the statistics of all batches together.
+    """Write the statistics of all batches together, and return their header.
 
     Args:
         inputs: statistics of the same model (and the same adapter state), of different data.
         out: folder to write.
         dtype: of the stored sums; default: the widest of the inputs.
         overwrite: replace earlier statistics there.
-
-    Returns:
-        The header of the new file.
 
     Raises:
         StatisticsError: they are of different models or layers, or of the same data; all problems.
@@ -99,11 +96,7 @@ def _repeated_data(opened: Sequence[Statistics]) -> Iterator[str]:
 
 
 def _specs(opened: Sequence[Statistics], dtype: str) -> dict[str, TensorSpec]:
-    """Tensors of the new file.
-
-    Raises:
-        StatisticsError: a tensor has different shapes.
-    """
+    """Tensors of the new file."""
     out: dict[str, TensorSpec] = {}
     problems = []
     for file in opened:

@@ -31,47 +31,27 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DataOptions:
-    """A data set, and how to read it.
+    """A data set, and how to read it."""
 
-    Args:
-        location: file, folder or hub id.
-        split: of a data set on the hub, or of a folder of images.
-        subset: configuration of a data set on the hub.
-        text_column, image_column: columns of texts and images; default: found by name.
-        target_column: column of texts for the decoder of an encoder-decoder model.
-        label_column: column of class labels, for the Fisher with given labels.
-        batch_size: samples in a batch.
-        max_samples: samples in all; None: every sample.
-        max_length: tokens of one text at most.
-    """
-
-    location: str
-    split: str = "train"
-    subset: str | None = None
+    location: str  # file, folder or hub id
+    split: str = "train"  # of a data set on the hub, or of a folder of images
+    subset: str | None = None  # configuration of a data set on the hub
     text_column: str | None = None
     image_column: str | None = None
-    target_column: str | None = None
-    label_column: str | None = None
-    batch_size: int = 8
-    max_samples: int | None = None
-    max_length: int = 512
+    target_column: str | None = None  # column of texts for the decoder of an encoder-decoder model
+    label_column: str | None = None  # column of class labels, for the Fisher with given labels
+    batch_size: int = 8  # samples in a batch
+    max_samples: int | None = None  # samples in all; None: every sample
+    max_length: int = 512  # tokens of one text at most
 
     def details(self) -> dict[str, str]:
-        """Options that are set, for the record.
-
-        >>> DataOptions("texts.jsonl", text_column="body").details()
-        {'split': 'train', 'text_column': 'body', 'max_length': '512'}
-        """
+        """Options that are set, for the record."""
         kept = ("split", "subset", "text_column", "image_column", "target_column", "label_column", "max_length")
         return {k: str(v) for k in kept if (v := getattr(self, k)) is not None}
 
 
 def check_data(options: DataOptions) -> None:
-    """Read one row, so that unusable data is reported before a model is loaded.
-
-    Raises:
-        StatisticsError: no such data, or nothing in it.
-    """
+    """Read one row, so that unusable data is reported before a model is loaded."""
     try:
         found = next(iter(_rows(options)), None)
     except StatisticsError:
@@ -85,16 +65,7 @@ def check_data(options: DataOptions) -> None:
 
 
 def make_batches(loaded: Loaded, options: DataOptions, *, labels: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Batches of keyword arguments for the model.
-
-    Args:
-        loaded: the model, and the location of its tokenizer or image processor.
-        options: the data set, and how to read it.
-        labels: add labels to the batches.
-
-    Raises:
-        StatisticsError: no such data, no such column, or a model that takes neither text nor images.
-    """
+    """Batches of keyword arguments for the model, on its device; `labels` adds labels to them."""
     rows = itertools.islice(_rows(options), options.max_samples)
     encode = _Encoder(loaded, options, labels=labels)
     device = next(loaded.model.parameters()).device
@@ -103,11 +74,7 @@ def make_batches(loaded: Loaded, options: DataOptions, *, labels: bool = False) 
 
 
 def _rows(options: DataOptions) -> Iterable[Row]:
-    """Rows of a data set, streamed.
-
-    Raises:
-        StatisticsError: no such data, or it cannot be read.
-    """
+    """Rows of a data set, streamed."""
     path = Path(options.location).expanduser()
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
@@ -165,11 +132,7 @@ def _arrays(path: Path) -> Iterator[Row]:
 
 
 class _Encoder:
-    """Rows -> keyword arguments of a model.
-
-    Raises:
-        StatisticsError: the model takes neither text nor images, or its tokenizer or image processor is missing.
-    """
+    """Rows -> keyword arguments of a model."""
 
     def __init__(self, loaded: Loaded, options: DataOptions, *, labels: bool) -> None:
         self._model: Any = getattr(loaded.model, "get_base_model", lambda: loaded.model)()  # PEFT wraps it
@@ -237,11 +200,7 @@ def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOp
     ids, mask = found["input_ids"], found["attention_mask"]
     shifted = torch.cat([torch.full((len(rows), 1), start), ids[:, :-1]], dim=1)
     seen = torch.cat([torch.ones(len(rows), 1, dtype=mask.dtype), mask[:, :-1]], dim=1)
-    return {
-        "decoder_input_ids": shifted,
-        "decoder_attention_mask": seen,
-        "labels": ids.masked_fill(mask == 0, -100),
-    }
+    return {"decoder_input_ids": shifted, "decoder_attention_mask": seen, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def _start_token(model: Any) -> int:
@@ -258,11 +217,7 @@ def _start_token(model: Any) -> int:
 def _column(
     rows: list[Row], wanted: str | None, usual: tuple[str, ...], kind: type | None, what: str, where: str
 ) -> list[Any]:
-    """Values of the column `wanted`, else of the first of the `usual` ones, else of the only one with texts.
-
-    Raises:
-        StatisticsError: no such column, or values of another type than `kind`.
-    """
+    """Values of the column `wanted`, else of the first of the `usual` ones, else of the only one with texts."""
     columns = list(rows[0])
     name = wanted or next((c for c in usual if c in columns), None)
     if name is None and kind is str:

@@ -126,11 +126,7 @@ class Header(_Strict):
 
 
 def parse_header(metadata: Mapping[str, str], location: str) -> Header:
-    """Parse the metadata of a statistics file.
-
-    Raises:
-        StatisticsError: not a statistics file, or not valid; all problems.
-    """
+    """Parse the metadata of a statistics file; all problems are raised together."""
     text = metadata.get(METADATA_KEY)
     if text is None:
         raise StatisticsError(

@@ -19,27 +19,16 @@ __all__ = ["Loaded", "extra", "load_model"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, ready to run, and its origin.
+    """A model, ready to run, and its origin."""
 
-    Args:
-        model: in evaluation mode.
-        checkpoint: location of the checkpoint.
-        adapter: location of the adapter on it, or None.
-        files: location of tokenizer and image processor: the checkpoint's or the adapter's.
-    """
-
-    model: nn.Module
-    checkpoint: str
-    adapter: str | None
-    files: str
+    model: nn.Module  # in evaluation mode
+    checkpoint: str  # location of the checkpoint
+    adapter: str | None  # location of the adapter on it, or None
+    files: str  # location of tokenizer and image processor: the checkpoint's or the adapter's
 
 
 def extra(name: str) -> Any:
-    """Import a library of the extra `actmat[statistics]`.
-
-    Raises:
-        StatisticsError: it is not installed.
-    """
+    """Import a library of the extra `actmat[statistics]`, or say how to install it."""
     import importlib
 
     try:
@@ -58,7 +47,7 @@ def load_model(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Loaded:
-    """Load a model for measuring.
+    """Load a model for measuring; a model with parameters that the checkpoint lacks is refused.
 
     Args:
         location: folder or hub id `org/name[@revision]` of a checkpoint, or of an adapter.
@@ -66,9 +55,6 @@ def load_model(
         model_class: a class of transformers, such as `AutoModelForCausalLM`; default: the config's architecture.
         dtype: dtype of the parameters.
         device: device of the model.
-
-    Raises:
-        StatisticsError: no such class, a model with parameters that the checkpoint lacks, or a missing library.
     """
     adapter = location if is_adapter(location) else None
     checkpoint = location

@@ -43,41 +43,23 @@ class CollectOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a measurement.
+    """Settings of a measurement."""
 
-    Args:
-        gram: measure Gram matrices and token counts of embeddings.
-        fisher: measure the diagonal Fisher, one backward pass per sample.
-        kinds: names of further kinds of statistics to measure (`actmat.statistics.kinds.KINDS`).
-        fisher_labels: "drawn" from the model's predictions, or "given" with the batches.
-        loss: log-likelihood of one sample, in place of the built-in one.
-        mask: mask of a batch, for models whose calls do not carry one.
-        compute_dtype: dtype of the products, "float32" or "float64"; sums are float64.
-        dtype: dtype of the stored sums, "float32" or "float64".
-        share: store one sum for layers that read the same input.
-        seed: seed of the labels that are drawn.
-        source, details: origin of the data, for the record.
-    """
-
-    gram: bool = True
-    fisher: bool = False
-    kinds: Sequence[str] = ()
-    fisher_labels: Labels = "drawn"
-    loss: LogLikelihood | None = None
-    mask: TokenMask | None = None
-    compute_dtype: str = "float32"
-    dtype: str = "float32"
-    share: bool = True
-    seed: int = 0
+    gram: bool = True  # measure Gram matrices and token counts of embeddings
+    fisher: bool = False  # measure the diagonal Fisher, one backward pass per sample
+    kinds: Sequence[str] = ()  # names of further kinds of statistics to measure (`actmat.statistics.kinds.KINDS`)
+    fisher_labels: Labels = "drawn"  # "drawn" from the model's predictions, or "given" with the batches
+    loss: LogLikelihood | None = None  # log-likelihood of one sample, in place of the built-in one
+    mask: TokenMask | None = None  # mask of a batch, for models whose calls do not carry one
+    compute_dtype: str = "float32"  # dtype of the products, "float32" or "float64"; sums are float64
+    dtype: str = "float32"  # dtype of the stored sums, "float32" or "float64"
+    share: bool = True  # store one sum for layers that read the same input
+    seed: int = 0  # seed of the labels that are drawn
     source: str = "batches"
     details: Mapping[str, str] | None = None
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Names of all kinds to measure.
-
-        >>> Settings(fisher=True).measured
-        ('gram', 'fisher')
-        """
+        """Names of all kinds to measure."""
         builtin = [name for name, wanted in (("gram", self.gram), ("fisher", self.fisher)) if wanted]
         return tuple(dict.fromkeys([*builtin, *self.kinds]))

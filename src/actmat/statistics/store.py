@@ -33,12 +33,11 @@ __all__ = ["Mean", "Statistics", "check_output", "open_statistics", "write_stati
 class Statistics:
     """An open statistics file. Thread-safe for reading. Use as a context manager.
 
+    Reading raises `StatisticsError` where the bytes are not those that were written.
+
     Args:
         location: the user's name for it, for messages.
         path: the file.
-
-    Raises:
-        StatisticsError: not a statistics file, or damaged.
     """
 
     def __init__(self, location: str, path: Path) -> None:
@@ -78,35 +77,19 @@ class Statistics:
         return self.header.absent.get(name, "no input of it was measured")
 
     def read(self, kind: str, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
-        """A statistic of any kind, by its key; `mean` counts for Gram matrices only.
-
-        Raises:
-            StatisticsError: no such kind, or the bytes are not those that were written.
-        """
+        """A statistic of any kind, by its key; `mean` counts for Gram matrices only."""
         return get_kind(kind).read(self.header, key, self.raw(f"{kind}.{key}").to(dtype), mean)
 
     def gram(self, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
-        """One Gram matrix: `I I`, or `G I I` for a convolution in groups.
-
-        Raises:
-            StatisticsError: the bytes are not those that were written.
-        """
+        """One Gram matrix: `I I`, or `G I I` for a convolution in groups."""
         return self.read("gram", key, mean=mean, dtype=dtype)
 
     def fisher(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The diagonal Fisher of a stored tensor, mean over samples, in its shape.
-
-        Raises:
-            StatisticsError: the bytes are not those that were written.
-        """
+        """The diagonal Fisher of a stored tensor, mean over samples, in its shape."""
         return self.read("fisher", name, dtype=dtype)
 
     def raw(self, stored: str) -> Tensor:
-        """A stored tensor as it is: a sum, half of a symmetric matrix, a count.
-
-        Raises:
-            StatisticsError: the bytes are not those that were written.
-        """
+        """A stored tensor as it is: a sum, half of a symmetric matrix, a count."""
         spec = self.specs[stored]
         tensor = empty_tensor(spec)
         self._reader.read_into(spec.file, spec.offset, raw_bytes(tensor), tensor=stored)
@@ -131,10 +114,7 @@ class Statistics:
 
 
 def open_statistics(location: str | Path) -> Statistics:
-    """Open statistics; only the header is read.
-
-    Args:
-        location: the folder that `actmat statistics collect` wrote, or the file in it.
+    """Open statistics, by the folder that `actmat statistics collect` wrote or the file in it; reads the header only.
 
     Raises:
         StatisticsError: nothing there, not statistics, or damaged.
@@ -156,11 +136,7 @@ def _disagreements(header: Header, specs: Mapping[str, TensorSpec]) -> Iterator[
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:
-    """Check that statistics can be written to the folder `out`.
-
-    Raises:
-        OutputError: something else is there, or statistics that are not to be replaced.
-    """
+    """Check that statistics can be written to the folder `out`."""
     if out.is_dir():
         there = sorted(p.name for p in out.iterdir())
         if there and there != [FILE_NAME]:
@@ -182,9 +158,6 @@ def write_statistics(
         specs: stored tensors, in order.
         read: name -> its values, called once per tensor.
         overwrite: replace earlier statistics there.
-
-    Raises:
-        OutputError: no room, no permission, or something else is there.
     """
     check_output(out, overwrite=overwrite)
     text = header.model_dump_json(exclude_defaults=True)

@@ -18,11 +18,18 @@ from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeErr
 from actmat.statistics import collect, open_statistics
 from actmat_experiments.analyses import correlation, cosine, drift, interference, scale
 from actmat_experiments.analyses.correlation import token_records
-from actmat_experiments.analyses.demo_models import DemoModels, load_demo
-from actmat_experiments.analyses.grams import demo_grams, input_grams
+from actmat_experiments.analyses.demo import (
+    DemoModels,
+    demo_correlation,
+    demo_cosine,
+    demo_grams,
+    demo_interference,
+    demo_scale,
+    input_grams,
+    load_demo,
+)
 from actmat_experiments.analyses.matrices import grams_of, layers_of
-from actmat_experiments.analyses.mlp import new_mlp
-from actmat_experiments.analyses.on_demo import demo_correlation, demo_cosine, demo_interference, demo_scale
+from actmat_experiments.analyses.theorem1 import new_mlp
 
 NAMES = ("math", "code")
 

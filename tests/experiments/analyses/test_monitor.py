@@ -15,8 +15,8 @@ from torch import nn
 from actmat.demo.model import EncoderConfig, new_encoder
 from actmat.demo.training import Schedule, descend
 from actmat.errors import MergeError, RecipeError
-from actmat_experiments.analyses.mlp import new_mlp
 from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
+from actmat_experiments.analyses.theorem1 import new_mlp
 
 TINY = EncoderConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 

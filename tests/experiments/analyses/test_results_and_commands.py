@@ -17,9 +17,9 @@ from actmat.errors import MergeError, OutputError
 from actmat.statistics import collect
 from actmat_experiments import analyses
 from actmat_experiments.analyses import save_analysis
-from actmat_experiments.analyses.figures import COLOURS, MARKERS, new_panels
 from actmat_experiments.analyses.result import degrees, need_matplotlib, short_names, shown
 from actmat_experiments.commands.analyze import app
+from actmat_experiments.harness.figures import COLOURS, MARKERS, new_panels
 
 COMMANDS = [c.callback.__name__ for c in app.registered_commands]
 
@@ -135,7 +135,7 @@ def test_theorem2(tmp_path, monkeypatch):
 
 
 def _short_theorem2(**given):
-    from actmat_experiments.analyses.theorem2_run import theorem2
+    from actmat_experiments.analyses.theorem2 import theorem2
 
     return theorem2(**given, pretraining_steps=4, finetuning_steps=3)
 

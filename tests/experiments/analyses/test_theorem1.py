@@ -14,10 +14,9 @@ from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
 from torch import nn
 
 from actmat.errors import NumericalError
-from actmat_experiments.analyses.drift_result import ROUNDING, moments_until
-from actmat_experiments.analyses.mlp import new_mlp
-from actmat_experiments.analyses.theorem1 import descend_watched, theorem1
-from actmat_experiments.linalg.angles import RIGHT_ANGLE, angle, gram_of
+from actmat_experiments.analyses.angles import RIGHT_ANGLE, angle, gram_of
+from actmat_experiments.analyses.drift import ROUNDING, moments_until
+from actmat_experiments.analyses.theorem1 import descend_watched, new_mlp, theorem1
 
 
 def gaussian(*shape, seed=0):

@@ -13,10 +13,15 @@ from tests.tolerances import F64_ORACLE, relative_error
 from torch import nn
 
 from actmat.errors import NumericalError, RecipeError
-from actmat_experiments.analyses.mlp import ACTIVATIONS, MLP, new_mlp
-from actmat_experiments.analyses.theorem2 import Sample, transfer_bound
-from actmat_experiments.analyses.theorem2_run import merge_mlps, theorem2
-from actmat_experiments.linalg.interference import best_scale, least_interference
+from actmat_experiments.analyses.theorem1 import ACTIVATIONS, MLP, new_mlp
+from actmat_experiments.analyses.theorem2 import (
+    Sample,
+    best_scale,
+    least_interference,
+    merge_mlps,
+    theorem2,
+    transfer_bound,
+)
 
 
 def gaussian(*shape, seed=0):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actmat_experiments.reasoning.extract import (
+from actmat_experiments.reasoning.marks import (
     aime_answer,
     first_before,
     flexible_number,

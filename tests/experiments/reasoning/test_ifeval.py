@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from actmat.errors import MergeError
-from actmat_experiments.reasoning import ifeval
-from actmat_experiments.reasoning.ifeval import check_sentence_model, followed
+from actmat_experiments.reasoning import marks
+from actmat_experiments.reasoning.marks import check_sentence_model, followed
 
 DATA = Path(__file__).parent / "data" / "IFEval_input_data.jsonl"
 PROBLEMS = {p["key"]: p for p in map(json.loads, DATA.read_text().splitlines())}
@@ -74,7 +74,7 @@ def test_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import nltk
     from lm_eval.tasks.ifeval import instructions_util
 
-    from actmat_experiments.reasoning.ifeval import _offline
+    from actmat_experiments.reasoning.marks import _offline
 
     def download(*_: Any) -> None:
         raise AssertionError("a download")
@@ -87,7 +87,7 @@ def test_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A LOCAL_RANK that stayed behind would make later libraries wait for other processes."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    ifeval._judge.cache_clear()
+    marks._judge.cache_clear()
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda _: followed(PROBLEMS[1001], "no comma").strict[0], range(32)))
     assert "LOCAL_RANK" not in os.environ

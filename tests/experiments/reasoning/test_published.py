@@ -12,7 +12,7 @@ from actmat.errors import MergeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.reasoning.benchmarks import get_benchmarks
-from actmat_experiments.reasoning.published import unsolvable
+from actmat_experiments.reasoning.evaluate import unsolvable
 
 HUMANEVAL, PLUS = get_benchmarks(["humaneval", "humaneval_plus"])
 DATA = Path(__file__).parent / "data"

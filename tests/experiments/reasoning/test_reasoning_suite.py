@@ -13,11 +13,11 @@ from rich.console import Console
 from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.results import append_scores, read_scores
+from actmat_experiments.harness.results import Score, append_scores, read_scores
 from actmat_experiments.reasoning import evaluate, suite
 from actmat_experiments.reasoning.benchmarks import get_benchmarks
 from actmat_experiments.reasoning.evaluate import Exam, identity_of
-from actmat_experiments.reasoning.scoring import scores_at_k
+from actmat_experiments.reasoning.passk import scores_at_k
 from actmat_experiments.reasoning.small.model import Size, new_model, save_model
 from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
@@ -167,18 +167,9 @@ def papers_run(cache: Path) -> None:
     lines = []
     for method, right in (("base", 1), ("expert math", 3), ("experts", 3), ("average", 2), ("actmat", 3)):
         for task in suite.AVERAGED:
-            lines += scores_at_k(
-                [right] * 10,
-                4,
-                (1, 4),
-                task=task,
-                suite="reasoning",
-                method=method,
-                seed=0,
-                model="olmo",
-                settings="s",
-                detail={"temperature": 0.6, "top_p": 0.95, "max_tokens": 10},
-            )
+            how = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 10}
+            like = Score("reasoning", "full", method, "default", task, 0, 0, 0, "olmo", "s", how)
+            lines += scores_at_k([right] * 10, 4, (1, 4), like)
     path = cache / "scores" / "reasoning.jsonl"
     path.parent.mkdir(parents=True)
     append_scores(path, lines)

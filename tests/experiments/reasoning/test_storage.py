@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from actmat_experiments.reasoning.storage import half_ulp, survival
+from actmat_experiments.reasoning.small.experiment import half_ulp, survival
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -14,11 +14,16 @@ from torch import Tensor
 
 from actmat.demo.training import Schedule
 from actmat.engine.resources import one_thread
-from actmat_experiments.reasoning.small.evaluate import answers, right_answers
-from actmat_experiments.reasoning.small.model import Size, load_model, new_model, new_tokenizer, save_model
+from actmat_experiments.reasoning.small.model import (
+    Size,
+    SmallSettings,
+    load_model,
+    new_model,
+    new_tokenizer,
+    save_model,
+)
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
-from actmat_experiments.reasoning.small.settings import SmallSettings
-from actmat_experiments.reasoning.small.train import new_trainer, pretrain, reinforce
+from actmat_experiments.reasoning.small.train import answers, new_trainer, pretrain, reinforce, right_answers
 
 SIZE = Size(16, 32, 1, 2)
 QUICK = SmallSettings(steps=2, prompts=4, group=4)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.interference.estimators import Estimator
+from actmat.linalg.interference.rule import Estimator
 from actmat.linalg.masks.trims import trim_to_top
 
 
@@ -37,8 +37,6 @@ def test_plain_factor_is_the_delta_itself():
     factor, retries = Estimator().factor(delta)
     assert factor is delta
     assert retries == ()
-    assert Estimator().is_plain
-    assert not Estimator(centre=True).is_plain
 
 
 def test_centred_factor_gives_the_scatter_matrix():

@@ -8,12 +8,11 @@ from tests.helpers.interference import EPS32
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.lowrank import solve_lowrank, solve_lowrank_with_grams
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.linalg.interference.solver import finish, prepare
 from actmat.linalg.lowrank import LowRank
+from actmat.methods import Merged
 
 
 def adapters(ranks: list[int], *shape: int, dtype: torch.dtype = torch.float64) -> list[LowRank]:
@@ -25,7 +24,7 @@ def adapters(ranks: list[int], *shape: int, dtype: torch.dtype = torch.float64) 
 
 
 def dense(deltas, rule, **given):
-    return finish(prepare([d.dense() for d in deltas], rule, **given), rule, consume=True)
+    return Merged(*finish(prepare([d.dense() for d in deltas], rule, **given), rule, consume=True))
 
 
 RULES = {

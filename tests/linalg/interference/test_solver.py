@@ -13,10 +13,9 @@ from tests.tolerances import relative_error
 
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.interference import solver as interference
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.linalg.interference.solver import finish, prepare
+from actmat.methods import Merged
 
 SOLVERS = ["auto", "eigh", "stacked", "dual"]
 SHAPES = [(4, 12, 12), (3, 30, 10), (3, 4, 20), (2, 10, 16), (1, 6, 9)]  # T, O, I: full, tall, T O < I, wide, single
@@ -28,7 +27,7 @@ FILTERS = {
 
 
 def solve(deltas, rule, **given):
-    return finish(prepare(deltas, rule, **given), rule, consume=True)
+    return Merged(*finish(prepare(deltas, rule, **given), rule, consume=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -159,10 +158,10 @@ def test_finish_leaves_the_state_for_the_next_variant_and_decomposes_once(monkey
     ]
     assert len({v.moments_key() for v in variants}) == 1
     state = prepare(deltas, variants[0])
-    shared = [finish(state, v).value for v in variants]
+    shared = [finish(state, v)[0] for v in variants]
     assert len(calls) == 1
     for rule, value in zip(variants, shared, strict=True):
-        assert torch.equal(value, finish(state, rule).value)
+        assert torch.equal(value, finish(state, rule)[0])
         assert relative_error(value, solve(deltas, rule).value) < 1e-12
 
 
@@ -293,6 +292,6 @@ def test_state_can_be_prepared_for_a_compressed_basis():
     small = [d @ basis for d in wide]
     rule = Rule(spectral=Filter("tikhonov"), null="sum")
     state = interference.prepare(small, rule, width=40)
-    assert relative_error(finish(state, rule).value @ basis.T, solve(wide, rule).value) < 1e-12
-    hard = finish(interference.prepare(small, Rule(), width=40), Rule()).stats
+    assert relative_error(finish(state, rule)[0] @ basis.T, solve(wide, rule).value) < 1e-12
+    hard = finish(interference.prepare(small, Rule(), width=40), Rule())[1]
     assert hard["rtol"] == 40 * EPS32

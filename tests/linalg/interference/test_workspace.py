@@ -11,9 +11,7 @@ from tests.helpers.spectra import random_deltas, shared_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.linalg.interference.solver import finish, prepare
 from actmat.linalg.interference.workspace import workspace
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -85,17 +87,39 @@ def test_a_stream_needs_one_round_per_sixteen_bits(dtype: torch.dtype, rounds: i
     assert streamed(list(flat.split(13)), 31) == (by_sorting(flat, 31), rounds)
 
 
-def test_the_order_of_pieces_and_threads_change_nothing() -> None:
+def test_the_order_of_pieces_and_workers_change_nothing() -> None:
     parts = [torch.randn(50, generator=seeded(i)) for i in range(16)]
     expected = by_sorting(torch.cat(parts), 100)
     assert streamed(parts[::-1], 100)[0] == expected
-    selection = StreamedCut(lambda total: 100)
-    with ThreadPoolExecutor(4) as pool:
-        again = True
-        while again:
-            list(pool.map(selection.observe, parts))
-            again = selection.advance()
+    selection = StreamedCut(partial(min, 100))
+    again = True
+    while again:
+        selection.observe(parts[0])
+        with ThreadPoolExecutor(4) as pool:
+            forks = list(
+                pool.map(observed, [pickle.dumps(selection.fork())] * 4, [parts[k + 1 :: 4] for k in range(4)])
+            )
+        for fork in forks[::-1]:
+            selection.join(pickle.loads(fork))
+        again = selection.advance()
     assert selection.cut == expected
+
+
+def test_pieces_of_several_workers_have_one_dtype() -> None:
+    selection = StreamedCut(partial(min, 1))
+    fork = selection.fork()
+    selection.observe(torch.ones(2))
+    fork.observe(torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="needs one dtype"):
+        selection.join(fork)
+
+
+def observed(selection: bytes, parts: list[torch.Tensor]) -> bytes:
+    """The pickled selection after it observed the parts."""
+    fork = pickle.loads(selection)
+    for part in parts:
+        fork.observe(part)
+    return pickle.dumps(fork)
 
 
 @pytest.mark.parametrize("k", [-3, 0])

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from actmat.errors import AlignmentError
-from actmat.methods.adamerging import AdamState, adam_step, entropy
+from actmat_experiments.core import AdamState, adam_step, entropy
 
 __all__ = ["Coefficients", "learn"]
 
@@ -32,7 +32,7 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What was learned.
+    """Learned coefficients.
 
     Args:
         per: one coefficient per expert, or per expert and tensor.
@@ -86,16 +86,7 @@ def learn(
     Raises:
         AlignmentError: a parameter of other shapes; all of them are listed.
     """
-    parameters = [n for n, p in model.named_parameters() if p.is_floating_point() and n in base]
-    problems = [
-        f"'{n}' is {tuple(base[n].shape)} in the base and {tuple(e[n].shape)} in expert {t}"
-        for t, e in enumerate(experts)
-        for n in parameters
-        if n in e and e[n].shape != base[n].shape
-    ]
-    if problems:
-        raise AlignmentError("The experts do not fit the base.", problems)
-    names = [n for n in parameters if all(n in e for e in experts)]
+    names = _names(model, base, experts)
     start = {n: base[n].detach().float() for n in names}
     deltas = {n: torch.stack([e[n].detach().float() - start[n] for e in experts]) for n in names}
     rows = len(names) if per == "tensor" else 1
@@ -120,6 +111,20 @@ def learn(
         progress(step, losses[-1])
         values, state = adam_step(values, slope, state, lr=lr)
     return Coefficients(per, tuple(names), values.view(rows, -1).expand(len(names), -1).clone(), tuple(losses))
+
+
+def _names(model: nn.Module, base: Mapping[str, Tensor], experts: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """Parameters that the base and all experts hold, in the same shapes."""
+    parameters = [n for n, p in model.named_parameters() if p.is_floating_point() and n in base]
+    problems = [
+        f"'{n}' is {tuple(base[n].shape)} in the base and {tuple(e[n].shape)} in expert {t}"
+        for t, e in enumerate(experts)
+        for n in parameters
+        if n in e and e[n].shape != base[n].shape
+    ]
+    if problems:
+        raise AlignmentError("The experts do not fit the base.", problems)
+    return [n for n in parameters if all(n in e for e in experts)]
 
 
 def _endless(batches: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:

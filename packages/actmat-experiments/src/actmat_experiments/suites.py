@@ -1,9 +1,9 @@
-"""The suites: one entry each in `SUITES`. A suite's code is imported when it is run or shown."""
+"""The suites: one entry each in `SUITES`."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,13 +18,11 @@ __all__ = ["SUITES", "RunRequest", "Suite", "TableRequest", "get_suite"]
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What `actmat experiment run` asks of a suite; None means the suite's own choice.
+    """A request of `actmat experiment run`; None means the suite's own choice.
 
     Args:
-        suite: its name.
         cache: folder of all stages, logs and scores.
         models: architectures, or checkpoints of the base.
-        tasks: names of tasks.
         methods: rows to compare.
         regimes: how experts are trained: "full", "lora".
         seeds: one run each.
@@ -51,14 +49,11 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class TableRequest:
-    """What `actmat experiment table` asks of a suite.
+    """A request of `actmat experiment table`.
 
     Args:
-        suite: its name.
         cache: folder that `run` has filled.
-        markdown: Markdown instead of a table for the terminal.
         figures: folder for figures; None: no figures.
-        console: where it goes.
     """
 
     suite: str
@@ -73,75 +68,52 @@ class Suite:
     """A named set of experiments.
 
     Args:
-        name: as on the command line.
-        summary: one line.
-        run: trains, merges, evaluates; writes scores below the cache.
-        table: shows the scores of earlier runs.
-        study: compares variants of the interference family on subsets of the tasks; None: the suite has none.
+        module: of its functions `run`, `table` and, where it has a study, `study`; imported when one is called.
     """
 
     name: str
     summary: str
-    run: Callable[[RunRequest], object]
-    table: Callable[[TableRequest], object]
-    study: Callable[[RunRequest], object] | None = None
+    module: str
 
+    def run(self, request: RunRequest) -> None:
+        """Train, merge, evaluate; scores are written below the cache."""
+        self._module.run(request)
 
-def _lazy(module: str, function: str) -> Callable[[Any], object]:
-    """A function that is imported when it is called."""
+    def table(self, request: TableRequest) -> None:
+        """Show the scores of earlier runs."""
+        self._module.table(request)
 
-    def call(request: Any) -> object:
-        return getattr(importlib.import_module(f"actmat_experiments.{module}"), function)(request)
+    def study(self, request: RunRequest) -> str:
+        """Compare variants of the interference family on subsets of the tasks; the tables, in Markdown.
 
-    return call
+        Raises:
+            RecipeError: the suite has no study.
+        """
+        if not hasattr(self._module, "study"):
+            raise RecipeError(f"The suite '{self.name}' has no study.")
+        return str(self._module.study(request))
+
+    @property
+    def _module(self) -> Any:
+        return importlib.import_module(f"actmat_experiments.{self.module}")
 
 
 SUITES: tuple[Suite, ...] = (
-    Suite(
-        "vision",
-        "CLIP ViTs on eight image tasks: the vision tables of the paper",
-        run=_lazy("vision.suite", "run"),
-        table=_lazy("vision.suite", "table"),
-        study=_lazy("vision.suite", "study"),
-    ),
-    Suite(
-        "vision-small",
-        "the same on a laptop: a small ViT, local images of 32 x 32 pixels",
-        run=_lazy("vision.small", "run"),
-        table=_lazy("vision.small", "table"),
-        study=_lazy("vision.small", "study"),
-    ),
-    Suite(
-        "language",
-        "T5 on seven tasks with several choices: the language tables of the paper",
-        run=_lazy("language.suite", "run"),
-        table=_lazy("language.suite", "table"),
-    ),
+    Suite("vision", "CLIP ViTs on eight image tasks: the vision tables of the paper", "vision.suite"),
+    Suite("vision-small", "the same on a laptop: a small ViT, local images of 32 x 32 pixels", "vision.small"),
+    Suite("language", "T5 on seven tasks with several choices: the language tables of the paper", "language.suite"),
     Suite(
         "language-small",
         "the same on a laptop: a small T5 from its tokenizer on, seven classification tasks",
-        run=_lazy("language.small.suite", "run"),
-        table=_lazy("language.small.suite", "table"),
-        study=_lazy("language.small.suite", "study"),
+        "language.small.suite",
     ),
-    Suite(
-        "reasoning",
-        "OLMo-3-7B and its experts of reinforcement learning: the reasoning table",
-        run=_lazy("reasoning.suite", "run"),
-        table=_lazy("reasoning.suite", "table"),
-    ),
+    Suite("reasoning", "OLMo-3-7B and its experts of reinforcement learning: the reasoning table", "reasoning.suite"),
     Suite(
         "reasoning-small",
         "three experts by reinforcement learning on a small decoder, on two cores",
-        run=_lazy("reasoning.small.suite", "run"),
-        table=_lazy("reasoning.small.suite", "table"),
+        "reasoning.small.suite",
     ),
-    Suite(
-        "forecast",
-        "which numbers forecast what an expert loses? Tried on small models of digits",
-        run=_lazy("forecast.suite", "run"),
-        table=_lazy("forecast.suite", "show"),
-    ),
+    Suite("forecast", "which numbers forecast what an expert loses? Tried on small models of digits", "forecast.suite"),
 )
 
 

@@ -13,16 +13,9 @@ __all__ = ["Format"]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Declaration of a format, one entry of `FORMATS`.
+    """Declaration of a format, one entry of `FORMATS`."""
 
-    Args:
-        name: in handles.
-        patterns: its weight files as error messages list them, such as `*.safetensors`.
-        claims: true if `Source.weights` has files of this format, maybe among others.
-        open: the checkpoint in a source that is claimed; reads headers, no tensor.
-    """
-
-    name: str
-    patterns: tuple[str, ...]
-    claims: Callable[[Source], bool]
-    open: Callable[[Source], Checkpoint]
+    name: str  # in handles
+    patterns: tuple[str, ...]  # its weight files as error messages list them, such as `*.safetensors`
+    claims: Callable[[Source], bool]  # true if `Source.weights` has files of this format, maybe among others
+    open: Callable[[Source], Checkpoint]  # the checkpoint in a source that is claimed; reads headers, no tensor

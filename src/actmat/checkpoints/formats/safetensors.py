@@ -144,11 +144,7 @@ def _claims(source: Source) -> bool:
 
 
 def _open(source: Source) -> SafetensorsCheckpoint:
-    """Open the weights in a source, chosen as the module's text says.
-
-    Raises:
-        CheckpointError: nothing usable there, ambiguous, incomplete, or invalid headers.
-    """
+    """Open the weights in a source, chosen as the module's text says."""
     names, named = source.weights, source.named
     index = INDEX_NAME if INDEX_NAME in names else None
     if named is not None:
@@ -173,11 +169,7 @@ SAFETENSORS = Format(SafetensorsCheckpoint.format, ("*.safetensors",), _claims, 
 
 
 def _unindexed_files(names: Sequence[str], location: str) -> list[str]:
-    """Weight files of a folder without index and without `model.safetensors`, given the sorted names in it.
-
-    Raises:
-        CheckpointError: none, or several that are not one complete numbered set.
-    """
+    """Weight files of a folder without index and without `model.safetensors`, given the sorted names in it."""
     names = [name for name in names if name.endswith(".safetensors")]
     if len(names) == 1:
         return names

@@ -120,11 +120,7 @@ TORCH_FILES = Format(TorchCheckpoint.format, (BIN_NAME, "*.pt", "*.pth"), _claim
 
 
 def _main_file(found: Sequence[str], location: str) -> str:
-    """The index, else `pytorch_model.bin`, else the only one of the torch files found.
-
-    Raises:
-        CheckpointError: none, or several candidates.
-    """
+    """The index, else `pytorch_model.bin`, else the only one of the torch files found."""
     for name in (BIN_INDEX_NAME, BIN_NAME):
         if name in found:
             return name

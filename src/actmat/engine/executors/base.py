@@ -1,40 +1,55 @@
-"""The `Executor` contract, and the passes of surveys in one session, which executors may share."""
+"""The `Executor` contract, and surveys in one session, which executors may share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
+from actmat.engine.inputs import Inputs
+from actmat.engine.observer import SinkSource
+from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
-from actmat.methods import Survey
 from actmat.plan.model import Item
 
-__all__ = ["Executor", "survey_in"]
+__all__ = ["Executor", "ExecutorFactory", "survey_in"]
 
 
 class Executor(Protocol):
     """Runs units somewhere and returns their results.
 
     The driver keeps the journal, decides what is fatal, and commits; an executor may run units in any order, anywhere,
-    and the bytes are the same.
+    and the bytes are the same. `conformance.ExecutorConformance` checks it.
+
+    A worker merges with a `Session` of its own: in this process with the open inputs and output files, in another one
+    with `Session.open(spec)`; specs, items, states of surveys, units and results pickle. Torch uses one thread inside a
+    worker (`resources.one_thread`): results would otherwise depend on their number.
     """
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
-        """Results of the surveys that the methods of the plans want; empty where none does."""
+        """Results of the surveys that the methods of the plans want, see `run_surveys`; empty where none does."""
 
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Iterator[UnitResult]:
-        """One result per unit, in any order, as they are done. An error of a unit is raised; no new unit starts."""
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        """One result per unit, in any order, as they are done; a result that was yielded is not kept.
+
+        After fatal findings the remaining units are still run, so that the driver can list all problems; sessions may
+        then be told to `inspect_only`. An error of a unit is raised. After an error, and when the generator is closed,
+        no unit starts, and those that run end before the generator does.
+        """
+
+
+ExecutorFactory = Callable[[Inputs, Sequence[SinkSource], Resources], Executor]
+"""Makes an executor for the open inputs of a run, the open output of every plan, and the limits of this machine."""
 
 
 def survey_in(session: Session) -> Mapping[SurveyKey, Any]:
     """All surveys in one session, item by item."""
 
-    def observe(survey: Survey, state: Any, items: Sequence[Item]) -> None:
+    def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
+        state = fork()
         for item in items:
-            assert item.call is not None
-            for deltas in session.survey_deltas(item):
-                survey.observe(state, deltas, item.call.options)
+            session.observe(item, state)
+        return [state]
 
     return run_surveys(session.spec, observe)

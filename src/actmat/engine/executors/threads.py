@@ -9,10 +9,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
@@ -21,7 +19,6 @@ from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
-from actmat.methods import Survey
 from actmat.plan.model import Item
 
 __all__ = ["ThreadExecutor"]
@@ -40,38 +37,35 @@ class ThreadExecutor:
         self._writers = writers
         self._resources = resources
         self._local = threading.local()
-        self._sessions: list[Session] = []
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
-        self._forget()
         with one_thread(), self._pool() as pool:
 
-            def observe(survey: Survey, state: Any, items: Sequence[Item]) -> None:
-                turn = threading.Lock()  # a state is not thread-safe; reading and subtracting still overlap
+            def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
+                mine, states = threading.local(), []
 
                 def one(item: Item) -> None:
-                    assert item.call is not None
-                    with torch.no_grad():
-                        for deltas in self._session(spec).survey_deltas(item):
-                            with turn:
-                                survey.observe(state, deltas, item.call.options)
+                    if not hasattr(mine, "state"):
+                        mine.state = fork()
+                        states.append(mine.state)
+                    self._session(spec).observe(item, mine.state)
 
                 for _ in pool.map(one, items):
                     pass
+                return states
 
             return run_surveys(spec, observe)
 
-    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Iterator[UnitResult]:
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         """See `Executor`."""
-        self._forget()
         units = list(units)
         workers = self._resources.workers
         if workers > 1:  # a large unit that comes last, as heads do, would leave the other workers idle
             units.sort(key=lambda unit: unit.traffic, reverse=True)
         spec = dataclasses.replace(spec, room=self._room(units))
         budget = Budget(self._resources.memory)
-        stop = threading.Event()
+        stop, failed = threading.Event(), threading.Event()
 
         def work(index: int) -> UnitResult | None:
             if stop.is_set():
@@ -82,24 +76,34 @@ class ThreadExecutor:
                     return None
                 if index + workers < len(units):
                     session.prefetch(units[index + workers])
-                return session.merge(units[index])
+                session.inspect_only = failed.is_set()
+                try:
+                    result = session.merge(units[index])
+                except BaseException:  # before another worker takes its next unit
+                    stop.set()
+                    raise
+                if result.findings.fatal:
+                    failed.set()
+                return result
 
         with one_thread(), self._pool() as pool:
+            running = {pool.submit(work, i) for i in range(len(units))}
             try:
-                for future in concurrent.futures.as_completed([pool.submit(work, i) for i in range(len(units))]):
+                for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
-                    assert result is not None, "units are skipped only after an error"
-                    if result.findings.fatal:
-                        for session in self._sessions:
-                            session.inspect_only = True
+                    running.remove(future)
+                    if result is None:  # skipped after an error, which another future raises
+                        continue
                     yield result
-            except BaseException:  # whatever it is (Ctrl-C too): let running units end, start no new ones, pass it on
+            except BaseException as error:  # Ctrl-C too: let running units end, start no new ones, pass it on
                 stop.set()
                 pool.shutdown(cancel_futures=True)
+                if not isinstance(error, GeneratorExit):  # results that a later run need not compute again
+                    yield from (r for f in running if (r := _finished(f)) is not None)
                 raise
 
     def _room(self, units: Sequence[Unit]) -> int:
-        """What a worker may keep mapped: with so much each, all workers together stay within their memory."""
+        """Bytes that each worker may keep mapped, so that all workers together stay within their memory."""
         largest = sorted((u.host_bytes for u in units), reverse=True)[: self._resources.workers]
         return largest[-1] if largest and sum(largest) <= self._resources.memory else 0
 
@@ -111,8 +115,9 @@ class ThreadExecutor:
         session = getattr(self._local, "session", None)
         if session is None or session.spec is not spec:
             session = self._local.session = Session(spec, self._inputs, self._writers)
-            self._sessions.append(session)
         return session
 
-    def _forget(self) -> None:
-        self._sessions.clear()
+
+def _finished(future: concurrent.futures.Future[UnitResult | None]) -> UnitResult | None:
+    """The result, unless the unit was never run or raised an error."""
+    return None if future.cancelled() or future.exception() is not None else future.result()

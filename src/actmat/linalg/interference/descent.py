@@ -35,7 +35,7 @@ class Adam:
     lr: float
 
     def moments_key(self) -> Hashable:
-        """Value on which the accumulated sums depend, as `Rule.moments_key`."""
+        """See `Rule.moments_key`."""
         return "interference by descent"
 
 
@@ -85,10 +85,6 @@ def descend(start: Descent, adam: Adam) -> tuple[Tensor, Stats]:
     """`D` after the steps of Adam, and its record; the start is not modified.
 
     D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, algorithm 1.
-
-    >>> start = accumulate([torch.eye(2)], None)
-    >>> descend(start, Adam(steps=3, lr=0.1))[0].tolist()
-    [[1.0, 0.0], [0.0, 1.0]]
     """
     (beta1, beta2), eps = ADAM_BETAS, ADAM_EPS
     out_BOI = torch.empty_like(start.sum_BOI)
@@ -103,13 +99,8 @@ def descend(start: Descent, adam: Adam) -> tuple[Tensor, Stats]:
             step_OI.addcdiv_(mean_OI, root_OI, value=-adam.lr / (1 - beta1**count))
         torch.add(start.sum_BOI[item], step_OI, out=out_BOI[item])
     value = out_BOI.view(start.shape)
-    stats: Stats = {
-        "solver": "adam",
-        "steps": adam.steps,
-        "norm": frobenius_norm64(value),
-        "mean_expert_norm": sum(start.norms) / len(start.norms),
-    }
-    return value, stats
+    norms = {"norm": frobenius_norm64(value), "mean_expert_norm": sum(start.norms) / len(start.norms)}
+    return value, {"solver": "adam", "steps": adam.steps, **norms}
 
 
 def descent_workspace(shape: Sequence[int]) -> int:

@@ -18,12 +18,7 @@ __all__ = ["batch_items", "checked_deltas", "checked_grams"]
 
 
 def batch_items(tensor: Tensor) -> Tensor:
-    """`*batch M N` as `B M N`.
-
-    >>> import torch
-    >>> tuple(batch_items(torch.zeros(2, 3, 4, 5)).shape), tuple(batch_items(torch.zeros(4, 5)).shape)
-    ((6, 4, 5), (1, 4, 5))
-    """
+    """`*batch M N` as `B M N`."""
     return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(0, -3)
 
 

@@ -13,13 +13,13 @@ Shapes: `O` out_features, `I` in_features, `R` rank of one pair, `P`, `Q` ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from actmat.linalg.interference.rule import Rule
-from actmat.linalg.interference.solver import State, finish, prepare
+from actmat.linalg.interference.solver import finish, prepare
 from actmat.linalg.interference.spectral_solve import Stats
 from actmat.linalg.lowrank import LowRank, common_bases
 
@@ -39,11 +39,6 @@ def solve_lowrank(
 
     Raises:
         ValueError: the rule trims: which entries are large depends on the basis, so there is no exact short form.
-
-    >>> delta = LowRank(torch.ones(3, 1), torch.ones(1, 4))
-    >>> merged, stats = solve_lowrank([delta], Rule())
-    >>> torch.allclose(merged.dense(), delta.dense())
-    True
     """
     if rule.estimator.trim is not None:
         raise ValueError(f"{TRIM_NEEDS_ENTRIES}. Merge the dense deltas, or leave 'trim' out.")
@@ -58,7 +53,8 @@ def solve_lowrank(
             for b, d in zip(centred, exact, strict=True)
         ]
     state = prepare(bases.cores_PQ, rule, weights=weights, factors=factors, width=deltas[0].shape[-1])
-    return _lifted(state, rule, deltas[0].b_OR.dtype, bases.lift)
+    core_PQ, stats = finish(state, rule, consume=True)
+    return bases.lift(core_PQ).to(deltas[0].b_OR.dtype), stats
 
 
 def solve_lowrank_with_grams(
@@ -73,15 +69,10 @@ def solve_lowrank_with_grams(
     p_OP = torch.linalg.qr(torch.cat([d.b_OR for d in exact], dim=-1)).Q
     rows_PI = [(p_OP.mT @ d.b_OR) @ d.a_RI for d in exact]
     state = prepare(rows_PI, rule, weights=weights, grams=grams)
-    return _lifted(state, rule, deltas[0].b_OR.dtype, lambda core_PI: LowRank(p_OP, core_PI))
-
-
-def _lifted(state: State, rule: Rule, dtype: torch.dtype, lift: Callable[[Tensor], LowRank]) -> tuple[LowRank, Stats]:
-    solution = finish(state, rule, consume=True)
-    return lift(solution.value).to(dtype), solution.stats
+    core_PI, stats = finish(state, rule, consume=True)
+    return LowRank(p_OP, core_PI).to(deltas[0].b_OR.dtype), stats
 
 
 def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
     """Zero rows below, so that experts of different rank have factors of one height."""
-    missing = rows - factor_RQ.shape[-2]
-    return torch.nn.functional.pad(factor_RQ, (0, 0, 0, missing)) if missing > 0 else factor_RQ
+    return torch.nn.functional.pad(factor_RQ, (0, 0, 0, max(0, rows - factor_RQ.shape[-2])))

@@ -27,16 +27,7 @@ from torch import Tensor
 
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 
-__all__ = [
-    "Form",
-    "PrimalMoments",
-    "Reduced",
-    "Spectrum",
-    "StackedMoments",
-    "add_gram_of_rows",
-    "form_for",
-    "gram_of_rows",
-]
+__all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "form_for", "gram_of_rows"]
 
 Form = Literal["primal", "dual", "stacked"]
 
@@ -110,34 +101,25 @@ class Reduced:
 
 
 def form_for(factor_rows: int, n_experts: int, width: int) -> Form:
-    """The cheaper exact form: dual when the stacked factors have fewer rows than `I` columns.
-
-    >>> form_for(factor_rows=4, n_experts=2, width=16), form_for(factor_rows=16, n_experts=2, width=16)
-    ('dual', 'primal')
-    """
+    """The cheaper exact form: dual when the stacked factors have fewer rows than `I` columns."""
     return "dual" if factor_rows * n_experts < width else "primal"
 
 
-def add_gram_of_rows(out_II: Tensor, a_RI: Tensor, alpha: float) -> None:
+def _add_gram(out_II: Tensor, a_RI: Tensor, alpha: float = 1.0) -> None:
     """`out += alpha A^T A` in the blocks on and above the diagonal only; `_mirror` fills the rest.
 
     With four column panels this is 5/8 of the full product.
     """
-    starts = _panels(out_II.shape[-1])
-    for start, stop in pairwise(starts):
+    for start, stop in pairwise(_panels(out_II.shape[-1])):
         out_II[start:stop, start:].addmm_(a_RI[:, start:stop].mT, a_RI[:, start:], alpha=alpha)
 
 
 def gram_of_rows(factors: Sequence[Tensor]) -> Tensor:
-    """`sum_t A_t^T A_t`, `I I`, for factors `R I`.
-
-    >>> gram_of_rows([torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]])]).tolist()
-    [[1.0, 2.0], [2.0, 5.0]]
-    """
+    """`sum_t A_t^T A_t`, `I I`, for factors `R I`."""
     width = factors[0].shape[-1]
     gram_II = factors[0].new_zeros(width, width)
     for a_RI in factors:
-        add_gram_of_rows(gram_II, a_RI, 1.0)
+        _add_gram(gram_II, a_RI)
     _mirror(gram_II)
     return gram_II
 
@@ -149,8 +131,7 @@ def _panels(width: int) -> list[int]:
 
 def _mirror(gram_II: Tensor) -> None:
     """Copy the blocks above the diagonal to below it."""
-    starts = _panels(gram_II.shape[-1])
-    for start, stop in pairwise(starts):
+    for start, stop in pairwise(_panels(gram_II.shape[-1])):
         gram_II[stop:, start:stop] = gram_II[start:stop, stop:].mT
 
 
@@ -163,9 +144,8 @@ class PrimalMoments:
     """
 
     def __init__(self, left_OI: Tensor, term_II: Tensor | None) -> None:
-        width = left_OI.shape[-1]
         self.left_OI = left_OI.zero_()
-        self.gram_II = left_OI.new_zeros(width, width)
+        self.gram_II = left_OI.new_zeros(left_OI.shape[-1], left_OI.shape[-1])
         self._term_II = term_II
 
     @staticmethod
@@ -180,11 +160,11 @@ class PrimalMoments:
     def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
         """Add one expert with `K_t = A_t^T A_t`; a negative weight removes it again."""
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
-            add_gram_of_rows(self.gram_II, factor_RI, weight)
+            _add_gram(self.gram_II, factor_RI, weight)
             self.left_OI.addmm_(delta_OI @ factor_RI.mT, factor_RI, alpha=weight)
             return
         term = self._term().zero_()
-        add_gram_of_rows(term, factor_RI, 1.0)
+        _add_gram(term, factor_RI)
         _mirror(term)
         self._add_term(delta_OI, weight)
 
@@ -208,14 +188,7 @@ class PrimalMoments:
 
 
 class StackedMoments:
-    """`A` and `M`, filled expert by expert.
-
-    Args:
-        rows: rows `O` of a delta.
-        n_experts: `T`.
-        factor_rows: rows `R` of one factor.
-        like: a tensor with the width `I`, dtype and device.
-    """
+    """`A` and `M` for `rows = O`, filled expert by expert; `like` has the width `I`, dtype and device."""
 
     def __init__(self, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
         self._rows = factor_rows
@@ -234,11 +207,7 @@ class StackedMoments:
         """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
         if form == "dual":
-            gram = self.a_NI.new_zeros(self.a_NI.shape[0], self.a_NI.shape[0])
-            # the rows of A are the columns of A^T: the same panelled product
-            add_gram_of_rows(gram, self.a_NI.mT, 1.0)
-            _mirror(gram)
-            return Reduced(self.m_ON, gram, self.a_NI, "dual")
+            return Reduced(self.m_ON, gram_of_rows([self.a_NI.mT]), self.a_NI, "dual")
         svd = economy_svd(self.a_NI)
         order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)
         s = svd.s_R[order]

@@ -1,6 +1,10 @@
-"""One member of the interference family as a value: estimator, filter, fill and solver.
+"""One member of the interference family as a value (`Rule`): estimator, filter, fill and solver.
 
-Shapes: `I` in_features.
+An estimate of a layer's input second moment is stored as a factor, `K_t = A_t^T A_t`, so that the squared matrix need
+not be formed. With `S = V diag(l) V^T`, a filter gives `f(l)` in [0, 1]; the solver needs the gain `g = f(l) / l`.
+
+Shapes: `O` out_features, `I` in_features, `R` rows of the factor (`R = O`, or `min(O, I)` for a power), `N` eigenvalues
+(ascending), `K` of them kept (the largest).
 """
 
 from __future__ import annotations
@@ -10,15 +14,22 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from actmat.linalg.interference.estimators import Estimator
-from actmat.linalg.interference.filters import Filter
 from actmat.linalg.interference.moments import Form, form_for
+from actmat.linalg.lapack import Retries, economy_svd
+from actmat.linalg.masks.trims import trim_to_top
 
-__all__ = ["ZERO_MEAN", "Fill", "Null", "Rule", "Solver", "weights_problem"]
+__all__ = ["FLOAT32_EPS", "Estimator", "Fill", "Filter", "FilterKind", "Normaliser", "Null", "Rule", "Solver", "gain"]
 
 ZERO_MEAN = "null='mean' divides by the sum of the weights, which is zero; give a positive weight"
+
+FLOAT32_EPS = 2.0**-23
+"""eps of float32: the unit of the default cut-off, whatever the compute dtype."""
+
+FilterKind = Literal["hard", "tikhonov", "exponential", "adaptive"]
+Normaliser = Literal["none", "norm"]
 
 Null = Literal["zero", "sum", "mean"]
 """The fill `N` as an option: nothing (the base weights stay), `sum_t v_t D_t`, or `sum_t v_t D_t / sum_t v_t`,
@@ -35,6 +46,107 @@ choose dual only where all rows together are fewer than `I`, as auto does."""
 
 
 @dataclass(frozen=True, slots=True)
+class Estimator:
+    """The estimate `w_t K_t` of one delta `D_t`; the steps apply in this order.
+
+    Args:
+        trim: keep this fraction of the entries, those of largest magnitude (TACT); None keeps all.
+        centre: subtract from each row the mean row (over `O`), as ACE does.
+        power: `K_t = (A^T A)^power` in place of `A^T A`.
+        normalise: `"norm"` multiplies by `1 / ||D_t||_F^2` of the full delta (WUDI); a zero delta gets weight 0.
+    """
+
+    trim: float | None = None
+    centre: bool = False
+    power: float = 1.0
+    normalise: Normaliser = "none"
+
+    def rows(self, out_features: int, in_features: int) -> int:
+        """Rows `R` of the factor of an `O x I` delta."""
+        return out_features if self.power == 1.0 else min(out_features, in_features)
+
+    def factor(self, delta_OI: Tensor) -> tuple[Tensor, Retries]:
+        """`A_t` with `K_t = A_t^T A_t`, and the retries of its decomposition; maybe the delta itself."""
+        out = delta_OI if self.trim is None else trim_to_top(delta_OI, self.trim)
+        if self.centre:
+            out = out - out.mean(dim=-2, keepdim=True)
+        return self.powered(out)
+
+    def powered(self, factor_OI: Tensor) -> tuple[Tensor, Retries]:
+        """`diag(s^power) V^T` for the factor `U diag(s) V^T`: its Gram is the power of the factor's Gram.
+
+        By SVD, not through the Gram's eigenvalues: those carry an error `eps s_max^2`, whose root is `3e-4 s_max`
+        in float32.
+        """
+        if self.power == 1.0:
+            return factor_OI, ()
+        svd = economy_svd(factor_OI)
+        return svd.s_R.pow(self.power).unsqueeze(-1) * svd.vh_RN, svd.retries
+
+    def weight(self, squared_norm: float) -> float:
+        """The normaliser `w_t` of a delta with this squared Frobenius norm."""
+        if self.normalise == "none":
+            return 1.0
+        return 1.0 / squared_norm if squared_norm > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A filter and its parameter.
+
+    Args:
+        kind: hard         f = 1 where l > rtol l_max, else 0
+              tikhonov     f = l / (l + ridge m), m = tr(S) / I the mean eigenvalue
+              exponential  f = 1 - exp(-l t): gradient flow stopped at time t
+              adaptive     hard, and at most the `ceil((sum sqrt(l))^2 / sum(l))` largest
+        rtol: relative cut-off in units of the eigenvalues of `S`; None means `I eps(float32)`.
+        ridge: relative ridge, in units of the mean eigenvalue.
+        time: in units of 1 / m, or of 1 when `time_is_absolute` (eigenvalues of a normalised `S` have a scale).
+    """
+
+    kind: FilterKind = "hard"
+    rtol: float | None = None
+    ridge: float = 0.1
+    time: float = 10.0
+    time_is_absolute: bool = False
+
+    def resolved_rtol(self, size: int, width: int, dtype: torch.dtype) -> float:
+        """The relative cut-off in force for an `N x N` matrix (`size`) of a layer with `I = width` inputs.
+
+        Never below the rounding of the matrix itself, `min(N, I) eps(dtype)`: below that, eigenvalues are noise.
+        """
+        wanted = width * FLOAT32_EPS if self.rtol is None else self.rtol
+        return max(wanted, min(size, width) * torch.finfo(dtype).eps)
+
+
+def gain(values_N: Tensor, spectral: Filter, *, rtol: float, mean: float) -> tuple[Tensor, dict[str, float | int]]:
+    """`g = f(l) / l` of the `K` largest eigenvalues (the others have none), and the filter's record.
+
+    Args:
+        values_N: eigenvalues, ascending; rounding may have made the smallest negative.
+        rtol: relative cut-off in force, see `Filter.resolved_rtol`.
+        mean: mean eigenvalue of `S`, `tr(S) / I`.
+    """
+    if spectral.kind == "tikhonov":
+        ridge = spectral.ridge * mean
+        return 1.0 / (values_N.clamp_min(0) + ridge), {"ridge": ridge}
+    if spectral.kind == "exponential":
+        time = spectral.time if spectral.time_is_absolute else spectral.time / mean
+        exponent = values_N.clamp_min(0) * time
+        # (1 - exp(-l t)) / l -> t as l -> 0
+        ratio = -torch.expm1(-exponent) / exponent.clamp_min(torch.finfo(exponent.dtype).tiny)
+        return torch.where(exponent > 0, ratio, 1.0) * time, {"time": time}
+    cutoff = rtol * float(values_N[-1])
+    kept = int((values_N > cutoff).sum())
+    if spectral.kind == "adaptive" and kept:
+        positive = values_N[values_N.numel() - kept :].double()
+        participation = float(positive.sqrt().sum() ** 2 / positive.sum())
+        # minus one part in 1e9 before the ceiling: equal eigenvalues give an integer, up to rounding
+        kept = min(kept, math.ceil(participation * (1 - 1e-9)))
+    return 1.0 / values_N[values_N.numel() - kept :], {"rank": kept, "cutoff": cutoff, "rtol": rtol}
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One member of the family.
 
@@ -46,9 +158,6 @@ class Rule:
         off_diagonal: factor on the off-diagonal entries of given Gram matrices.
         per_trace: divide each given Gram matrix by its trace.
         bounded: scale each merged matrix down to `||N||_F` where it is longer; for `null` other than "zero".
-
-    >>> Rule(null="mean").needs_sum, Rule().needs_sum
-    (True, False)
     """
 
     estimator: Estimator = field(default_factory=Estimator)
@@ -74,10 +183,9 @@ class Rule:
 
     def weights_problem(self, weights: Sequence[float] | None) -> str | None:
         """Why these weights cannot be used with this rule, or None."""
-        problem = None if weights is None else weights_problem(weights)
-        if problem is None and weights is not None and self.null == "mean" and sum(weights) == 0:
-            return ZERO_MEAN
-        return problem
+        if weights is None:
+            return None
+        return weights_problem(weights) or (ZERO_MEAN if self.null == "mean" and sum(weights) == 0 else None)
 
     def gram_weight(self, gram_II: Tensor) -> float:
         """The normaliser of a given Gram matrix."""
@@ -90,17 +198,11 @@ class Rule:
         """The form used for `n_experts` factors of `factor_rows x width`."""
         if has_grams or self.solver == "eigh":
             return "primal"
-        if self.solver == "auto":
-            return form_for(factor_rows, n_experts, width)
-        return self.solver
+        return form_for(factor_rows, n_experts, width) if self.solver == "auto" else self.solver
 
 
 def weights_problem(weights: Sequence[float]) -> str | None:
-    """Why these weights cannot be used by any member of the family, or None.
-
-    >>> weights_problem([1.0, 0.0]) is None, weights_problem([1.0, -1.0]) is None
-    (True, False)
-    """
+    """Why these weights cannot be used by any member of the family, or None."""
     if bad := [float(w) for w in weights if not (math.isfinite(w) and w >= 0)]:
         return f"the interference family needs finite weights >= 0 (they weight semidefinite matrices), found {bad}"
     return None

@@ -35,7 +35,7 @@ from actmat.linalg.interference.rule import ZERO_MEAN, Rule
 from actmat.linalg.interference.spectral_solve import Stats, solve
 from actmat.linalg.lapack import Retries, retry_stats
 
-__all__ = ["Solution", "State", "finish", "prepare"]
+__all__ = ["State", "finish", "prepare"]
 
 
 @dataclass(slots=True)
@@ -65,14 +65,6 @@ class State:
     retries: Retries
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A merged delta `*batch O I` and its record."""
-
-    value: Tensor
-    stats: Stats
-
-
 def prepare(
     deltas: Sequence[Tensor],
     rule: Rule,
@@ -86,7 +78,6 @@ def prepare(
 
     Args:
         deltas: `*batch O I` each, float32 or float64. Entries below 1e-12 underflow in float32 when cubed.
-        rule: the member of the family.
         weights: non-negative, one per expert; they multiply `K_t` and, in the fill, `D_t`.
         grams: `I x I` or `*batch I I`, one per expert, in place of the estimates.
         factors: `*batch R I`, one per expert: the estimator's input in place of the delta, already trimmed and centred.
@@ -96,10 +87,6 @@ def prepare(
         ValueError: no deltas, or weights of the wrong number, negative or not finite.
         StatisticsError: Gram matrices of the wrong number or shape.
         NumericalError: a delta holds NaN or infinity.
-
-    >>> deltas = [torch.diag(torch.tensor([1.0, 0.0])), torch.diag(torch.tensor([0.0, 2.0]))]
-    >>> finish(prepare(deltas, Rule()), Rule()).value.tolist()
-    [[1.0, 0.0], [0.0, 2.0]]
     """
     if grams is not None and len(grams) != len(deltas):
         raise StatisticsError(f"expected one Gram matrix per expert ({len(deltas)}), found {len(grams)}")
@@ -110,7 +97,7 @@ def prepare(
             factor_rows = rule.estimator.rows(*(delta if factors is None else factors[0]).shape[-2:])
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
             state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None)
-            state.width = width or delta.shape[-1]
+            state.width = width or state.width
         gram_BII = None if grams is None else checked_grams(grams, delta, index)
         factor_BRI = None if factors is None else batch_items(factors[index])
         for item, delta_OI in enumerate(batch_items(delta)):
@@ -120,10 +107,10 @@ def prepare(
                 weight = share * rule.gram_weight(gram_BII[item])
                 accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal)
             else:
-                weight = share * rule.estimator.weight(squared_norms[item])
-                state.retries += _add_estimate(
-                    accumulator, rule, delta_OI, None if factor_BRI is None else factor_BRI[item], weight
-                )
+                estimate = rule.estimator
+                factor, new = estimate.factor(delta_OI) if factor_BRI is None else estimate.powered(factor_BRI[item])
+                accumulator.add(delta_OI, factor, share * estimate.weight(squared_norms[item]))
+                state.retries += new
             if state.sum_BOI is not None:
                 state.sum_BOI[item].add_(delta_OI, alpha=share)
         state.weight_sum += share
@@ -133,12 +120,11 @@ def prepare(
     return state
 
 
-def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: bool = False) -> Solution:
-    """Solve the accumulated problems.
+def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: bool = False) -> tuple[Tensor, Stats]:
+    """Solve the accumulated problems: the merged delta `*batch O I` and its record.
 
     Args:
         state: from `prepare` with a rule of the same `moments_key`.
-        rule: the member of the family.
         base: `W_0`, for a rule that fills with `-W_0`.
         consume: write the result over the state's numerators (the state is spent), which saves one `O x I` matrix.
 
@@ -148,9 +134,8 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
     """
     rows, columns = state.shape[-2:]
     fill = _fill(state, rule, base)
-    if consume and state.left_BOI is not None:
-        out_BOI = state.left_BOI
-    else:
+    out_BOI = state.left_BOI if consume else None
+    if out_BOI is None:
         out_BOI = state.like.new_empty(len(state.items), rows, columns)
     records: list[Stats] = []
     retries = state.retries
@@ -164,7 +149,7 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
         if consume:  # frees the item's Gram matrix and spectrum before the next item makes its own
             state.items[item] = Reduced(reduced.left_ON[:0], None, None, reduced.form)
     value = out_BOI.view(state.shape)
-    return Solution(value, {**_summary(records, state, value), **retry_stats(retries)})
+    return value, {**_summary(records, state, value), **retry_stats(retries)}
 
 
 def _start(
@@ -184,22 +169,6 @@ def _start(
         moments = [StackedMoments(rows, *stack, delta) for _ in range(count)]
     sum_BOI = delta.new_zeros(count, rows, columns) if rule.needs_sum else None
     return State([], delta.shape, delta.new_empty(0), left_BOI, sum_BOI, 0.0, columns, [], ()), moments
-
-
-def _add_estimate(
-    accumulator: PrimalMoments | StackedMoments,
-    rule: Rule,
-    delta_OI: Tensor,
-    factor_RI: Tensor | None,
-    weight: float,
-) -> Retries:
-    """Add one delta with its estimate; returns the retries of the decomposition."""
-    if factor_RI is None:
-        a_RI, retries = rule.estimator.factor(delta_OI)
-    else:
-        a_RI, retries = rule.estimator.powered(factor_RI)
-    accumulator.add(delta_OI, a_RI, weight)
-    return retries
 
 
 def _reduced(accumulator: PrimalMoments | StackedMoments, form: Form) -> Reduced:

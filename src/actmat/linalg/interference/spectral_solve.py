@@ -17,12 +17,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from actmat.linalg.cholesky import certified_cholesky, shifted_cholesky
-from actmat.linalg.interference.filters import Filter, gain
 from actmat.linalg.interference.moments import Reduced, Spectrum
+from actmat.linalg.interference.rule import Filter, gain
 from actmat.linalg.lapack import Retries
 
-__all__ = ["Stats", "solve"]
+__all__ = ["Stats", "certified_cholesky", "shifted_cholesky", "solve"]
 
 Stats = dict[str, float | int | str | bool]
 Apply = Callable[[Tensor], Tensor]
@@ -46,10 +45,7 @@ def solve(
     """Write `D*` to `out_OI` (which may be the primal `left_ON` of the problem); return the record and the retries.
 
     Args:
-        reduced: the accumulated problem.
-        spectral: filter.
         width: in_features `I` of the layer, for the default cut-off and the mean eigenvalue.
-        out_OI: receives the result.
         fill_OI: `(X, a)` for `N = a X`, or None for `N = 0`.
         allow_cholesky: let a solve replace the eigendecomposition where both give the same answer.
     """
@@ -76,13 +72,13 @@ def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -
         return None
     if spectral.kind == "tikhonov":
         return _ridge(reduced, reduced.gram_NN, spectral.ridge * mean)
-    if spectral.kind == "hard" and not reduced.has_spectrum:
-        certified = certified_cholesky(reduced.gram_NN, rtol)
-        if certified is not None:
-            factor, cutoff = certified
-            stats: Stats = {"rank": reduced.size, "cutoff": cutoff, "rtol": rtol}
-            return _solver(factor, reduced), stats | {"solver": f"{reduced.form}/cholesky"}
-    return None
+    if spectral.kind != "hard" or reduced.has_spectrum:
+        return None
+    certified = certified_cholesky(reduced.gram_NN, rtol)
+    if certified is None:
+        return None
+    stats: Stats = {"rank": reduced.size, "cutoff": certified[1], "rtol": rtol, "solver": f"{reduced.form}/cholesky"}
+    return _solver(certified[0], reduced), stats
 
 
 def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float) -> tuple[Apply, Stats] | None:
@@ -106,10 +102,9 @@ def _solver(factor_NN: Tensor, reduced: Reduced) -> Apply:
 
 def _by_spectrum(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Apply, Stats]:
     spectrum = reduced.spectrum()
-    found = gain(spectrum.values_N, spectral, rtol=rtol, mean=mean)
+    gain_K, stats = gain(spectrum.values_N, spectral, rtol=rtol, mean=mean)
     name = "svd" if spectrum.vectors_NN is None else "eigh"
-    stats: Stats = {**found.stats, "solver": f"{reduced.form}/{name}"}
-    return _gain_applier(spectrum, found.gain_K, reduced.left_ON.shape[-2]), stats
+    return _gain_applier(spectrum, gain_K, reduced.left_ON.shape[-2]), {**stats, "solver": f"{reduced.form}/{name}"}
 
 
 def _gain_applier(spectrum: Spectrum, gain_K: Tensor, rows: int) -> Apply:
@@ -143,3 +138,35 @@ def _apply_in_panels(reduced: Reduced, apply: Apply, out_OI: Tensor, fill_OI: tu
         if fill_OI is not None:
             value = torch.add(value, fill_OI[0][here], alpha=fill_OI[1])
         out_OI[here] = value
+
+
+def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None:
+    """Lower factor `L` of `sym + shift I = L L^T` in `dtype`, or None when that is not positive definite."""
+    shifted = sym_NN.to(dtype, copy=True)
+    shifted.diagonal().add_(shift)
+    factor, info = torch.linalg.cholesky_ex(shifted)
+    return factor if int(info) == 0 else None
+
+
+def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | None:
+    """float64 Cholesky factor of `sym`, but only if no eigenvalue is at or below `rtol * lambda_max`.
+
+    `min(||sym||_F, ||sym||_inf) = u >= lambda_max`, and by Sylvester's law of inertia a Cholesky factorisation of
+    `sym - c I` that succeeds proves `lambda_min > c`. With `c = rtol u + margin` this proves
+    `lambda_min > rtol lambda_max`; the margin covers the backward error of the factorisation,
+    `(N + 2) eps(float64) tr(sym)` (Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 10.3).
+
+    Returns:
+        The factor and `rtol u`, an upper bound of the absolute cut-off; None when the proof does not succeed, from
+        which nothing follows.
+    """
+    n, trace = sym_NN.shape[-1], float(sym_NN.diagonal().double().sum())
+    norms = torch.linalg.matrix_norm(sym_NN, "fro"), torch.linalg.matrix_norm(sym_NN, float("inf"))
+    bound = rtol * 1.001 * float(torch.minimum(*norms))  # 0.1 %: the rounding of the norms themselves
+    shift = bound + 4 * (n + 2) * torch.finfo(torch.float64).eps * trace
+    if float(sym_NN.diagonal().min()) <= shift:  # lambda_min never exceeds a diagonal entry
+        return None
+    if shifted_cholesky(sym_NN, -shift, torch.float64) is None:
+        return None
+    factor = shifted_cholesky(sym_NN, 0.0, torch.float64)
+    return None if factor is None else (factor, bound)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from actmat.linalg.interference.estimators import Estimator
 from actmat.linalg.interference.moments import PrimalMoments
-from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.rule import Estimator, Rule
 from actmat.linalg.interference.spectral_solve import PANEL_ROWS
 from actmat.linalg.masks.threshold import selection_workspace
 

@@ -3,7 +3,7 @@
 The bits of a non-negative float, read as an integer, order like the float. So the k-th largest magnitude is found
 digit by digit: count the leading 15 bits of every entry, pick the bin in which rank k falls, count the next 16 bits
 of the entries of that bin, and so on: one round for 16-bit floats, two for float32, four for float64. Counts are
-integers and add up in any order, so chunks may come from many tensors and many threads. NaN ranks above infinity.
+integers and add up in any order, so chunks may come from many tensors and many workers. NaN ranks above infinity.
 
 Measured on one CPU core: 0.7 ns per float32 entry for the first round (`torch.bincount` on chunks that stay in the
 cache) and 1.2 ns for the second; `torch.argsort` takes 160 ns.
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from threading import Lock
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,8 +93,9 @@ class StreamedCut:
     """The same selection over a stream that is too large to hold: one pass over it per round.
 
     Call `observe` with every chunk, then `advance`; repeat while that returns True, then read `cut`.
-    `observe` may be called from several threads; the order of chunks does not matter. Once `cut` is known, both
-    methods do nothing, so that selections with different numbers of rounds may share their passes.
+    The order of chunks does not matter. Several workers share a round by a `fork` each, which are joined before
+    `advance`. Once `cut` is known, all methods do nothing, so that selections with different numbers of rounds may
+    share their passes.
 
     Args:
         rank: maps the total number of entries to `k`; called once the first round has counted them.
@@ -108,7 +109,6 @@ class StreamedCut:
     _above: int = 0
     _total: int = 0
     _histogram: _Histogram | None = None
-    _lock: Lock = field(default_factory=Lock)
 
     def observe(self, flat_N: Tensor) -> None:
         """Count one chunk for the digit of this round.
@@ -116,23 +116,34 @@ class StreamedCut:
         Raises:
             ValueError: the chunk has another dtype than those before it (its digits would not be comparable).
         """
-        if self.cut is not None:
-            return
-        with self._lock:
-            self._dtype = self._dtype or flat_N.dtype
-        if flat_N.dtype != self._dtype:
+        if self.cut is None:
+            self._histogram_of(flat_N.dtype).add(flat_N)
+
+    def fork(self) -> StreamedCut:
+        """A selection for another worker, in the same round and without any chunk yet."""
+        return replace(self, _histogram=None)
+
+    def join(self, other: StreamedCut) -> None:
+        """Add the chunks of a fork of this round, which must not be used afterwards.
+
+        Raises:
+            ValueError: they have another dtype.
+        """
+        if self.cut is None and other._histogram is not None:
+            assert other._dtype is not None, "set with the first chunk"
+            self._histogram_of(other._dtype).join(other._histogram)
+
+    def _histogram_of(self, dtype: torch.dtype) -> _Histogram:
+        """The histogram of this round, of chunks of this dtype."""
+        self._dtype = self._dtype or dtype
+        if dtype != self._dtype:
             raise ValueError(
-                f"a stream of magnitudes needs one dtype: expected {self._dtype}, got {flat_N.dtype}; "
+                f"a stream of magnitudes needs one dtype: expected {self._dtype}, got {dtype}; "
                 "convert all deltas to the compute dtype first"
             )
-        shift = _shifts(flat_N.dtype)[self._round]
-        histogram = _Histogram(shift, None if self._round == 0 else self._bits)
-        histogram.add(flat_N)
-        with self._lock:
-            if self._histogram is None:
-                self._histogram = histogram
-            else:
-                self._histogram.join(histogram)
+        if self._histogram is None:
+            self._histogram = _Histogram(_shifts(dtype)[self._round], None if self._round == 0 else self._bits)
+        return self._histogram
 
     def advance(self) -> bool:
         """End a round: True when another pass is needed, False when `cut` is known."""
@@ -173,7 +184,7 @@ def _magnitude_bits(chunk_P: Tensor) -> Tensor:
 
 
 class _Histogram:
-    """Histogram of the digit at `shift`, of all entries or of those whose higher bits are `prefix`; on the CPU.
+    """Histogram of the digit at `shift`, of all entries or of those whose higher bits are `prefix`.
 
     Entries with the prefix are usually few, so they are gathered from several chunks before they are counted, except
     those whose digit is 0: differences of 16-bit floats are short numbers, so that a bin may hold a tenth of all
@@ -204,11 +215,11 @@ class _Histogram:
 
     def join(self, other: _Histogram) -> None:
         """Add the counts of another histogram of the same digit and prefix, which must not be used afterwards."""
+        other._flush(0)
         if other._counts is not None:
-            self._counts = other._counts if self._counts is None else self._counts.add_(other._counts)
+            mine = self._counts
+            self._counts = other._counts if mine is None else mine.add_(other._counts.to(mine.device))
         self._with_digit_0 += other._with_digit_0
-        self._waiting += other._waiting
-        self._flush(CHUNK_ENTRIES)
 
     def counts(self) -> Tensor:
         """Entries per digit, so far."""
@@ -216,6 +227,11 @@ class _Histogram:
         found = torch.zeros(self._bins, dtype=torch.int64) if self._counts is None else self._counts.cpu().clone()
         found[0] += self._with_digit_0
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Counts on the CPU: another process may have no such device."""
+        self._flush(0)
+        return vars(self) | {"_counts": None if self._counts is None else self._counts.cpu()}
 
     def _flush(self, limit: int) -> None:
         if self._waiting and sum(w.numel() for w in self._waiting) >= limit:

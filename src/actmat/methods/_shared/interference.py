@@ -15,13 +15,12 @@ from torch import Tensor
 
 from actmat.errors import StatisticsError
 from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend, descent_workspace
-from actmat.linalg.interference.estimators import Estimator
 from actmat.linalg.interference.lowrank import TRIM_NEEDS_ENTRIES, solve_lowrank, solve_lowrank_with_grams
-from actmat.linalg.interference.rule import Null, Rule, Solver
+from actmat.linalg.interference.rule import Estimator, Null, Rule, Solver
 from actmat.linalg.interference.solver import State, finish, prepare
 from actmat.linalg.interference.workspace import workspace
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.contract import Bounds, Law, Merged, MergedLowRank, MergeMethod, Stages
+from actmat.methods.contract import NEEDS, Bounds, Law, Merged, MergedLowRank, MergeMethod, Stages, Weights
 
 __all__ = ["SHARED_LAWS", "FillOption", "RelativeCutoff", "SolverOption", "member"]
 
@@ -40,6 +39,7 @@ RuleOf = Callable[..., Rule | Adam]
 """A function of options (keyword-only parameters) to the member that they choose."""
 
 Statistics = Mapping[str, Sequence[Tensor]]
+_NEEDED = {"statistics": Statistics | None, "base": Tensor | None, "weights": Sequence[float] | None}
 
 _ADAM_NEEDS_ENTRIES = (
     "optimiser='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
@@ -77,15 +77,11 @@ def member(
         has_lowrank: some options have a low-rank form.
         declared: other fields of `MergeMethod`.
     """
-    takes_base = "base_when" in declared
     family = _Family(rule_of, has_grams)
+    needs = (("statistics",) if has_grams else ()) + (("base",) if "base_when" in declared else ()) + ("weights",)
     return MergeMethod(
-        merge=_published(family.merge, rule_of, has_grams=has_grams, takes_base=takes_base),
-        merge_lowrank=(
-            _published(family.merge_lowrank, rule_of, has_grams=has_grams, takes_base=takes_base)
-            if has_lowrank
-            else None
-        ),
+        merge=_published(family.merge, rule_of, needs),
+        merge_lowrank=_published(family.merge_lowrank, rule_of, needs) if has_lowrank else None,
         lowrank_when=family.lowrank_problem if has_lowrank else None,
         acts_on="matrix",
         one_pass=True,
@@ -99,93 +95,55 @@ def member(
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """All forms of one member. Each takes the needs and the options that it uses, and ignores the needs it does not."""
+    """All forms of one member. Each takes the needs and options `given`, and ignores the needs that it does not use."""
 
     rule_of: RuleOf
     has_grams: bool
 
-    def merge(
-        self,
-        deltas: Sequence[Tensor],
-        *,
-        weights: Sequence[float] | None = None,
-        statistics: Statistics | None = None,
-        base: Tensor | None = None,
-        **options: Any,
-    ) -> Merged:
-        """One pass over the deltas, the result written over the accumulated numerator."""
-        state = self.prepare(deltas, weights=weights, statistics=statistics, **options)
-        return self._solved(state, self.rule_of(**options), base, consume=True)
+    def rule(self, given: Mapping[str, Any]) -> Rule | Adam:
+        """The rule that the options among the needs and options choose."""
+        return self.rule_of(**{name: value for name, value in given.items() if name not in NEEDS})
 
-    def merge_lowrank(
-        self,
-        deltas: Sequence[LowRank],
-        *,
-        weights: Sequence[float] | None = None,
-        statistics: Statistics | None = None,
-        base: Tensor | None = None,
-        **options: Any,
-    ) -> MergedLowRank:
+    def merge(self, deltas: Sequence[Tensor], **given: Any) -> Merged:
+        """One pass over the deltas, the result written over the accumulated numerator."""
+        return self._solved(self.prepare(deltas, **given), given, consume=True)
+
+    def merge_lowrank(self, deltas: Sequence[LowRank], **given: Any) -> MergedLowRank:
         """The same answer in factored form, of rank at most `sum_t R_t`."""
-        del base
-        rule = self.rule_of(**options)
+        rule, weights = self.rule(given), given.get("weights")
         if isinstance(rule, Adam):
             raise ValueError(f"{_ADAM_NEEDS_ENTRIES}. Merge the dense deltas, or take optimiser='closed'.")
         if rule.null == "minus_base":
             raise ValueError(f"{_FILL_IS_DENSE}. Merge the dense deltas, or take form='delta'.")
         if self.has_grams:
-            return MergedLowRank(*solve_lowrank_with_grams(deltas, _grams(statistics), rule, weights=weights))
+            return MergedLowRank(*solve_lowrank_with_grams(deltas, _grams(given), rule, weights=weights))
         return MergedLowRank(*solve_lowrank(deltas, rule, weights=weights))
 
-    def lowrank_problem(
-        self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None
-    ) -> str | None:
+    def lowrank_problem(self, options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
         """See `MergeMethod.lowrank_when`."""
-        del n_experts
         rule = self.rule_of(**options)
         if isinstance(rule, Adam):
             return _ADAM_NEEDS_ENTRIES
         if rule.null == "minus_base":
             return _FILL_IS_DENSE
-        if rule.estimator.trim is not None:
-            return TRIM_NEEDS_ENTRIES
-        return rule.weights_problem(weights)
+        return rule.weights_problem(weights) if rule.estimator.trim is None else TRIM_NEEDS_ENTRIES
 
-    def key(self, options: Mapping[str, Any]) -> Hashable:
+    def key(self, given: Mapping[str, Any]) -> Hashable:
         """See `Stages`. Equal keys mean equal states, between members of the family too."""
-        known = {n: v for n, v in options.items() if n not in ("weights", "statistics", "base")}
-        weights = options.get("weights")
-        sums = (self.rule_of(**known).moments_key(), None if weights is None else tuple(weights))
+        weights = given.get("weights")
+        sums = (self.rule(given).moments_key(), None if weights is None else tuple(weights))
         return ("gram", *sums) if self.has_grams else sums
 
-    def prepare(
-        self,
-        deltas: Sequence[Tensor],
-        *,
-        weights: Sequence[float] | None = None,
-        statistics: Statistics | None = None,
-        base: Tensor | None = None,
-        **options: Any,
-    ) -> State | Descent:
+    def prepare(self, deltas: Sequence[Tensor], **given: Any) -> State | Descent:
         """First stage. A state belongs to one thread: the first `finish` stores its eigendecomposition there."""
-        del base
-        rule = self.rule_of(**options)
+        rule, weights = self.rule(given), given.get("weights")
         if isinstance(rule, Adam):
             return accumulate(deltas, weights)
-        return prepare(deltas, rule, weights=weights, grams=_grams(statistics) if self.has_grams else None)
+        return prepare(deltas, rule, weights=weights, grams=_grams(given) if self.has_grams else None)
 
-    def finish(
-        self,
-        state: State | Descent,
-        *,
-        weights: Sequence[float] | None = None,
-        statistics: Statistics | None = None,
-        base: Tensor | None = None,
-        **options: Any,
-    ) -> Merged:
+    def finish(self, state: State | Descent, **given: Any) -> Merged:
         """Second stage; the state remains usable."""
-        del weights, statistics  # they are in the sums
-        return self._solved(state, self.rule_of(**options), base, consume=False)
+        return self._solved(state, given, consume=False)
 
     def workspace(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
         """See `MergeMethod.workspace`."""
@@ -199,36 +157,35 @@ class _Family:
         rule = self.rule_of(**options)
         return isinstance(rule, Rule) and rule.estimator == Estimator()
 
-    def _solved(self, state: State | Descent, rule: Rule | Adam, base: Tensor | None, *, consume: bool) -> Merged:
+    def _solved(self, state: State | Descent, given: Mapping[str, Any], *, consume: bool) -> Merged:
+        rule, base = self.rule(given), given.get("base")
         if isinstance(state, Descent):
             assert isinstance(rule, Adam), "the state and the options belong together"
             return Merged(*descend(state, rule))
         assert isinstance(rule, Rule), "the state and the options belong together"
         if rule.null == "minus_base" and base is None:
             raise ValueError("form='weight' works on the weights W_0 + D_t and needs the base; none was given")
-        solution = finish(state, rule, base=base, consume=consume)
-        return Merged(solution.value, solution.stats)
+        return Merged(*finish(state, rule, base=base, consume=consume))
 
 
-def _published(form: Callable[..., Any], rule_of: RuleOf, *, has_grams: bool, takes_base: bool) -> Callable[..., Any]:
-    """`form` with the signature that the options of `rule_of` imply, and its docstring."""
+def _published(form: Callable[..., Any], rule_of: RuleOf, needs: Sequence[str]) -> Callable[..., Any]:
+    """`form` with these needs and the options of `rule_of` as its signature, and the docstring of `rule_of`."""
 
     def merge(deltas: Any, **given: Any) -> Any:
         return form(deltas, **given)
 
-    needs: dict[str, Any] = {"statistics": Statistics | None} if has_grams else {}
-    needs |= {"base": Tensor | None} if takes_base else {}
-    needs |= {"weights": Sequence[float] | None}
-    signature = inspect.signature(rule_of, eval_str=True)
     parameters = [inspect.Parameter("deltas", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for name, kind in needs.items():
+    for name in needs:
+        kind = _NEEDED[name]
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
-    vars(merge)["__signature__"] = inspect.Signature([*parameters, *signature.parameters.values()])
+    options = inspect.signature(rule_of, eval_str=True).parameters.values()
+    vars(merge)["__signature__"] = inspect.Signature([*parameters, *options])
     merge.__doc__, merge.__module__ = rule_of.__doc__, rule_of.__module__
     return merge
 
 
-def _grams(statistics: Statistics | None) -> Sequence[Tensor]:
+def _grams(given: Mapping[str, Any]) -> Sequence[Tensor]:
+    statistics: Statistics | None = given.get("statistics")
     if statistics is None or "gram" not in statistics:
         found = "none" if not statistics else ", ".join(statistics)
         raise StatisticsError(

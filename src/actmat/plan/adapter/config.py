@@ -16,7 +16,7 @@ __all__ = ["output_config"]
 def output_config(
     recipe: Recipe, adapters: Sequence[Adapter], modules: Sequence[Item], extras: Sequence[Item]
 ) -> dict[str, Any]:
-    """What PEFT needs to load the output: `lora_alpha = r` everywhere, so that its scaling is 1.
+    """Config with which PEFT loads the output: `lora_alpha = r` everywhere, so that its scaling is 1.
 
     Modules are listed with their full names, because endings would also match modules that no expert adapted. Where
     ranks differ (`ranks: pattern`), `rank_pattern` and `alpha_pattern` name each.
@@ -55,7 +55,7 @@ def output_config(
 
 
 def _pattern_name(module: Item, adapters: Sequence[Adapter]) -> str:
-    """What PEFT matches patterns against: the module, or the bare parameter of a module."""
+    """Name that PEFT matches patterns against: the module, or the bare parameter of a module."""
     plain = module.name.replace(".base_layer", "")
     if module.pair.kind != "parameter":
         return plain

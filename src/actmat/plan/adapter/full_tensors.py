@@ -20,7 +20,7 @@ def plan_full_tensors(
 ) -> tuple[tuple[Item, ...], list[str], list[str]]:
     """Tensors trained in full, problems and notes; names that the recipe keeps go to `kept`."""
     out, problems, notes = [], [], []
-    weights = recipe.weights if any(w != 1.0 for w in recipe.weights) else None
+    weights = chooser.average().weights
     for name in {n: None for a in adapters for n in a.extras}:
         if (pattern := chooser.keeps(name)) is not None:
             kept[name] = pattern
@@ -37,6 +37,13 @@ def plan_full_tensors(
         if missing:
             reason += f" that have it; not in {', '.join(missing)}"
             notes.append(f"'{name}' is not in {', '.join(missing)}: mean over the others")
+        if weights is not None and sum(w for w, s in zip(weights, stored, strict=True) if s is not None) == 0:
+            having = ", ".join(label for label in recipe.labels if label not in missing)
+            problems.append(
+                f"tensor '{name}' is trained in full in {having} only, of total weight 0; give a weight, or keep the "
+                "tensor as it is in the base (--keep)"
+            )
+            continue
         shape = next(iter(shapes))
         output = TensorSpec(next(s.name for s in stored if s is not None), shape, dtype, "")
         out.append(

@@ -44,7 +44,7 @@ def _parameter_name(owner: str, module: AdapterModule, adapter: Adapter) -> str:
 
 
 def is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
-    """Whether the base stores the tensor of a module as `I O` (GPT-2's `Conv1D`)."""
+    """True if the base stores the tensor of a module as `I O` (GPT-2's `Conv1D`)."""
     adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
     return module.kind == "linear" and adapter.config.fan_in_fan_out
 

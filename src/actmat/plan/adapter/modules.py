@@ -1,4 +1,4 @@
-"""Items of a merged adapter: its modules, and the tensors trained in full beside them. Needs no base."""
+"""Items of a merged adapter: its modules, and the tensors trained in full next to them. Needs no base."""
 
 from __future__ import annotations
 
@@ -181,14 +181,19 @@ class _ModulePlanner:
             blocks=blocks,
             grams=module.grams,
         )
-        has_bias = any(m is not None and m.bias is not None for m in module.modules)
+        biased = [m is not None and m.bias is not None for m in module.modules]
+        form = f"on dense deltas: {why_dense}" if why_dense else "in factored form"
+        reason = decision.reason + ("; " if why_dense else ", ") + form
+        if any(biased) and not all(biased):
+            missing = [label for label, has in zip(self.recipe.labels, biased, strict=True) if not has]
+            reason += f"; bias: mean over the experts that have it; not in {', '.join(missing)}"
         item = Item(
             name=module.name,
             shape=first.shape,
             layout=decision.layout,
             action=decision.action,
-            reason=decision.reason + (f"; on dense deltas: {why_dense}" if why_dense else ", in factored form"),
-            outputs=_outputs(first, rank, self.dtype, has_bias),
+            reason=reason,
+            outputs=_outputs(first, rank, self.dtype, any(biased)),
             call=call,
             form="dense" if why_dense else "factored",
             sources=tuple(

@@ -1,4 +1,4 @@
-"""What a reader of the plan of a merged adapter should know, in words."""
+"""Notes for the reader of the plan of a merged adapter."""
 
 from __future__ import annotations
 

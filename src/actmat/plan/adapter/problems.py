@@ -1,4 +1,4 @@
-"""What speaks against merging adapters, or against their low-rank form; one sentence each, all of them."""
+"""Problems of merging adapters, one sentence each, all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["adapter_problems", "problems_of_full_tensors", "recipe_problems"]
 
 
 def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
-    """What is wrong with the adapters themselves, and with putting them together."""
+    """Problems of the adapters themselves, and of their combination."""
     pairs = list(zip(recipe.labels, adapters, strict=True))
     problems = [f"expert '{label}' ({a.location}): {p}" for label, a in pairs for p in a.problems]
     lists = [label for label, a in pairs if a.is_pair_list]
@@ -33,7 +33,7 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
 
 
 def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str]:
-    """What the recipe asks for that an adapter cannot hold."""
+    """Wishes of the recipe that an adapter cannot hold."""
     problems = []
     for name in dict.fromkeys(d.call.method for d in decided.values() if d.call is not None):
         if get_method(name).needs_base and get_method(name).merge_lowrank is None:

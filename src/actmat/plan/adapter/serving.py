@@ -1,4 +1,4 @@
-"""Whether vLLM can serve a merged adapter, judged by what its loader demands; vLLM itself is not needed.
+"""Serving of merged adapters by vLLM, judged by the demands of its loader; vLLM itself is not needed.
 
 | demand | source in vLLM |
 |---|---|

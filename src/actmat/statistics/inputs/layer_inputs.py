@@ -23,19 +23,12 @@ __all__ = ["LayerInputs", "NamedSum"]
 
 @dataclass(frozen=True)
 class NamedSum(Generic[S]):
-    """A sum over the inputs of some layers.
+    """A sum over the inputs of some layers."""
 
-    Args:
-        key: name of the first stored tensor that reads the input, made unique.
-        sum: the sum.
-        parameter: the parameter that reads the input, by its name in memory.
-        readers: all linear maps that read it, by the names of stored tensors.
-    """
-
-    key: str
-    sum: S
-    parameter: str
-    readers: tuple[LinearMap, ...]
+    key: str  # name of the first stored tensor that reads the input, made unique
+    sum: S  # the sum
+    parameter: str  # the parameter that reads the input, by its name in memory
+    readers: tuple[LinearMap, ...]  # all linear maps that read it, by the names of stored tensors
 
 
 class LayerInputs(Generic[S]):

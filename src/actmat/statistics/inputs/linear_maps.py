@@ -16,11 +16,7 @@ __all__ = ["LinearMap", "ParameterIndex"]
 
 @dataclass(frozen=True, slots=True)
 class LinearMap:
-    """A parameter used as a linear map, or a part of it: expert `expert` of a stack, output features `rows`.
-
-    >>> print(LinearMap("experts.up_proj", expert=2))
-    'experts.up_proj' [2]
-    """
+    """A parameter used as a linear map, or a part of it: expert `expert` of a stack, output features `rows`."""
 
     parameter: str
     expert: int | None = None
@@ -31,11 +27,7 @@ class LinearMap:
 
 
 class ParameterIndex:
-    """Parameters by memory address: maps the weight in an operation, often a view, to the parameter it is part of.
-
-    Args:
-        parameters: name -> parameter.
-    """
+    """Parameters by memory address: maps the weight in an operation, often a view, to the parameter it is part of."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._known: dict[int, tuple[str, Tensor]] = {}

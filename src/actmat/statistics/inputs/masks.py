@@ -27,17 +27,11 @@ TORCH_MODULES = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Transform
 
 @dataclass(frozen=True)
 class Scope:
-    """Meaning of the rows of activations inside one call.
+    """Meaning of the rows of activations inside one call."""
 
-    Args:
-        mask: `B S`, or None: every row is a token.
-        vectors: numbers of rows that mean one vector per sample (a pooled state).
-        seq_first: activations have the shape `S B ...`.
-    """
-
-    mask: Tensor | None = None
-    vectors: frozenset[int] = frozenset()
-    seq_first: bool = False
+    mask: Tensor | None = None  # `B S`, or None: every row is a token
+    vectors: frozenset[int] = frozenset()  # numbers of rows that mean one vector per sample (a pooled state)
+    seq_first: bool = False  # activations have the shape `S B ...`
     padded: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -45,14 +39,7 @@ class Scope:
 
 
 def real_rows(lead: torch.Size, scope: Scope) -> Tensor | str | None:
-    """Flat mask over rows of shape `lead`; None: all are tokens; a text: the reason why the mask cannot be applied.
-
-    >>> scope = Scope(torch.tensor([[True, True], [True, False]]))
-    >>> real_rows(torch.Size([2, 2]), scope)
-    tensor([ True,  True,  True, False])
-    >>> real_rows(torch.Size([2]), scope)[:32]
-    'its inputs come as 2 rows, which'
-    """
+    """Flat mask over rows of shape `lead`; None: all are tokens; a text: the reason why the mask cannot be applied."""
     mask = scope.mask
     if mask is None or not scope.padded:
         return None

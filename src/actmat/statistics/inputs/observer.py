@@ -32,11 +32,6 @@ _ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 class Observer(TorchFunctionMode):
     """Adds the inputs of every weight to sums while it is active.
 
-    Args:
-        parameters: name -> parameter, those to be measured.
-        scopes: tell tokens from padding.
-        sums: take the inputs.
-
     Attributes:
         absent: parameter -> reason why it cannot be measured.
         counts: parameter -> number of look-ups of each row of a table.

@@ -21,9 +21,7 @@ class RoutedTokens:
     nothing else changes.
 
     Args:
-        model: the model; hooks are put on it.
         names: `id` of a parameter -> its name.
-        scopes: tell tokens from padding.
 
     Attributes:
         tokens: stacked parameter -> tokens that came to its router.

@@ -34,47 +34,27 @@ S = TypeVar("S", bound=RowSum)
 
 @dataclass
 class SharedSum(Generic[S]):
-    """Linear maps that read the same inputs, and their common sum.
+    """Linear maps that read the same inputs, and their common sum."""
 
-    Args:
-        sum: the sum.
-        first_pass: number of the pass in which it was made.
-        members: the linear maps.
-        seen: keys of the inputs of this pass.
-    """
-
-    sum: S
-    first_pass: int
-    members: list[LinearMap] = field(default_factory=list)
-    seen: list[Hashable] = field(default_factory=list)
+    sum: S  # the sum
+    first_pass: int  # number of the pass in which it was made
+    members: list[LinearMap] = field(default_factory=list)  # the linear maps
+    seen: list[Hashable] = field(default_factory=list)  # keys of the inputs of this pass
 
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a linear map.
+    """An input of a linear map."""
 
-    Args:
-        key: identity of the input while `owner` lives.
-        size: `I` and the number of groups.
-        rows: computes `N I` (`N G I`).
-        owner: the tensor that must stay alive for the key to mean this input.
-        held: the tensor stays alive to the end of the pass by itself.
-    """
-
-    key: Hashable
-    size: tuple[int, int]
-    rows: Callable[[], Tensor]
-    owner: Tensor
-    held: bool
+    key: Hashable  # identity of the input while `owner` lives
+    size: tuple[int, int]  # `I` and the number of groups
+    rows: Callable[[], Tensor]  # computes `N I` (`N G I`)
+    owner: Tensor  # the tensor that must stay alive for the key to mean this input
+    held: bool  # the tensor stays alive to the end of the pass by itself
 
 
 class InputSums(Generic[S]):
-    """Sums over the inputs of all linear maps seen so far.
-
-    Args:
-        make: `(width, groups) -> sum`.
-        share: recognise inputs that several layers read.
-    """
+    """Sums over the inputs of all linear maps seen so far, each made by `make(width, groups)`; see the module."""
 
     def __init__(self, make: Callable[[int, int], S], *, share: bool = True) -> None:
         self._make = make
@@ -103,11 +83,7 @@ class InputSums(Generic[S]):
         self._read[linear_map] += 1
 
     def end_pass(self) -> None:
-        """Check that linear maps with a common sum have read the same inputs, and start the next pass.
-
-        Raises:
-            StatisticsError: they have not.
-        """
+        """Check that linear maps with a common sum have read the same inputs, and start the next pass."""
         for linear_map, shared in self._shared.items():
             if self._read[linear_map] != len(shared.seen):
                 raise _diverged(shared, linear_map)

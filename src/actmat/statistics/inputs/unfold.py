@@ -19,13 +19,7 @@ __all__ = ["unfold"]
 def unfold(
     input: Tensor, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any, groups: int
 ) -> tuple[Callable[[], Tensor], torch.Size]:
-    """Patches under the kernel as rows `N I`, or `N G I`, in the order of `weight.flatten(1)`, computed when called.
-
-    >>> rows, lead = unfold(torch.arange(4.0).view(1, 1, 4), [2], stride=1, padding=0, dilation=1, groups=1)
-    >>> rows(), lead
-    (tensor([[0., 1.],
-            [1., 2.],
-            [2., 3.]]), torch.Size([1, 3]))
+    """Patches under the kernel as rows `N I`, or `N G I`, in the order of `weight.flatten(1)`.
 
     Args:
         input: `B C *spatial`.

@@ -16,14 +16,7 @@ KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (GRAM, FISHER)}
 
 
 def get_kind(name: str) -> Kind[Any]:
-    """The kind of this name.
-
-    >>> get_kind("gram").name
-    'gram'
-
-    Raises:
-        StatisticsError: there is none.
-    """
+    """The kind of this name, or an error that lists all."""
     if name not in KINDS:
         known = ", ".join(KINDS)
         raise StatisticsError(f"Unknown kind of statistics '{name}'; known are {known}.{did_you_mean(name, KINDS)}")

@@ -54,11 +54,7 @@ class File(Protocol):
 
 
 class StoredTensors:
-    """Tensors to store: their specs, and functions that compute their values.
-
-    Args:
-        dtype: dtype of floating-point tensors.
-    """
+    """Tensors to store: their specs, and functions that compute their values; floating-point ones in `dtype`."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -76,13 +72,9 @@ A = TypeVar("A", bound=Accumulator)
 
 
 class Kind(ABC, Generic[A]):
-    """Declaration of a kind of statistics.
+    """Declaration of a kind of statistics."""
 
-    Attributes:
-        name: its name, as in a method's `needs_statistics`; stored tensors are called `name.KEY`.
-    """
-
-    name: str
+    name: str  # its name, as in a method's `needs_statistics`; stored tensors are called `name.KEY`
 
     @abstractmethod
     def start(self, run: Run) -> A:
@@ -115,17 +107,11 @@ class Kind(ABC, Generic[A]):
 
 @dataclass(frozen=True)
 class Sums:
-    """Totals of an accumulator.
+    """Totals of an accumulator."""
 
-    Args:
-        count: divisor of the mean.
-        tensors: name of a stored tensor -> sum.
-        details: settings that must agree in files that are added up.
-    """
-
-    count: int
-    tensors: Mapping[str, Tensor]
-    details: Mapping[str, str] = field(default_factory=dict)
+    count: int  # divisor of the mean
+    tensors: Mapping[str, Tensor]  # name of a stored tensor -> sum
+    details: Mapping[str, str] = field(default_factory=dict)  # settings that must agree in files that are added up
 
 
 class _Summing(Accumulator, Protocol):
@@ -141,7 +127,7 @@ class SumKind(Kind[B]):
     Args:
         name: its name.
         start: makes the accumulator, which has `add`, `close` and `totals`.
-        noun: how a summary calls it; default: the name.
+        noun: the name in summaries; default: `name`.
     """
 
     def __init__(self, name: str, start: Callable[[Run], B], noun: str = "") -> None:

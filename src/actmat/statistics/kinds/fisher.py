@@ -36,11 +36,7 @@ class FisherSum:
         self._generator = torch.Generator("cpu").manual_seed(run.settings.seed)
 
     def add(self, batch: Batch) -> None:
-        """Add every sample of a batch, one backward pass each.
-
-        Raises:
-            StatisticsError: the likelihood of the model's output is not known, or the batch has no names.
-        """
+        """Add every sample of a batch, one backward pass each."""
         if self._run.settings.loss is None and not isinstance(batch, Mapping):
             raise StatisticsError("The Fisher of batches without names needs loss=.")
         tensors = named_tensors(batch)
@@ -84,9 +80,6 @@ def log_likelihood(output: Any, batch: Mapping[str, Tensor], labels: Labels, gen
 
     Classes: `log p(y | x)`. Sequences of logits: the sum over positions; for a decoder with given labels, those labels
     (shifted by one in causal models), -100 left out; drawn labels are drawn at every position that is a token.
-
-    Raises:
-        StatisticsError: no logits, or given labels are missing.
     """
     logits = getattr(output, "logits", None)
     if logits is None:

@@ -35,21 +35,17 @@ Part = tuple[int | None, tuple[int, ...] | None]
 
 
 def packed_size(width: int) -> int:
-    """Entries of the lower triangle of an `I x I` matrix.
-
-    >>> packed_size(3)
-    6
-    """
+    """Entries of the lower triangle of an `I x I` matrix."""
     return width * (width + 1) // 2
 
 
 class GramSum:
-    """A running `sum z z^T`.
+    """A running `sum z z^T`, always in float64.
 
     Args:
         width: `I`.
         groups: number of independent sums (a convolution's groups); rows then have the shape `N G I`.
-        dtype: of the products, float32 or float64; the sum is float64 always.
+        dtype: of the products, float32 or float64.
         device: device of the sums.
     """
 
@@ -92,12 +88,7 @@ class GramSum:
 
 
 def unpack(packed: Tensor, width: int) -> Tensor:
-    """The full symmetric `*batch I I` of `*batch I(I+1)/2`.
-
-    >>> unpack(torch.tensor([1.0, 2.0, 3.0]), 2)
-    tensor([[1., 2.],
-            [2., 3.]])
-    """
+    """The full symmetric `*batch I I` of `*batch I(I+1)/2`."""
     full = packed.new_empty(*packed.shape[:-1], width, width)
     for i in range(width):
         full[..., i, : i + 1] = packed[..., packed_size(i) : packed_size(i + 1)]

@@ -7,15 +7,14 @@ docs/analyses/README.md its documentation.
 from __future__ import annotations
 
 from actmat_experiments.analyses.correlation import correlation
-from actmat_experiments.analyses.cosine import cosine
 from actmat_experiments.analyses.cost import cost
 from actmat_experiments.analyses.drift import drift
+from actmat_experiments.analyses.estimates import cosine, scale
 from actmat_experiments.analyses.interference import interference
 from actmat_experiments.analyses.monitor import DriftMonitor
 from actmat_experiments.analyses.result import Analysis, save_analysis
-from actmat_experiments.analyses.scale import scale
 from actmat_experiments.analyses.theorem1 import theorem1
-from actmat_experiments.analyses.theorem2_run import theorem2
+from actmat_experiments.analyses.theorem2 import theorem2
 
 __all__ = [
     "Analysis",

@@ -1,18 +1,21 @@
 """`correlation`: whether the size of a token's gradient depends on its input, against what chance alone would show.
 
 For every product `z_i z_j` of a layer's inputs, Pearson's correlation over tokens with `||g||^2`, and the root mean
-square of these over `i, j`. Chance gives `1 / sqrt(N - 1)` for `N` tokens. A level that sinks along with it as samples
-are added is chance; one that stays is real.
+square of these over `i, j`. Theorem 1's middle term is zero where `z z^T` and `||g||^2` are uncorrelated. A correlation
+estimated from `N` tokens is never exactly zero: chance gives `1 / sqrt(N - 1)`. A level that sinks along with it as
+samples are added is chance; one that stays is real.
 
 Shapes: `N` tokens, `I` in_features.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from rich.markup import escape
@@ -21,14 +24,85 @@ from torch import Tensor, nn
 
 from actmat.errors import RecipeError
 from actmat_experiments.analyses.monitor import token_rows
-from actmat_experiments.analyses.result import Analysis, new_table, short_names, shown
+from actmat_experiments.analyses.result import Analysis, short_names, shown
 from actmat_experiments.analyses.taps import Tap, find_taps, reading
-from actmat_experiments.linalg.entry_correlation import entry_correlations, null_rms, permuted_rms, rms_correlation
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CorrelationResult", "Level", "correlation", "token_records"]
+__all__ = [
+    "CorrelationResult",
+    "correlation",
+    "entry_correlations",
+    "null_rms",
+    "permuted_rms",
+    "rms_correlation",
+    "token_records",
+]
+
+
+def entry_correlations(z_NI: Tensor, size_N: Tensor) -> Tensor:
+    """Pearson's correlation over tokens of every product `z_i z_j` with `||g||^2`; `I x I`, symmetric, float64.
+
+    Args:
+        z_NI: inputs of a layer, one row per token.
+        size_N: `||g||^2` of the same tokens.
+
+    Returns:
+        NaN where a product, or the size of the gradient, is the same for all tokens.
+
+    Raises:
+        ValueError: fewer than two tokens, or lengths that differ.
+    """
+    return _correlations(*_products(z_NI, size_N), size_N)
+
+
+def rms_correlation(correlations_II: Tensor) -> float:
+    """Root mean square over the entries on and above the diagonal that are defined; NaN if none is."""
+    upper = correlations_II[torch.ones_like(correlations_II, dtype=torch.bool).triu()]
+    known = upper[~upper.isnan()]
+    return float(known.square().mean().sqrt()) if len(known) else math.nan
+
+
+def null_rms(n_tokens: int) -> float:
+    """`1 / sqrt(N - 1)`: the root mean square correlation where sizes are dealt to the tokens at random.
+
+    Exact for any two samples of numbers: over all `N!` orders the squared correlation has the mean `1 / (N - 1)`.
+    """
+    return 1 / math.sqrt(n_tokens - 1)
+
+
+def permuted_rms(z_NI: Tensor, size_N: Tensor, orders: Iterable[Tensor]) -> list[float]:
+    """`rms_correlation` after the sizes were put into other orders.
+
+    With orders that move whole samples this is the level for tokens that are alike within a sample, which
+    `null_rms` of the number of tokens understates.
+    """
+    products = _products(z_NI, size_N)
+    return [rms_correlation(_correlations(*products, size_N[order])) for order in orders]
+
+
+def _products(z_NI: Tensor, size_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs, and mean and standard deviation of every product of two of their entries."""
+    if len(z_NI) != len(size_N) or len(z_NI) < 2:
+        raise ValueError(f"correlations need two or more tokens with a size each; got {len(z_NI)} and {len(size_N)}")
+    wide_NI = z_NI.double()
+    mean_II = wide_NI.mT @ wide_NI / len(wide_NI)
+    squares_NI = wide_NI.square()
+    square_II = squares_NI.mT @ squares_NI / len(wide_NI)
+    variance_II = square_II - mean_II.square()
+    # a product that is constant up to rounding has no correlation with anything
+    deviation_II = torch.where(variance_II > 1e-12 * square_II, variance_II, 0.0).sqrt()
+    return wide_NI, mean_II, deviation_II
+
+
+def _correlations(wide_NI: Tensor, mean_II: Tensor, deviation_II: Tensor, size_N: Tensor) -> Tensor:
+    centred_N = size_N.double() - size_N.double().mean()
+    deviation = centred_N.square().mean().sqrt()
+    covariance_II = (wide_NI * centred_N.unsqueeze(1)).mT @ wide_NI / len(wide_NI)
+    scale_II = deviation_II * deviation
+    return torch.where(scale_II > 0, covariance_II / scale_II, math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +110,6 @@ class Level:
     """Correlations of one linear map at one sample size.
 
     Args:
-        n_samples: samples.
-        n_tokens: tokens.
         rms: root mean square of the correlations over the entries of `z z^T`.
         null_tokens: `1 / sqrt(n_tokens - 1)`, exact for sizes dealt to tokens at random.
         null_samples: mean of `rms` with sizes dealt to whole samples at random, token by token position; keeps
@@ -62,14 +134,6 @@ class CorrelationResult(Analysis):
     layers: Mapping[str, Sequence[Level]]
     n_permutations: int
 
-    def data(self) -> dict[str, Any]:
-        """All levels."""
-        return {
-            "title": self.title,
-            "n_permutations": self.n_permutations,
-            "layers": {n: [asdict(level) for level in levels] for n, levels in self.layers.items()},
-        }
-
     def tables(self) -> list[Table]:
         """The largest sample, per layer."""
         last = next(iter(self.layers.values()))[-1]
@@ -89,7 +153,7 @@ class CorrelationResult(Analysis):
 
     def figure(self) -> Figure:
         """One panel per linear map: level over sample size, and both levels of chance."""
-        from actmat_experiments.analyses.figures import COLOURS, new_panels
+        from actmat_experiments.harness.figures import COLOURS, finish_panels, new_panels
 
         names = list(self.layers)
         figure, panels = new_panels(len(names), f"Correlation of zzᵀ with ‖g‖² ({self.title})")
@@ -102,15 +166,9 @@ class CorrelationResult(Analysis):
             axes.fill_between(n, low, high, color=COLOURS[1], alpha=0.25, linewidth=0, label="to its 95 % quantile")
             chance = [v.null_tokens for v in levels]
             axes.plot(n, chance, ":", color=COLOURS[0], linewidth=1.4, label="chance, independent tokens")
-            axes.set_title(short_names([name])[name], fontsize=7.5)
-        panels[0].set_xscale("log")
         panels[0].set_yscale("log")
         panels[0].minorticks_off()
-        for axes in panels[-min(4, len(panels)) :]:
-            axes.set_xlabel("samples", fontsize=8)
-        figure.supylabel("correlation, root mean square", fontsize=9)
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        finish_panels(figure, panels, list(short_names(names).values()), "samples", "correlation, root mean square")
         return figure
 
 
@@ -178,7 +236,7 @@ def correlation(
     found: dict[str, list[Level]] = {}
     for n_samples in sizes:
         orders = [torch.randperm(n_samples, generator=generator) for _ in range(n_permutations)]
-        for name, record in token_records(model, lambda n=n_samples: loss(n), n_samples, layers=layers).items():  # type: ignore[misc]
+        for name, record in token_records(model, partial(loss, n_samples), n_samples, layers=layers).items():
             found.setdefault(name, []).append(_level(record, n_samples, orders))
         on_size()
     if not found:

@@ -8,27 +8,31 @@ Shapes: `T` experts, `O` out_features, `I` in_features.
 
 from __future__ import annotations
 
+import ast
 import math
+import operator
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
+from actmat import merge_matrices
 from actmat.errors import RecipeError
-from actmat.matrices import merge_matrices
-from actmat.methods import METHODS, MergeMethod, get_method
-from actmat_experiments.analyses.result import Analysis, new_table, shown
+from actmat_experiments.analyses.result import Analysis, shown
+from actmat_experiments.core import METHODS, MergeMethod, get_method
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PAPER_FLOPS", "CostResult", "MethodCost", "cost", "flop_count"]
+__all__ = ["PAPER_FLOPS", "cost", "flop_count"]
 
 PAPER_FLOPS = {
     "average": "T N^2",
@@ -40,7 +44,7 @@ PAPER_FLOPS = {
 }
 """The paper's table, with the constants of decompositions that the declared leading terms leave out."""
 
-_TOKEN = re.compile(r"\s*(?:(\d+)|(log N|[TN])|([()+^]))")
+_OPERATIONS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Pow: operator.pow}
 
 
 def flop_count(formula: str, n_experts: int, side: float) -> float:
@@ -49,55 +53,26 @@ def flop_count(formula: str, n_experts: int, side: float) -> float:
     Raises:
         ValueError: it is not of that form.
     """
-    tokens = list(_tokens(formula))
-    known = {"T": float(n_experts), "N": side, "log N": math.log2(side)}
-
-    def total() -> float:
-        value = product()
-        while tokens and tokens[0] == "+":
-            tokens.pop(0)
-            value += product()
-        return value
-
-    def product() -> float:
-        value = power()
-        while tokens and tokens[0] not in ("+", ")"):
-            value *= power()
-        return value
-
-    def power() -> float:
-        if not tokens:
-            raise ValueError(f"'{formula}' ends too early")
-        token = tokens.pop(0)
-        if token == "(":
-            value = total()
-            if not tokens or tokens.pop(0) != ")":
-                raise ValueError(f"'{formula}' lacks a closing bracket")
-        elif token in known:
-            value = known[token]
-        elif token.isdigit():
-            value = float(token)
-        else:
-            raise ValueError(f"'{formula}': '{token}' stands where a number should")
-        if tokens and tokens[0] == "^":
-            tokens.pop(0)
-            value = value ** power()
-        return value
-
-    value = total()
-    if tokens:
-        raise ValueError(f"'{formula}' goes on with '{tokens[0]}'")
-    return value
+    known = {"T": float(n_experts), "N": float(side), "log N": math.log2(side)}
+    written, before = "", "+"
+    for token in re.findall(r"\d+|log N|\S", formula):
+        if not (token in known or token in "()+^" or token.isdigit()):
+            raise ValueError(f"'{formula}': '{token}' is neither a number nor one of T, N, log N and the signs ()+^")
+        times = "*" if before not in "(+^" and token not in ")+^" else ""
+        written += times + {"^": "**"}.get(token, str(known.get(token, token)))
+        before = token
+    try:
+        return float(_value(ast.parse(written, mode="eval").body))
+    except SyntaxError:
+        raise ValueError(f"'{formula}' cannot be read as a formula") from None
 
 
-def _tokens(formula: str) -> Iterator[str]:
-    place = 0
-    while place < len(formula.rstrip()):
-        found = _TOKEN.match(formula, place)
-        if not found:
-            raise ValueError(f"'{formula}' cannot be read from '{formula[place:]}' on")
-        yield next(g for g in found.groups() if g)
-        place = found.end()
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant):
+        return float(str(node.value))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return float(_OPERATIONS[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError(f"'{ast.unparse(node)}' is neither a number nor a sum, a product or a power")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +80,6 @@ class MethodCost:
     """One method on one shape.
 
     Args:
-        method: name.
-        shape: `O, I`.
         seconds: median time of a merge of one layer.
         declared: operations by the method's own formula, at `N = sqrt(O I)`.
         paper: operations by the paper's formula, or None where it has none.
@@ -130,15 +103,6 @@ class CostResult(Analysis):
     settings: Mapping[str, Any]
     rates: Mapping[str, float]
     costs: Sequence[MethodCost]
-
-    def data(self) -> dict[str, Any]:
-        """Times in seconds, operations as multiply-adds."""
-        return {
-            "device": self.device,
-            "settings": dict(self.settings),
-            "rates": dict(self.rates),
-            "costs": [asdict(c) for c in self.costs],
-        }
 
     def tables(self) -> list[Table]:
         """One table per shape, cheapest first."""
@@ -168,7 +132,7 @@ class CostResult(Analysis):
 
     def figure(self) -> Figure:
         """Time over operations, one marker per method, and the machine's rate as a line."""
-        from actmat_experiments.analyses.figures import COLOURS, MARKERS, new_axes
+        from actmat_experiments.harness.figures import COLOURS, MARKERS, new_axes
 
         shapes = list(dict.fromkeys(c.shape for c in self.costs))
         figure, axes = new_axes(
@@ -209,7 +173,7 @@ def cost(
     Raises:
         RecipeError: an unknown method or device, no shape, or a shape without entries.
     """
-    from actmat.engine.resources import check_device
+    from actmat_experiments.core import check_device
 
     check_device(device)
     if not shapes or any(o < 1 or i < 1 for o, i in shapes) or n_experts < 1 or repeats < 1:
@@ -224,7 +188,7 @@ def cost(
         product = layer.seconds_of_product(repeats)
         rates[_label(shape)] = side**3 / product
         for method in chosen:
-            seconds = _median(lambda m=method, on=layer: on.merge(m), repeats, device)  # type: ignore[misc]
+            seconds = _median(partial(layer.merge, method), repeats, device)
             used = min(n_experts, method.max_experts or n_experts)
             paper = PAPER_FLOPS.get(method.name)
             costs.append(

@@ -1,4 +1,4 @@
-"""`drift`: Theorem 1's quantities along a real fine-tuning run (AdamW on minibatches).
+"""Angles of Theorem 1 along a run; and `drift`, which measures them along a real fine-tuning run (AdamW, minibatches).
 
 The theorem is about gradient descent. For another optimiser `D` is not `-eta G`; the angle between `D^T D` and `G^T G`
 says how much that matters, and with it the inequality holds again.
@@ -7,15 +7,139 @@ says how much that matters, and with it the inequality holds again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from actmat_experiments.analyses.demo_models import batches, load_demo
-from actmat_experiments.analyses.drift_result import DriftResult, Moment, moments_until
+from rich.markup import escape
+from rich.table import Table
+
+from actmat_experiments.analyses.angles import RIGHT_ANGLE, DriftAngles
+from actmat_experiments.analyses.demo import batches, load_demo
 from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
+from actmat_experiments.analyses.result import Analysis, degrees, short_names, shown
+from actmat_experiments.harness.table import new_table
 
-__all__ = ["DriftAlongRun", "drift"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["DriftResult", "Moment", "drift", "moments_until"]
+
+
+ROUNDING = 1e-9
+"""By how much (radians) the inequality may fail for rounding alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The state of a run after `step` steps: the loss of the last one, and the angles of every linear map."""
+
+    step: int
+    loss: float
+    layers: Mapping[str, DriftAngles]
+
+
+def moments_until(n_steps: int, count: int = 12) -> list[int]:
+    """At most `count` numbers of steps from 1 to `n_steps`, evenly spaced on a logarithmic scale."""
+    if n_steps <= 1 or count <= 1:
+        return [n_steps]
+    return sorted({round(n_steps ** (i / (count - 1))) for i in range(count)})
+
+
+@dataclass(frozen=True)
+class DriftResult(Analysis):
+    """Angles of every linear map at moments of a run.
+
+    Args:
+        not_read: matrices of the model that could not be read along.
+    """
+
+    title: str
+    settings: Mapping[str, Any]
+    moments: Sequence[Moment]
+    not_read: Sequence[str] = ()
+
+    @property
+    def last(self) -> Moment:
+        """The end of the run."""
+        return self.moments[-1]
+
+    def worst_excess(self) -> float:
+        """Largest `angle - full_bound` of all layers and moments, in radians; above rounding the theorem is false."""
+        found = [a.estimate - a.full_bound for m in self.moments for a in m.layers.values()]
+        return max((x for x in found if not math.isnan(x)), default=math.nan)
+
+    def data(self) -> dict[str, Any]:
+        """Angles in radians."""
+        return {
+            "title": self.title,
+            "settings": dict(self.settings),
+            "largest_possible_angle": RIGHT_ANGLE,
+            "worst_excess": self.worst_excess(),
+            "not_read": list(self.not_read),
+            "moments": [
+                {
+                    "step": m.step,
+                    "loss": m.loss,
+                    "layers": {
+                        n: {**asdict(a), "bound": a.bound, "full_bound": a.full_bound} for n, a in m.layers.items()
+                    },
+                }
+                for m in self.moments
+            ],
+        }
+
+    def tables(self) -> list[Table]:
+        """The end of the run, in degrees."""
+        below = [a.full_bound < RIGHT_ANGLE for a in self.last.layers.values()]
+        caption = (
+            "Degrees; 90 is the largest angle between such matrices, so a bound beyond it says nothing.\n"
+            "est: D^T D against C; id: the identity against C; opt: D^T D against G^T G;\n"
+            "cross, corr, drift: the terms of Theorem 1; bound: opt + cross + corr + drift.\n"
+            f"The bound lies below 90 in {sum(below)} of {len(below)} layers; "
+            f"largest est - bound: {shown(math.degrees(self.worst_excess()), '.1e')}."
+        )
+        columns = ("est", "id", "opt", "cross", "corr", "drift", "bound")
+        title = f"{self.title}: after {self.last.step} steps"
+        table = new_table(title, caption, "layer", columns)
+        for name, a in self.last.layers.items():
+            row = (a.estimate, a.identity, a.optimiser, a.cross, a.correlation, a.drift, a.full_bound)
+            table.add_row(escape(short_names([name])[name]), *(f" {degrees(x)}" for x in row))
+        return [table]
+
+    def figure(self) -> Figure:
+        """One panel per linear map: angles over steps, against the right angle."""
+        from actmat_experiments.harness.figures import COLOURS, MARKERS, finish_panels, new_panels
+
+        names = list(self.last.layers)
+        figure, panels = new_panels(len(names), f"Theorem 1 along a run ({self.title})")
+        steps = [m.step for m in self.moments]
+        series = (
+            ("angle(DᵀD, C)", "estimate", "-", 2.0),
+            ("angle(identity, C)", "identity", ":", 1.4),
+            ("optimiser", "optimiser", "-", 1.0),
+            ("e_cross", "cross", "-", 1.0),
+            ("e_corr", "correlation", "-", 1.0),
+            ("e_drift", "drift", "-", 1.0),
+            ("sum of the four (bound)", "full_bound", "--", 1.4),
+        )
+        colours = (COLOURS[6], COLOURS[7], COLOURS[4], *COLOURS[:3], COLOURS[3])
+        for axes, name in zip(panels, names, strict=True):
+            for index, (label, field, style, weight) in enumerate(series):
+                values = [math.degrees(getattr(m.layers[name], field)) for m in self.moments]
+                thin = field in ("optimiser", "cross", "correlation", "drift")
+                marker = MARKERS[index] if thin else None
+                axes.plot(steps, values, style, color=colours[index], linewidth=weight, marker=marker, markersize=3,
+                          label=label)  # fmt: skip
+            axes.axhline(90, color="#333333", linewidth=0.8)
+            axes.axhspan(90, 1000, color="#EEEEEE", zorder=0, label="beyond 90: a bound says nothing")
+        panels[0].minorticks_off()
+        panels[0].set_ylim(0, 140)
+        panels[0].set_yticks((0, 30, 60, 90, 120))
+        finish_panels(figure, panels, list(short_names(names).values()), "optimiser steps", "degrees")
+        return figure
 
 
 class DriftAlongRun(DriftResult):
@@ -45,7 +169,7 @@ def drift(
     """
     from actmat.demo.train import finetune_in_place
     from actmat.demo.training import generator_for, steps_of
-    from actmat.engine.resources import one_thread
+    from actmat_experiments.core import one_thread
 
     models = load_demo(demo)
     examples = models.data[models.task(task).name].train
@@ -77,12 +201,6 @@ def drift(
             on_step=on_step,
             callbacks=[MonitorCallback(monitor, measure)],
         )
-    settings = {
-        "task": task,
-        "seed": models.seed,
-        "optimiser": "AdamW",
-        **asdict(schedule),
-        "n_examples": len(examples),
-        "n_steps": n_steps,
-    }
+    settings = {"task": task, "seed": models.seed, "optimiser": "AdamW", **asdict(schedule)}
+    settings |= {"n_examples": len(examples), "n_steps": n_steps}
     return DriftAlongRun(f"demo expert '{task}', AdamW", settings, moments, monitor.not_read)

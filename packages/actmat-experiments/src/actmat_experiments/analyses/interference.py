@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat_experiments.analyses.matrices import Grams, Source, grams_of, layers_of, need_experts
-from actmat_experiments.analyses.result import Analysis, new_table, short_names, shown
-from actmat_experiments.linalg.interference import relative_interference
+from actmat_experiments.analyses.result import Analysis, short_names, shown
+from actmat_experiments.core import output_energy
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["InterferenceResult", "interference"]
+__all__ = ["InterferenceResult", "interference", "relative_interference"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class InterferenceResult(Analysis):
         """Models by layers, mean over experts, as colours on a logarithmic scale."""
         from matplotlib.colors import LogNorm
 
-        from actmat_experiments.analyses.figures import new_axes
+        from actmat_experiments.harness.figures import new_axes
 
         models = sorted(self.values, key=self.mean)
         names = list(next(iter(self.values.values())))
@@ -140,3 +142,13 @@ def interference(
     if not values["base"]:
         raise RecipeError("No linear layer has Gram matrices of all experts: are the statistics of these models?")
     return InterferenceResult(values)
+
+
+def relative_interference(merged_OI: Tensor, expert_OI: Tensor, gram_II: Tensor) -> float:
+    """`E||(W* - W_t) z||^2 / E||W_t z||^2`; NaN where the expert's output is zero.
+
+    `gram_II` may be a sum instead of a mean: its scale cancels.
+    """
+    energy = output_energy(expert_OI, gram_II)
+    difference = output_energy(merged_OI.double() - expert_OI.double(), gram_II)
+    return difference / energy if energy else math.nan

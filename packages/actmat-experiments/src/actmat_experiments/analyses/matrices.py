@@ -13,11 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat import open_checkpoint
 from actmat.errors import AlignmentError, RecipeError
-from actmat.layout import resolve_layout
-from actmat.statistics import Statistics
+from actmat_experiments.core import Checkpoint, Statistics, resolve_layout
 
 __all__ = ["Grams", "Layer", "Source", "grams_of", "layers_of", "need_experts"]
 

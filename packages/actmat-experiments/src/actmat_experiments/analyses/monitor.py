@@ -30,14 +30,14 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import MergeError
+from actmat_experiments.analyses.angles import DriftAngles, drift_angles
 from actmat_experiments.analyses.taps import LinearMap, Tap, find_taps, reading
-from actmat_experiments.linalg.angles import DriftAngles, drift_angles
 
 __all__ = ["DriftMonitor", "MonitorCallback", "token_rows"]
 
 
 class _Sums:
-    """What one linear map adds up, over all steps and over the step at work."""
+    """Sums of one linear map, over all steps and over the current step."""
 
     def __init__(self, n_out: int, n_in: int, dtype: torch.dtype, device: torch.device) -> None:
         def zeros(rows: int) -> Tensor:
@@ -140,7 +140,7 @@ class DriftMonitor:
         self.end_step(number)
 
     def begin_step(self, *, mask: Tensor | None = None) -> None:
-        """What the context of `step` does when it is entered, for loops that have no room for a context."""
+        """Enter the context of `step`, for loops that cannot use a context."""
         if self._mode != "idle":
             raise MergeError(f"The monitor is inside '{self._mode}' already; steps and measurements do not nest.")
         self._mode, self._mask = "step", mask
@@ -148,7 +148,7 @@ class DriftMonitor:
             sums.forget_step()
 
     def end_step(self, number: int) -> None:
-        """What the context of `step` does when it is left."""
+        """Leave the context of `step`."""
         self._mode, self._mask = "idle", None
         self.steps.append(number)
         for sums in self._sums.values():
@@ -249,10 +249,9 @@ class DriftMonitor:
 
 
 class MonitorCallback:
-    """A monitor as a callback of `harness.training.descend`: every backward pass of the run is watched.
+    """A monitor as a callback of `actmat.demo.training.descend`: every backward pass of the run is watched.
 
     Args:
-        monitor: attached to the model already.
         after: called with the number of finished steps after each; measurements of inputs belong there.
     """
 

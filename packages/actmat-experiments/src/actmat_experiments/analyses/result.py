@@ -1,4 +1,4 @@
-"""What every analysis gives: tables of 80 columns, one JSON file, one figure."""
+"""The outcome of an analysis: tables of 80 columns, one JSON file, one figure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from rich import box
 from rich.table import Table
 
 from actmat.errors import MergeError, OutputError
@@ -23,7 +23,7 @@ from actmat.version import __version__
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Analysis", "degrees", "need_matplotlib", "new_table", "save_analysis", "short_names", "shown"]
+__all__ = ["Analysis", "degrees", "need_matplotlib", "save_analysis", "short_names", "shown"]
 
 
 PALETTE = 256
@@ -39,13 +39,13 @@ class Analysis(abc.ABC):
 
     name: ClassVar[str]
 
-    @abc.abstractmethod
     def data(self) -> dict[str, Any]:
-        """All numbers and settings, as plain data; NaN and infinities may occur."""
+        """All numbers and settings, as plain data; NaN and infinities may occur. By default the dataclass's fields."""
+        return dict(vars(self))
 
     @abc.abstractmethod
     def tables(self) -> list[Table]:
-        """What a terminal shows."""
+        """Tables for the terminal."""
 
     @abc.abstractmethod
     def figure(self) -> Figure:
@@ -110,16 +110,6 @@ def _save_figure(figure: Figure, path: Path) -> None:
     Image.open(pixels).convert("RGB").quantize(PALETTE).save(path, optimize=True)
 
 
-def new_table(title: str, caption: str, names: str, columns: Sequence[str]) -> Table:
-    """A table with one left column that folds, and right-aligned numbers beside it."""
-    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.collapse_padding = True
-    table.add_column(names, overflow="fold", justify="left")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def degrees(radians: float) -> str:
     """An angle for a table; "-" where there is none."""
     return shown(math.degrees(radians), ".1f")
@@ -138,6 +128,8 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.checkpoints.memory import tensor_specs
 from actmat.errors import RecipeError, did_you_mean
-from actmat.layout import resolve_layout
-from actmat.layout.types import TensorLayout
+from actmat_experiments.core import TensorLayout, resolve_layout, tensor_specs
 
-__all__ = ["LinearMap", "OnCall", "Tap", "find_taps", "reading"]
+__all__ = ["LinearMap", "Tap", "find_taps", "reading"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,72 @@
-"""`theorem1`: Theorem 1 where it is exact, full-batch gradient descent with a fixed step.
+"""`theorem1`: Theorem 1 where it is exact, full-batch gradient descent; and the small network of both theorems.
 
 There `D = -eta G`, the angle of the optimiser is zero, and `angle(D^T D, C) <= e_cross + e_corr + e_drift` is an
 inequality between numbers that are all computed. docs/analyses/theorem1.md has the derivation, also for layers that
-see several tokens of a sample.
+see several tokens of a sample. The network is a multilayer perceptron whose Lipschitz constants are known:
 
-Shapes: `N` images, `H = W` pixels.
+    z_1 = x,   z_{l+1} = phi(W_l z_l + b_l),   f(x) = W_L z_L + b_L
+
+Shapes: `N` images or samples, `H = W` pixels, `I` in_features, `O` out_features of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from actmat.errors import NumericalError
-from actmat_experiments.analyses.drift_result import ROUNDING, DriftResult, Moment, moments_until
-from actmat_experiments.analyses.mlp import new_mlp
+from actmat_experiments.analyses.drift import ROUNDING, DriftResult, Moment, moments_until
 from actmat_experiments.analyses.monitor import DriftMonitor
 
-__all__ = ["Network", "Theorem1Result", "descend_watched", "theorem1"]
+__all__ = ["ACTIVATIONS", "MLP", "ActivationName", "descend_watched", "new_mlp", "theorem1"]
+
+
+ActivationName = Literal["relu", "tanh"]
+
+ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "tanh": torch.tanh}
+"""Lipschitz constant 1, both (GELU has 1.13 and is left out)."""
+
+
+class MLP(nn.Module):
+    """`layers[l]`, stored as `linear.l`, is `W_l, b_l`; no activation after the last."""
+
+    def __init__(self, widths: Sequence[int], activation: ActivationName) -> None:
+        super().__init__()
+        self.activation: ActivationName = activation
+        self.linear = nn.ModuleList(nn.Linear(i, o) for i, o in itertools.pairwise(widths))
+
+    @property
+    def layers(self) -> list[nn.Linear]:
+        """In their order."""
+        return [layer for layer in self.linear if isinstance(layer, nn.Linear)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`N I -> N O`; what has more axes is flattened first."""
+        z_NI = x.flatten(1)
+        for index, layer in enumerate(self.layers):
+            z_NI = layer(z_NI)
+            if index + 1 < len(self.layers):
+                z_NI = ACTIVATIONS[self.activation](z_NI)
+        return z_NI
+
+    def inputs(self, x: Tensor) -> Iterator[Tensor]:
+        """The input `z_l` of every layer, `N I`, in their order."""
+        z_NI = x.flatten(1)
+        for layer in self.layers:
+            yield z_NI
+            z_NI = ACTIVATIONS[self.activation](layer(z_NI))
+
+
+def new_mlp(widths: Sequence[int], *, activation: ActivationName = "relu", seed: int = 0) -> MLP:
+    """A freshly initialised one in float64 that depends on the seed alone; the global random state stays."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MLP(widths, activation).double()
+
 
 Network = Literal["mlp", "transformer"]
 _PIXELS, _CLASSES = 64, 10
@@ -117,7 +163,7 @@ def descend_watched(
             for parameter in parameters:
                 parameter.grad = None
             with monitor.step(step):
-                value.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(value)
             with torch.no_grad():
                 for parameter in parameters:
                     if parameter.grad is not None:
@@ -133,7 +179,7 @@ def descend_watched(
 
 
 def _network(network: Network, width: int, seed: int) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """What is trained, and the logits that it gives for images."""
+    """The model to train, and a function from images to its logits."""
     if network == "mlp":
         mlp = new_mlp((_PIXELS, width, width, _CLASSES), seed=seed)
         return mlp, mlp

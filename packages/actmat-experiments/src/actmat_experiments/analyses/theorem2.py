@@ -6,11 +6,12 @@
 The derivation, and every constant, is in docs/analyses/theorem2.md. All expectations are means over the samples given,
 so both sides are computed, not estimated.
 
-Shapes: `N` samples, `I` in_features, `O` out_features of a layer, `T` tasks.
+Shapes: `N` samples, `F` outputs of the network, `C` classes, `I` in_features, `O` out_features of a layer, `T` tasks.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +21,117 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
-from actmat.errors import NumericalError
-from actmat_experiments.analyses.mlp import MLP
-from actmat_experiments.analyses.result import Analysis, new_table, shown
-from actmat_experiments.linalg.interference import MinimiserGap, best_scale, least_interference, minimiser_gap
+from actmat.errors import NumericalError, RecipeError
+from actmat_experiments.analyses.result import Analysis, shown
+from actmat_experiments.analyses.theorem1 import MLP, ActivationName, new_mlp
+from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LayerTerms", "Sample", "Theorem2Result", "transfer_bound"]
+    from actmat.demo.tasks import Examples
+
+__all__ = ["Sample", "best_scale", "least_interference", "merge_mlps", "minimiser_gap", "theorem2", "transfer_bound"]
+
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def least_interference(deltas: Sequence[Tensor], grams: Sequence[Tensor]) -> Tensor:
+    """`(sum_t D_t C_t)(sum_t C_t)^+`, of all minimisers of `sum_t tr((D - D_t) C_t (D - D_t)^T)` the smallest, float64.
+
+    For analyses of small layers: plain normal equations with a cut-off at float64's rounding, no options.
+    """
+    left_OI = _total([d.double() @ c.double() for d, c in zip(deltas, grams, strict=True)])
+    merged_OI: Tensor = left_OI @ torch.linalg.pinv(_total(grams), hermitian=True)
+    return merged_OI
+
+
+def best_scale(grams: Sequence[Tensor], estimates: Sequence[Tensor]) -> float:
+    """The number `a` for which `sum_t ||C_t - a C^_t||_F^2` is least; multiplying all estimates changes no merge."""
+    product = sum(float((c.double() * k.double()).sum()) for c, k in zip(grams, estimates, strict=True))
+    square = sum(float(k.double().square().sum()) for k in estimates)
+    return product / square if square else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MinimiserGap:
+    """Distance of two merged deltas, and its bound.
+
+    Args:
+        gap: `||D^ - D||_F` on the inputs that the true Gram matrices know.
+        bound: `sum_t ||D^ - D_t||_2 ||C_t - C^_t||_F / l_min`, plus the residual's part.
+        errors: `||C_t - C^_t||_F` of every expert.
+        distances: `||D^ - D_t||_2` of every expert.
+        residual: `||sum_t (D^ - D_t) C^_t||_F`, zero for the exact minimiser of the estimated problem.
+        smallest: `l_min`, smallest eigenvalue of `sum_t C_t` above rounding; infinite where all inputs are zero.
+        trace_inverse: `tr((sum_t C_t)^+)`.
+        rounding: what rounding can add to the gap, `I eps ||D||_F l_max / l_min`.
+    """
+
+    gap: float
+    bound: float
+    errors: tuple[float, ...]
+    distances: tuple[float, ...]
+    residual: float
+    smallest: float
+    trace_inverse: float
+    rounding: float = 0.0
+
+    @property
+    def weighted_error(self) -> float:
+        """`sum_t ||D^ - D_t||_2 ||C_t - C^_t||_F`, and the residual: what the inverse of `sum_t C_t` multiplies."""
+        return sum(e * d for e, d in zip(self.errors, self.distances, strict=True)) + self.residual
+
+
+def minimiser_gap(
+    merged_OI: Tensor, deltas: Sequence[Tensor], grams: Sequence[Tensor], estimates: Sequence[Tensor]
+) -> MinimiserGap:
+    """The lemma: `(D^ - D) S = sum_t (D^ - D_t)(C_t - C^_t) + R`, with `S = sum_t C_t` and the residual `R` of `D^`.
+
+    Both sides of the resulting inequality. It holds for any `D^`, and is of use where `D^` nearly minimises the
+    interference under the estimates `C^_t`, so that `R = sum_t (D^ - D_t) C^_t` is small. docs/analyses/theorem2.md
+    derives it.
+
+    Args:
+        merged_OI: `D^`.
+        deltas: `D_t`.
+        grams: `C_t`.
+        estimates: `C^_t`, on the scale of the `C_t` (`best_scale`).
+    """
+    merged = merged_OI.double()
+    total_II = _total(grams)
+    values_I, vectors_II = torch.linalg.eigh(total_II)
+    kept = values_I > values_I[-1] * len(values_I) * EPS
+    seen_IR = vectors_II[:, kept]
+    errors, distances = [], []
+    residual_OI = torch.zeros_like(merged)
+    for delta, gram, estimate in zip(deltas, grams, estimates, strict=True):
+        difference_OI = merged - delta.double()
+        errors.append(float(torch.linalg.matrix_norm(gram.double() - estimate.double())))
+        distances.append(float(torch.linalg.matrix_norm(difference_OI, 2)))
+        residual_OI += difference_OI @ estimate.double()
+    smallest = float(values_I[kept].min()) if bool(kept.any()) else math.inf  # no input, no direction to differ in
+    residual = float(torch.linalg.matrix_norm(residual_OI))
+    weighted = sum(e * d for e, d in zip(errors, distances, strict=True)) + residual
+    least_OI = least_interference(deltas, grams)
+    condition = float(values_I[-1]) / smallest
+    return MinimiserGap(
+        gap=float(torch.linalg.matrix_norm((merged - least_OI) @ seen_IR)),
+        bound=weighted / smallest,
+        errors=tuple(errors),
+        distances=tuple(distances),
+        residual=residual,
+        smallest=smallest,
+        trace_inverse=float((1 / values_I[kept]).sum()),
+        rounding=len(values_I) * EPS * condition * float(torch.linalg.matrix_norm(least_OI)),
+    )
+
+
+def _total(terms: Sequence[Tensor]) -> Tensor:
+    return torch.stack([x.double() for x in terms]).sum(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +151,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LayerTerms:
-    """What one layer adds to the bound.
+    """Terms of the bound from one layer.
 
     Args:
         gamma: `lambda prod_{m > l} ||W^_m||_2`.
@@ -82,9 +183,7 @@ class Theorem2Result(Analysis):
     """Both sides of Theorem 2, layer by layer.
 
     Args:
-        settings: what was merged.
         transfer: expected negative transfer, by task.
-        layers: in their order.
     """
 
     name = "theorem2"
@@ -174,7 +273,7 @@ class Theorem2Result(Analysis):
 
     def figure(self) -> Figure:
         """Each layer's two terms, and both sides, on a logarithmic scale."""
-        from actmat_experiments.analyses.figures import COLOURS, new_axes
+        from actmat_experiments.harness.figures import COLOURS, new_axes
 
         figure, axes = new_axes("Expected negative transfer and the terms of its bound")
         places = range(len(self.layers))
@@ -240,3 +339,118 @@ def transfer_bound(
         for (name, s), expert in zip(samples.items(), experts, strict=True)
     }
     return Theorem2Result(dict(settings or {}), transfer, terms)
+
+
+_PIXELS, _OUTPUTS = 64, 16
+_RATE, _BATCH = 2e-3, 64
+
+
+def theorem2(
+    *,
+    n_tasks: int = 3,
+    width: int = 32,
+    activation: ActivationName = "relu",
+    pretraining_steps: int = 300,
+    finetuning_steps: int = 200,
+    method: str = "actmat",
+    seed: int = 0,
+    on_step: Callable[[], object] = lambda: None,
+) -> Theorem2Result:
+    """Train a base and experts (float64, `64 -> width -> width -> 16`), merge them, and compute both sides.
+
+    Every task reads its logits off the 16 outputs through a frozen head with orthonormal rows, so that the loss has the
+    Lipschitz constant `sqrt(2)` of cross-entropy. Expectations are means over the task's test photographs.
+
+    Args:
+        n_tasks: 2 to 6 tasks of the demo.
+        pretraining_steps: AdamW steps of the base, digits in all looks.
+        finetuning_steps: AdamW steps of every expert.
+        method: rule that merges the weight matrices; biases are averaged.
+
+    Raises:
+        RecipeError: fewer than two tasks, or more than the demo has.
+        NumericalError: an inequality does not hold.
+        MergeError: scikit-learn is missing.
+    """
+    from actmat.demo.data import load_photographs, split_photographs
+    from actmat.demo.tasks import TASKS, pose_split
+    from actmat.demo.training import generator_for
+
+    if not 2 <= n_tasks <= len(TASKS):
+        raise RecipeError(f"theorem2 merges 2 to {len(TASKS)} tasks; got {n_tasks}.")
+    split = split_photographs(load_photographs(), n_validation=1, n_test=600, generator=generator_for(seed, "split"))
+    tasks = TASKS[:n_tasks]
+    data = {t.name: pose_split(t, split, n_views=1, seed=seed) for t in tasks}
+    generator = generator_for(seed, "theorem2")
+    heads = {t.name: _orthonormal(t.n_classes, generator) for t in tasks}
+    base = new_mlp((_PIXELS, width, width, _OUTPUTS), activation=activation, seed=seed)
+
+    own = {name: (d.train, heads[name]) for name, d in data.items()}
+    _train(base, list(own.values()), pretraining_steps, generator, on_step)
+    experts = [_train(copy.deepcopy(base), [pair], finetuning_steps, generator, on_step) for pair in own.values()]
+    samples = {
+        name: Sample(d.test.images_NHW.double(), _losses(heads[name], d.test.labels_N), math.sqrt(2))
+        for name, d in data.items()
+    }
+    settings = {
+        "tasks": list(data),
+        "widths": [_PIXELS, width, width, _OUTPUTS],
+        "activation": activation,
+        "pretraining_steps": pretraining_steps,
+        "finetuning_steps": finetuning_steps,
+        "method": method,
+        "seed": seed,
+    }
+    result = transfer_bound(base, experts, merge_mlps(base, experts, method), samples, settings)
+    result.check()
+    return result
+
+
+def _train(
+    model: MLP,
+    tasks: Sequence[tuple[Examples, Tensor]],
+    n_steps: int,
+    generator: torch.Generator,
+    on_step: Callable[[], object],
+) -> MLP:
+    """AdamW on batches of the tasks (examples and head) in turn, in place."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
+    for step in range(n_steps):
+        examples, head_CF = tasks[step % len(tasks)]
+        index_N = torch.randint(len(examples), (_BATCH,), generator=generator)
+        loss = _losses(head_CF, examples.labels_N[index_N])(model(examples.images_NHW[index_N].double())).mean()
+        optimiser.zero_grad()
+        torch.autograd.backward(loss)
+        optimiser.step()
+        on_step()
+    return model
+
+
+@torch.no_grad()
+def merge_mlps(base: MLP, experts: list[MLP], method: str) -> MLP:
+    """Weight matrices by the rule, biases by the mean."""
+    from actmat import merge_matrices
+
+    merged = copy.deepcopy(base)
+    for index, layer in enumerate(merged.layers):
+        own = [expert.layers[index] for expert in experts]
+        deltas = [o.weight - layer.weight for o in own]
+        layer.weight += merge_matrices(method, deltas)
+        layer.bias.copy_(torch.stack([o.bias for o in own]).mean(0))
+    return merged
+
+
+def _orthonormal(n_classes: int, generator: torch.Generator) -> Tensor:
+    """`C F` with orthonormal rows."""
+    square_FF = torch.randn(_OUTPUTS, _OUTPUTS, generator=generator, dtype=torch.float64)
+    basis_FF: Tensor = torch.linalg.qr(square_FF).Q
+    return basis_FF[:n_classes]
+
+
+def _losses(head_CF: Tensor, labels_N: Tensor) -> Callable[[Tensor], Tensor]:
+    """Cross-entropy of every sample; its gradient in the logits, `p - e_y`, is no longer than `sqrt(2)`."""
+
+    def losses(outputs_NF: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs_NF @ head_CF.mT, labels_N, reduction="none")
+
+    return losses

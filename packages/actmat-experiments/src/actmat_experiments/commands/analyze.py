@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -13,7 +15,7 @@ from actmat.cli import flags
 from actmat.errors import RecipeError
 
 if TYPE_CHECKING:
-    from actmat.statistics import Statistics as StatisticsFile
+    from actmat_experiments.core import Statistics as StatisticsFile
 
 __all__ = ["app"]
 
@@ -38,7 +40,30 @@ Layers = Annotated[list[str] | None, typer.Option("--layer", help="Only weights 
 OUT, DEMO = Path("analyses"), Path("demo-output")
 
 
-@app.command()
+def _analysis(work: Callable[..., Any]) -> Callable[..., None]:
+    """Register a command that saves and shows the `Analysis` of a function; it adds --out, --overwrite and --json."""
+    own = inspect.signature(work, eval_str=True)
+
+    @functools.wraps(work)
+    def command(*, out: Path, overwrite: bool, json: bool, **given: Any) -> None:
+        _finish(work(**given), out, overwrite, json)
+
+    kinds: dict[str, tuple[Any, Any]] = {
+        "out": (Out, OUT),
+        "overwrite": (Overwrite, False),
+        "json": (flags.Json, False),
+    }
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in kinds.items()
+    ]
+    signature = own.replace(parameters=[*own.parameters.values(), *added], return_annotation=None)
+    command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    command.__dict__["__signature__"] = signature
+    return app.command()(command)
+
+
+@_analysis
 def theorem1(
     network: Annotated[str, typer.Option("--network", help="mlp, or transformer (17 tokens per image).")] = "mlp",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of gradient descent.")] = 200,
@@ -46,18 +71,15 @@ def theorem1(
     images: Annotated[int, typer.Option("--images", min=2, help="Photographs in the batch.")] = 500,
     width: Annotated[int, typer.Option("--width", min=4, help="Hidden width.")] = 32,
     seed: Seed = 0,
-    out: Out = OUT,
-    overwrite: Overwrite = False,
-    json: flags.Json = False,
-) -> None:
+) -> Any:
     """Theorem 1 where it is exact: full-batch gradient descent on a small network."""
     from actmat_experiments.analyses import theorem1 as run
 
     if network not in ("mlp", "transformer"):
         raise RecipeError(f"--network is mlp or transformer; got '{network}'.")
     with _working("descending", steps) as step:
-        result = run(
-            network=network,  # type: ignore[arg-type]
+        return run(
+            network=cast(Any, network),
             n_steps=steps,
             rate=rate,
             n_images=images,
@@ -65,47 +87,38 @@ def theorem1(
             seed=seed,
             on_step=step,
         )
-    _finish(result, out, overwrite, json)
 
 
-@app.command()
+@_analysis
 def drift(
     demo: Demo = DEMO,
     task: Annotated[str, typer.Option("--task", help="Whose expert is trained once more.")] = "digit",
     layer: Layers = None,
     moments: Annotated[int, typer.Option("--moments", min=1, help="How often to measure.")] = 10,
-    out: Out = OUT,
-    overwrite: Overwrite = False,
-    json: flags.Json = False,
-) -> None:
+) -> Any:
     """Theorem 1's angles along a real fine-tuning run: AdamW, minibatches."""
     from actmat_experiments.analyses import drift as run
 
     with _working("fine-tuning", None) as step:
-        result = run(demo, task=task, layers=layer, n_moments=moments, on_step=step)
-    _finish(result, out, overwrite, json)
+        return run(demo, task=task, layers=layer, n_moments=moments, on_step=step)
 
 
-@app.command()
+@_analysis
 def scale(
     demo: Demo = DEMO,
     base: Base = None,
     expert: Experts = None,
     statistics: Statistics = None,
-    out: Out = OUT,
-    overwrite: Overwrite = False,
-    json: flags.Json = False,
-) -> None:
-    """Whether the estimates D^T D have one common scale over the experts."""
+) -> Any:
+    """Compare the scales of the estimates D^T D over the experts."""
     from actmat_experiments.analyses import scale as run
-    from actmat_experiments.analyses.on_demo import demo_scale
+    from actmat_experiments.analyses.demo import demo_scale
 
     with _working("measuring inputs", None), _own(base, expert, statistics) as own:
-        result = run(*own) if own else demo_scale(demo)
-    _finish(result, out, overwrite, json)
+        return run(*own) if own else demo_scale(demo)
 
 
-@app.command()
+@_analysis
 def cosine(
     demo: Demo = DEMO,
     base: Base = None,
@@ -113,21 +126,17 @@ def cosine(
     statistics: Statistics = None,
     sizes: Annotated[str, typer.Option("--samples", help="Sizes of the small samples.")] = "1,10,100",
     draws: Annotated[int, typer.Option("--draws", min=1, help="Small samples per size.")] = 5,
-    out: Out = OUT,
-    overwrite: Overwrite = False,
-    json: flags.Json = False,
-) -> None:
-    """How near D^T D is to the Gram matrix of the inputs, beside the identity and few samples (of a demo)."""
+) -> Any:
+    """Cosines of D^T D with the Gram matrix of the inputs, next to the identity and few samples (of a demo)."""
     from actmat_experiments.analyses import cosine as run
-    from actmat_experiments.analyses.on_demo import demo_cosine
+    from actmat_experiments.analyses.demo import demo_cosine
 
     wanted = _numbers(sizes, "--samples")
     with _working("measuring inputs", None), _own(base, expert, statistics) as own:
-        result = run(*own) if own else demo_cosine(demo, sizes=wanted, n_draws=draws)
-    _finish(result, out, overwrite, json)
+        return run(*own) if own else demo_cosine(demo, sizes=wanted, n_draws=draws)
 
 
-@app.command()
+@_analysis
 def correlation(
     demo: Demo = DEMO,
     task: Annotated[str, typer.Option("--task", help="Whose loss.")] = "digit",
@@ -135,52 +144,44 @@ def correlation(
     sizes: Annotated[str, typer.Option("--samples", help="Numbers of photographs.")] = "16,64,256,900",
     permutations: Annotated[int, typer.Option("--permutations", min=1, help="Behind the level of chance.")] = 20,
     layer: Layers = None,
-    out: Out = OUT,
-    overwrite: Overwrite = False,
-    json: flags.Json = False,
-) -> None:
-    """Whether the size of a token's gradient depends on its input, against the level of chance."""
-    from actmat_experiments.analyses.on_demo import demo_correlation
+) -> Any:
+    """Correlation of the size of a token's gradient with its input, against the level of chance."""
+    from actmat_experiments.analyses.demo import demo_correlation
 
     if at not in ("base", "expert"):
         raise RecipeError(f"--at is base or expert; got '{at}'.")
     wanted = _numbers(sizes, "--samples")
     with _working("sample sizes", len(wanted)) as step:
-        result = demo_correlation(
+        return demo_correlation(
             demo, task=task, at=at, sizes=wanted, n_permutations=permutations, layers=layer, on_size=step
         )
-    _finish(result, out, overwrite, json)
 
 
-@app.command()
+@_analysis
 def theorem2(
     tasks: Annotated[int, typer.Option("--tasks", help="Number of tasks, 2 to 6.")] = 3,
     width: Annotated[int, typer.Option("--width", min=4, help="Hidden width.")] = 32,
     activation: Annotated[str, typer.Option("--activation", help="relu or tanh.")] = "relu",
     method: Annotated[str, typer.Option("--method", "-m", help="Merge rule.")] = "actmat",
     seed: Seed = 0,
-    out: Out = OUT,
-    overwrite: Overwrite = False,
-    json: flags.Json = False,
-) -> None:
+) -> Any:
     """Expected negative transfer and its bound, on a network with known Lipschitz constants."""
     from actmat_experiments.analyses import theorem2 as run
 
     if activation not in ("relu", "tanh"):
         raise RecipeError(f"--activation is relu or tanh; got '{activation}'.")
     with _working("training", 300 + 200 * tasks) as step:
-        result = run(
+        return run(
             n_tasks=tasks,
             width=width,
-            activation=activation,  # type: ignore[arg-type]
+            activation=cast(Any, activation),
             method=method,
             seed=seed,
             on_step=step,
         )
-    _finish(result, out, overwrite, json)
 
 
-@app.command()
+@_analysis
 def interference(
     demo: Demo = DEMO,
     base: Base = None,
@@ -188,23 +189,19 @@ def interference(
     statistics: Statistics = None,
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these of the demo's merges.")] = None,
     merged: Annotated[list[str] | None, typer.Option("--merged", help="NAME=PATH of a further merge.")] = None,
-    out: Out = OUT,
-    overwrite: Overwrite = False,
-    json: flags.Json = False,
-) -> None:
-    """What merges do to every expert's layer outputs, on the expert's own inputs."""
+) -> Any:
+    """Changes of every expert's layer outputs by merges, on the expert's own inputs."""
     from actmat_experiments.analyses import interference as run
-    from actmat_experiments.analyses.on_demo import demo_interference
+    from actmat_experiments.analyses.demo import demo_interference
 
     others = _named(merged, "--merged")
     with _working("measuring inputs", None), _own(base, expert, statistics) as own:
         if own and method:
             raise RecipeError("--method chooses among the merges of a demo; name your own merges with --merged.")
-        result = run(own[0], own[1], others, own[2]) if own else demo_interference(demo, methods=method, merged=others)
-    _finish(result, out, overwrite, json)
+        return run(own[0], own[1], others, own[2]) if own else demo_interference(demo, methods=method, merged=others)
 
 
-@app.command()
+@_analysis
 def cost(
     shape: Annotated[
         list[str] | None, typer.Option("--shape", help="OxI of a layer; 1024x1024 if none is given.")
@@ -214,20 +211,14 @@ def cost(
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measurements behind a median.")] = 3,
     seed: Seed = 0,
-    out: Out = OUT,
-    overwrite: Overwrite = False,
-    json: flags.Json = False,
-) -> None:
+) -> Any:
     """Operations and measured time of every method on given layer shapes."""
-    from actmat.methods import METHODS
     from actmat_experiments.analyses import cost as run
+    from actmat_experiments.core import METHODS
 
     shapes = [_shape(s) for s in shape or ["1024x1024"]]
     with _working("timing", len(shapes) * len(method or METHODS)) as step:
-        result = run(
-            shapes, n_experts=experts, methods=method, device=device, repeats=repeats, seed=seed, on_method=step
-        )
-    _finish(result, out, overwrite, json)
+        return run(shapes, n_experts=experts, methods=method, device=device, repeats=repeats, seed=seed, on_method=step)
 
 
 def _named(given: list[str] | None, flag: str) -> dict[str, str]:
@@ -252,7 +243,7 @@ def _own(
             "Checkpoints of your own take --base, and --expert and --statistics under the same names; "
             f"got experts {sorted(experts)} and statistics {sorted(places)}."
         )
-    from actmat.statistics import open_statistics
+    from actmat_experiments.core import open_statistics
 
     with contextlib.ExitStack() as stack:
         yield base, experts, {n: stack.enter_context(open_statistics(p)) for n, p in places.items()}

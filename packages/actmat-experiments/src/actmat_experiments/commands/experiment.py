@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-__all__ = ["experiment", "list_suites", "run", "study", "table"]
+if TYPE_CHECKING:
+    from actmat_experiments.suites import RunRequest
+
+__all__ = ["experiment", "run", "study", "table"]
 
 experiment = typer.Typer(
     name="experiment",
@@ -67,7 +70,7 @@ def run(
     actmat experiment run vision-small --data DATA --lora --seeds 0,1,2
     actmat experiment run vision --models ViT-B/32 --methods average,actmat,tsv --device cuda
     """
-    request = _request(suite, models, tasks, methods, full, lora, seeds, data, cache, device, threads, setting)
+    request = _request(locals())
     from actmat_experiments.suites import get_suite
 
     get_suite(suite).run(request)
@@ -92,14 +95,10 @@ def study(
 
     Trains what is not in the cache yet; writes study/SUITE.json and .md below it, and prints the tables.
     """
-    request = _request(suite, models, tasks, None, full, lora, seeds, data, cache, device, threads, setting)
-    from actmat.errors import RecipeError
+    request = _request({**locals(), "methods": None})
     from actmat_experiments.suites import get_suite
 
-    found = get_suite(suite)
-    if found.study is None:
-        raise RecipeError(f"The suite '{suite}' has no study.")
-    typer.echo(found.study(request))
+    typer.echo(get_suite(suite).study(request))
 
 
 @experiment.command()
@@ -117,46 +116,21 @@ def table(
     found.table(TableRequest(suite=suite, cache=cache, markdown=markdown, figures=figures, console=console))
 
 
-def _request(
-    suite: str,
-    models: list[str] | None,
-    tasks: list[str] | None,
-    methods: list[str] | None,
-    full: bool,
-    lora: bool,
-    seeds: str,
-    data: Path | None,
-    cache: Path,
-    device: str,
-    threads: int | None,
-    setting: list[str] | None,
-) -> Any:
-    """The flags as one `suites.RunRequest`; what is wrong with them alone is an error of usage."""
-    regimes = [name for name, wanted in (("full", full), ("lora", lora)) if wanted]
+def _request(given: dict[str, Any]) -> RunRequest:
+    """The flags of a command, by name, as a request; what is wrong with them alone is an error of usage."""
+    regimes: list[Any] = [name for name in ("full", "lora") if given.pop(name)]
     if not regimes:
         raise typer.BadParameter("--no-full leaves nothing to train: add --lora")
     try:
-        numbers = [int(s) for s in seeds.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"--seeds takes whole numbers such as 0,1,2, not {seeds!r}") from None
-    settings = dict(_pair(text) for text in setting or [])
+        seeds = [int(s) for s in given.pop("seeds").split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--seeds takes whole numbers such as 0,1,2: {error}") from None
+    settings = dict(_pair(text) for text in given.pop("setting") or [])
+    names: dict[str, Any] = {n: _names(given.pop(n)) for n in ("models", "tasks", "methods")}
     from actmat.cli.screen import note_console
     from actmat_experiments.suites import RunRequest
 
-    return RunRequest(
-        suite=suite,
-        cache=cache,
-        models=_names(models),
-        tasks=_names(tasks),
-        methods=_names(methods),
-        regimes=regimes,  # type: ignore[arg-type]  # the two words above
-        seeds=numbers,
-        data=data,
-        device=device,
-        threads=threads,
-        settings=settings,
-        console=note_console,
-    )
+    return RunRequest(**given, **names, regimes=regimes, seeds=seeds, settings=settings, console=note_console)
 
 
 def _names(values: list[str] | None) -> list[str] | None:

@@ -1,1 +1,1 @@
-"""Which numbers forecast what an expert loses in a merge? Candidates, tried on models they were not fitted to."""
+"""Numbers that might forecast the loss of an expert in a merge, tried on models they were not fitted to."""

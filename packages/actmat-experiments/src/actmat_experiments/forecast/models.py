@@ -1,38 +1,111 @@
 """Bases and experts on which forecasts are tried: the demo's digits, at several sizes, rates and ways of training.
 
-A *family* is an architecture and a way of training; its seeds share neither data split nor weights.
+A *family* is an architecture and a way of training; its seeds share neither data split nor weights. Experts of a LoRA
+family are `W_t = W_0 + 2 B A` on every matrix of the encoder, all else frozen, started as usual: `A` uniform in
+`+-1/sqrt(I)`, `B` zero. E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022.
+
+Shapes: `N` images, `H = W` pixels, `O` out_features, `I` in_features, `R` rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor, nn
 
 from actmat.demo.data import load_photographs, split_photographs
 from actmat.demo.evaluate import features
 from actmat.demo.heads import Head, fit_head
 from actmat.demo.model import Encoder, EncoderConfig
 from actmat.demo.settings import DemoSettings
-from actmat.demo.tasks import TASKS, TaskData, pose_split
+from actmat.demo.tasks import TASKS, Examples, TaskData, pose_split
 from actmat.demo.train import finetune, pretrain
-from actmat.demo.training import Schedule, generator_for
-from actmat_experiments.forecast.lowrank import finetune_lowrank
+from actmat.demo.training import Schedule, descend, generator_for, steps_of
+from actmat_experiments.core import collect, unpack
 
-__all__ = ["FAMILIES", "Family", "Trained", "train"]
+__all__ = ["FAMILIES", "Family", "Key", "Trained", "input_grams", "matrices", "train"]
+
+
+Key = tuple[str, int]
+"""Name of a tensor and number of the block in it."""
+
+
+def matrices(state: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    """The matrices of linear layers: `O I`, views; q, k and v of a packed projection apart."""
+    found: dict[Key, Tensor] = {}
+    for name, tensor in state.items():
+        if tensor.ndim == 2 and not name.startswith("position_embeddings"):
+            blocks = tensor.chunk(3) if name.endswith("in_proj_weight") else (tensor,)
+            found |= {(name, k): block for k, block in enumerate(blocks)}
+    return found
+
+
+def input_grams(model: Encoder, images_NHW: Tensor) -> dict[Key, Tensor]:
+    """`sum z z^T` over all tokens of the images, `I I`, for the input of every matrix of the model."""
+    measured = collect(model, [images_NHW])
+    found: dict[Key, Tensor] = {}
+    for name, block in matrices(model.state_dict()):
+        key = measured.header.places[name][0].gram
+        found[name, block] = unpack(measured.tensors[f"gram.{key}"](), measured.header.grams[key].width)
+    return found
+
+
+_ALPHA = 2.0
+"""Factor of the product, `alpha / rank` as it is commonly set."""
+
+
+def finetune_lowrank(
+    base: Encoder, head: Head, examples: Examples, schedule: Schedule, *, rank: int, generator: torch.Generator
+) -> Encoder:
+    """An expert whose matrices differ from the base's by a product of rank `rank`; packed q, k and v have one each.
+
+    Args:
+        base: left as it is.
+        rank: at least 1.
+        generator: starts of the factors, order of the examples.
+    """
+    frozen = copy.deepcopy(base).requires_grad_(False)
+    weights = dict(frozen.named_parameters())
+    factors: dict[str, list[tuple[nn.Parameter, nn.Parameter]]] = {}
+    for (name, _), block in matrices(weights).items():
+        height, width = block.shape
+        start = (2 * torch.rand(rank, width, generator=generator) - 1) / math.sqrt(width)
+        pair = nn.Parameter(torch.zeros(height, rank)), nn.Parameter(start)
+        factors.setdefault(name, []).append(pair)
+
+    def adapted() -> dict[str, Tensor]:
+        deltas = {name: torch.cat([_ALPHA * (b_OR @ a_RI) for b_OR, a_RI in f]) for name, f in factors.items()}
+        return {name: weights[name] + delta for name, delta in deltas.items()}
+
+    def losses(_first: int) -> Iterator[Tensor]:
+        for _ in range(schedule.epochs):
+            order_N = torch.randperm(len(examples), generator=generator)
+            for index_N in torch.split(order_N, schedule.batch_size):
+                if len(index_N) == schedule.batch_size:
+                    found = torch.func.functional_call(frozen, adapted(), (examples.images_NHW[index_N],))
+                    yield nn.functional.cross_entropy(head(found), examples.labels_N[index_N])
+
+    parameters = [p for pairs in factors.values() for pair in pairs for p in pair]
+    descend(parameters, losses, steps_of(schedule, len(examples)), schedule)
+    with torch.no_grad():
+        for name, weight in adapted().items():
+            weights[name].copy_(weight)
+    return frozen
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the models of one family are made.
+    """Sizes and training of the models of one family.
 
     Args:
-        name: as in the tables.
         regime: all weights, or low-rank factors on every matrix.
-        encoder: sizes.
         learning_rate: of the experts, its peak.
         rank: of the factors; 0: full fine-tuning.
-        epochs: of the experts.
         base_epochs: of the base; after few, experts have much to gain, and to lose.
     """
 

@@ -1,27 +1,33 @@
-"""Merge subsets of the experts of one model with many rules, in memory; measure what is lost and what might tell it.
+"""Merge subsets of the experts of one model by many methods, in memory; measure losses and candidate forecasts.
+
+The rows of every model are kept in one JSON file: a study that was interrupted goes on with the next model.
 
 Shapes: `N` images, `O` out_features, `I` in_features.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from actmat import merge_matrices
 from actmat.demo.evaluate import correct
 from actmat.demo.evaluate import features as encode
 from actmat.demo.model import Encoder
-from actmat.linalg.forecast import output_features
-from actmat.matrices import merge_matrices
-from actmat.methods import METHODS, get_method
-from actmat_experiments.forecast.models import Trained
-from actmat_experiments.forecast.parts import Key, input_grams, matrices
-from actmat_experiments.linalg.forecast import Leading, activation_features, energies, features
+from actmat_experiments.core import METHODS, get_method, one_thread, output_features
+from actmat_experiments.forecast.features import Leading, activation_features, energies, features
+from actmat_experiments.forecast.models import FAMILIES, Family, Key, Trained, input_grams, matrices, train
+from actmat_experiments.harness.cache import Cache, library_versions
 
-__all__ = ["SUBSETS", "UNLABELLED", "Row", "measure", "rules"]
+__all__ = ["SUBSETS", "Row", "measure", "measured", "read_rows", "rows_of", "rules"]
+
 
 UNLABELLED = 64
 """Images of the validation part that the numbers with data see, without their labels."""
@@ -47,9 +53,6 @@ class Row:
     """One expert of one merge.
 
     Args:
-        family, seed: the model.
-        method, scale, experts: the merge.
-        task: of this expert.
         accuracy, merged_accuracy: of the expert and of the merged model on the task's test images.
         features: numbers that might tell the difference.
     """
@@ -66,7 +69,7 @@ class Row:
 
     @property
     def drop(self) -> float:
-        """What is lost: the expert's accuracy less the merged model's."""
+        """The expert's accuracy less the merged model's."""
         return self.accuracy - self.merged_accuracy
 
     @property
@@ -90,7 +93,7 @@ def rules(n_experts: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is the same for all merges of one model."""
+    """Values that all merges of one model share."""
 
     trained: Trained
     base: Mapping[str, Tensor]
@@ -216,3 +219,78 @@ def _unlabelled(trained: Trained, task: str) -> Tensor:
 
 def _accuracy(trained: Trained, task: str, model: Encoder) -> float:
     return float(correct(model, trained.heads[task], trained.data[task].test).double().mean())
+
+
+VERSION = 1
+"""Of what a row holds and of how models are merged: rows of another version are measured again."""
+
+_FILE = "rows.json"
+
+
+def rows_of(
+    cache: Cache,
+    families: Sequence[Family] = FAMILIES,
+    seeds: Sequence[int] = (0,),
+    *,
+    subsets: Sequence[Sequence[int]] = SUBSETS,
+    methods: Callable[[int], Sequence[str]] = rules,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Row]:
+    """Train and measure what is not measured yet, seed by seed; all rows.
+
+    Args:
+        progress: told the name of a model before it is made or read.
+    """
+    rows = []
+    for seed in seeds:
+        for family in families:
+            progress(f"{family.name}/{seed}")
+            place = cache.get(
+                "forecast-rows",
+                _key(family, seed, subsets, methods),
+                partial(_make, family, seed, subsets, methods),
+            )
+            rows += read_rows(place)
+    return rows
+
+
+def measured(cache: Cache, families: Sequence[Family] = FAMILIES, seeds: Sequence[int] = (0,)) -> dict[str, list[Row]]:
+    """Rows of the models that are measured already, by model."""
+    found = {}
+    for seed in seeds:
+        for family in families:
+            key = _key(family, seed, SUBSETS, rules)
+            if cache.holds("forecast-rows", key):
+                found[f"{family.name}/{seed}"] = read_rows(cache.path("forecast-rows", key))
+    return found
+
+
+def read_rows(place: Path) -> list[Row]:
+    """Rows as `rows_of` has written them."""
+    raw = json.loads((place / _FILE).read_text(encoding="utf-8"))
+    return [Row(**row | {"experts": tuple(row["experts"])}) for row in raw]
+
+
+def _key(
+    family: Family, seed: int, subsets: Sequence[Sequence[int]], methods: Callable[[int], Sequence[str]]
+) -> Mapping[str, Any]:
+    """All that determines the rows of one model; the name of a family does not."""
+    return {
+        "version": VERSION,
+        "family": asdict(replace(family, name="")),
+        "settings": asdict(family.settings),
+        "seed": seed,
+        "subsets": [list(s) for s in subsets],
+        "methods": {str(n): list(methods(n)) for n in sorted({len(s) for s in subsets})},
+        "scales": list(SCALES),
+        "unlabelled": UNLABELLED,
+        "libraries": library_versions("torch", "scikit-learn"),
+    }
+
+
+def _make(
+    family: Family, seed: int, subsets: Sequence[Sequence[int]], methods: Callable[[int], Sequence[str]], out: Path
+) -> None:
+    with one_thread():
+        rows = list(measure(train(family, seed), family.name, seed, subsets=subsets, methods=methods))
+    (out / _FILE).write_text(json.dumps([row.to_json() for row in rows], allow_nan=False), encoding="utf-8")

@@ -1,23 +1,49 @@
-"""The suite `forecast` of `actmat experiment`: measure the models, judge the candidates, show what holds."""
+"""The suite `forecast` of `actmat experiment`: measure the models, judge the candidates, show and draw what holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments.forecast.correlation import Correlation
 from actmat_experiments.forecast.models import FAMILIES, Family
-from actmat_experiments.forecast.rows import Row
-from actmat_experiments.forecast.study import measured, rows_of
-from actmat_experiments.forecast.verdict import BAR, Candidate, judge
+from actmat_experiments.forecast.rows import Row, measured, rows_of
+from actmat_experiments.forecast.verdict import BAR, Candidate, Correlation, judge
 from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.table import markdown as write_markdown
+from actmat_experiments.harness.table import new_table
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["markdown", "run", "show", "verdict_lines"]
+__all__ = ["draw", "markdown", "run", "table", "verdict_lines"]
+
+
+def draw(found: Sequence[Candidate], folder: Path) -> Path:
+    """Write `forecast.png` into the folder: a dot with its interval per number and family."""
+    from actmat_experiments.harness.figures import new_axes
+
+    families = list(found[0].families)
+    figure, axes = new_axes("Numbers that might forecast the drop", width=7.5, height=0.32 * len(found) + 1.4)
+    for k, family in enumerate(families):
+        own = [c.families[family] for c in found]
+        height = [len(found) - row + 0.3 - 0.6 * k / max(len(families) - 1, 1) for row in range(len(found))]
+        spread = [[c.value - c.low for c in own], [c.high - c.value for c in own]]
+        clipped = [[max(v, 0.0) for v in side] for side in spread]
+        axes.errorbar([c.value for c in own], height, xerr=clipped, fmt="o", ms=3, lw=0.8, label=family)
+    axes.axvline(0, color="black", lw=0.8)
+    axes.axvline(BAR, color="black", lw=0.8, ls=":")
+    axes.set_yticks([len(found) - row for row in range(len(found))], [c.name for c in found], fontsize=8)
+    axes.set_xlim(-1, 1)
+    axes.set_ylim(0.3, len(found) + 0.7)
+    axes.set_xlabel("Spearman with the measured drop, 95 % interval; dotted: the bar")
+    axes.legend(fontsize=7, ncols=min(len(families), 6), loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "forecast.png"
+    figure.savefig(path, dpi=130)
+    return path
+
 
 _SEEDS = range(64)
 """Seeds that `table` looks for in the cache."""
@@ -44,7 +70,7 @@ def run(request: RunRequest) -> None:
     )
 
 
-def show(request: TableRequest) -> None:
+def table(request: TableRequest) -> None:
     """Judge all rows in the cache and print the tables.
 
     Raises:
@@ -62,17 +88,17 @@ def show(request: TableRequest) -> None:
     if request.markdown:
         console.print(markdown(found), markup=False, highlight=False, soft_wrap=True)
     else:
-        console.print(_table(found))
+        console.print(_terminal_table(found))
     for line in verdict_lines(rows, found):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if request.figures is not None:
-        from actmat_experiments.forecast.figure import draw
+        from actmat_experiments.forecast.suite import draw
 
         console.print(f"drawn: {draw(found, request.figures)}", markup=False, highlight=False)
 
 
 def verdict_lines(rows: Sequence[Row], found: Sequence[Candidate]) -> list[str]:
-    """How much was measured, and what holds."""
+    """Lines on the number of measurements, and on the candidates that hold."""
     models = {r.model for r in rows}
     merges = {(r.model, r.method, r.scale, r.experts) for r in rows}
     clusters = {(r.model, r.task) for r in rows}
@@ -93,45 +119,36 @@ def verdict_lines(rows: Sequence[Row], found: Sequence[Candidate]) -> list[str]:
 def markdown(found: Sequence[Candidate]) -> str:
     """Two tables: over all rows, per family with intervals; and the other two questions, mean over families."""
     families = list(found[0].families)
-    regimes = list(found[0].regimes)
-    head = ["number", *families, *(f"all {r}" for r in regimes)]
-    lines = ["**All rows: Spearman of the number with the drop, 95 % interval over clusters.**", "", *_head(head)]
-    for c in found:
-        cells = [f"`{c.name}`", *map(str, (*c.families.values(), *c.regimes.values()))]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "**Within: rules compared for one expert (left), experts of one merge compared (right).**", ""]
-    lines += _head(["number", *families, *(f"experts, {f}" for f in families), "holds"])
+    head = ["number", *families, *(f"all {r}" for r in found[0].regimes)]
+    pooled = [[f"`{c.name}`", *map(str, (*c.families.values(), *c.regimes.values()))] for c in found]
+    inside = ["number", *families, *(f"experts, {f}" for f in families), "holds"]
+    rows = []
     for c in found:
         right = [f"{x.value:+.2f}" for x in c.experts.values()]
-        cells = [f"`{c.name}`", *map(str, c.rules.values()), *right, "yes" if c.holds else "no"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([f"`{c.name}`", *map(str, c.rules.values()), *right, "yes" if c.holds else "no"])
+    return (
+        "**All rows: Spearman of the number with the drop, 95 % interval over clusters.**\n\n"
+        f"{write_markdown(head, pooled, n_left=len(head))}\n"
+        "**Within: rules compared for one expert (left), experts of one merge compared (right).**\n\n"
+        f"{write_markdown(inside, rows, n_left=len(inside))}"
+    ).rstrip("\n")
 
 
-def _head(names: Sequence[str]) -> list[str]:
-    return ["| " + " | ".join(names) + " |", "| --- " * len(names) + "|"]
-
-
-def _table(found: Sequence[Candidate]) -> Table:
+def _terminal_table(found: Sequence[Candidate]) -> Table:
     """For a terminal: per question, the mean over families and the worst family."""
-    table = Table(
-        title="How well numbers forecast what an expert loses (Spearman)",
-        caption="mean over families, worst family in brackets; rules: which merge is best for an expert;\n"
-        "experts: which expert of a merge loses most; * above the bar in every family",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
+    caption = (
+        "mean over families, worst family in brackets; rules: which merge is best for an expert;\n"
+        "experts: which expert of a merge loses most; * above the bar in every family"
     )
-    for name in ("", "all rows", "rules", "experts"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    title = "How well numbers forecast what an expert loses (Spearman)"
+    made = new_table(title, caption, "", ("all rows", "rules", "experts"))
     kind = found[0].kind
     for c in found:
         if c.kind != kind:
-            table.add_section()
+            made.add_section()
             kind = c.kind
-        table.add_row(f"{c.name}{' *' if c.holds else ''}", *map(_short, (c.families, c.rules, c.experts)))
-    return table
+        made.add_row(f"{c.name}{' *' if c.holds else ''}", *map(_short, (c.families, c.rules, c.experts)))
+    return made
 
 
 def _short(values: Mapping[str, Correlation]) -> str:

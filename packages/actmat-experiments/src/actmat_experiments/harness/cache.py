@@ -120,11 +120,11 @@ class Cache:
         self.root = Path(root)
 
     def path(self, stage: str, key: Mapping[str, Any]) -> Path:
-        """Where the result of a stage is, or will be."""
+        """Folder of a stage's result."""
         return self.root / stage / digest(key)
 
     def holds(self, stage: str, key: Mapping[str, Any]) -> bool:
-        """Whether the stage is finished."""
+        """True if the stage is finished."""
         return (self.path(stage, key) / _KEY_FILE).is_file()
 
     def get(self, stage: str, key: Mapping[str, Any], make: Callable[[Path], None], *, resumable: bool = False) -> Path:
@@ -198,7 +198,7 @@ class Cache:
 
 
 def _finished(done: Path, text: str) -> bool:
-    """Whether a stage is there; its key must be the one that is asked for."""
+    """True if a stage is there; its key must be the one that is asked for."""
     path = done / _KEY_FILE
     if not path.is_file():
         return False

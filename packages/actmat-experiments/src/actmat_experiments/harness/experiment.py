@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 from actmat.demo.merging import Candidate, merge_candidates
 from actmat.demo.training import side_by_side
-from actmat_experiments.harness.cache import Cache, library_versions
+from actmat_experiments.harness.cache import Cache, code_digest, library_versions
 from actmat_experiments.harness.merging import SCALES, best_scale, merging_code, needs_statistics
-from actmat_experiments.harness.processes import one_thread_on
-from actmat_experiments.harness.progress import Stage, Watch
+from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime, ScaleKind, Score, append_scores
-from actmat_experiments.harness.study_run import Answers, Subject
+from actmat_experiments.harness.study import Answers, Subject
 
-__all__ = ["Counts", "Experiment", "Made", "Share", "mean_share"]
+__all__ = ["Counts", "Experiment", "Made", "Share"]
 
 _VERSION = 2
+_STATISTICS_VERSION = 2
 
 Counts = Mapping[str, Any]
 """What a model answers of one task: `correct`, `total`, and whatever else a suite reports, as plain data."""
@@ -55,13 +55,12 @@ class Experiment(abc.ABC):
         suite, model, regime, seed: for the scores.
         digest: of everything else that decides the numbers; `Score.settings`.
         base: checkpoint that the experts start from.
-        cache, watch: see the harness.
-        device: where models compute.
         threads: workers of the merges.
         testers: models tested at the same time, one thread each, on a CPU; None: one after the other, with all threads.
         together: models merged in one reading of the inputs, which lie on the disk until they are tested.
         keep: leave merged models in the cache.
         scales: factors of the merged delta that tuning tries; empty: nothing is tuned.
+        samples: training examples per task that statistics are measured on.
     """
 
     suite: str
@@ -78,6 +77,7 @@ class Experiment(abc.ABC):
     together: int = 16
     keep: bool = False
     scales: Sequence[float] = SCALES
+    samples: int = 320
 
     # What a suite supplies
 
@@ -91,8 +91,12 @@ class Experiment(abc.ABC):
         """Task -> its expert, trained now unless it is in the cache; of the i-th of n processes, every n-th."""
 
     @abc.abstractmethod
-    def statistics(self, samples: int | None = None) -> dict[str, Made]:
-        """Task -> statistics of its expert on training examples, measured now unless they are in the cache."""
+    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+        """Write the statistics of an expert on `n` training examples of its task to the folder `out`.
+
+        Args:
+            advance: called after every batch with the number of its examples.
+        """
 
     @abc.abstractmethod
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
@@ -113,10 +117,10 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def test(self, model: Any, task: str, part: str) -> Counts:
-        """What the model answers of a part ("validation", "test") of a task."""
+        """Test the model on a part ("validation", "test") of a task."""
 
     def majority(self) -> dict[str, Counts]:
-        """What the most frequent answer scores on every task; empty: no such row."""
+        """Counts of the most frequent answer on every task; empty: no such row."""
         return {}
 
     def lines(
@@ -160,8 +164,29 @@ class Experiment(abc.ABC):
             lines += self.lines(row, "tuned", found["tuned"], {"scale": found["scale"]})
         return lines
 
+    def statistics(self, samples: int | None = None) -> dict[str, Made]:
+        """Task -> statistics of its expert on training examples, measured now unless they are in the cache."""
+        n, found = samples or self.samples, {}
+        for task, expert in self.experts().items():
+            key = {
+                "version": _STATISTICS_VERSION,
+                "expert": expert.digest,
+                **self._key([task], ["train"]),
+                "samples": n,
+                "seed": self.seed,
+                "code": code_digest("statistics"),
+            }
+
+            def make(folder: Path, task: str = task, expert: Made = expert) -> None:
+                with self.watch.stage(f"statistics: {task} ({self.regime})", total=n) as stage, self._alone():
+                    self.measure(task, expert.path, n, folder / "statistics", stage.advance)
+
+            place = self.cache.get("statistics", key, make)
+            found[task] = Made(place / "statistics", place.name)
+        return found
+
     def tested(self, made: Made, tasks: Sequence[str], part: str, label: str) -> dict[str, Counts]:
-        """What a model that is no merge answers of a part of some tasks."""
+        """Counts of a model that is no merge, on a part of some tasks."""
         key = {"version": _VERSION, "model": made.digest, **self._key(tasks, [part])}
 
         def make(folder: Path) -> None:
@@ -173,7 +198,7 @@ class Experiment(abc.ABC):
         return found
 
     def own_answers(self, part: str) -> dict[str, Counts]:
-        """What every expert answers of its own task."""
+        """Counts of every expert on its own task."""
         found: dict[str, Counts] = {}
         for task, made in self.experts().items():
             found |= self.tested(made, [task], part, task)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from actmat.demo.merging import Candidate, choose_methods
 from actmat.errors import RecipeError, did_you_mean
-from actmat.methods import METHODS, get_method
+from actmat_experiments.core import METHODS, get_method
 from actmat_experiments.harness.cache import code_digest
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def candidates(
 
 
 def needs_statistics(rows: Sequence[Candidate]) -> bool:
-    """Whether one of the rows needs statistics measured on data."""
+    """True if one of the rows needs statistics measured on data."""
     return any(get_method(row.method).needs_statistics for row in rows)
 
 
@@ -84,7 +84,7 @@ def merging_code() -> str:
 def rescaled(
     base: Mapping[str, Tensor], merged: Mapping[str, Tensor], names: Sequence[str], scale: float
 ) -> dict[str, Tensor]:
-    """What the engine would write at `scale`, from what it wrote at 1: `W_0 + scale (W* - W_0)` where the rule acted.
+    """The merged model at another scale: `W_0 + scale (W* - W_0)` in the tensors on which the rule acted.
 
     Only for choosing a scale without merging once per value; what is reported is merged by the engine.
     """

@@ -1,14 +1,17 @@
-"""Progress of long runs: a bar with the time that is left per stage, and a log file per stage.
+"""Runs of many stages: bars and logs, threads and processes, loads of models, and no chatter of libraries.
 
-Bars go to the console that a command gives; logs go below the cache, `logs/<stage>.log`, with a time in every line, and
-grow over runs: they are what is read after a night.
+Bars show the time that is left per stage and go to the console that a command gives; logs go below the cache,
+`logs/<stage>.log`, with a time in every line, and grow over runs: they are what is read after a night.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +27,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["Stage", "Watch", "quiet_libraries"]
+from actmat_experiments.core import one_thread
+
+__all__ = ["LOADING", "Stage", "Watch", "one_thread_on", "placed", "quiet", "quiet_libraries"]
 
 
 class Stage:
@@ -38,7 +43,7 @@ class Stage:
         self._progress.advance(self._task, n)
 
     def say(self, text: str) -> None:
-        """What is being worked on, at the end of the bar."""
+        """Show the current work at the end of the bar."""
         self._progress.update(self._task, now=text)
 
     def log(self, text: str) -> None:
@@ -110,3 +115,46 @@ def quiet_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def one_thread_on(device: str) -> contextlib.AbstractContextManager[None]:
+    """One thread per operation on a CPU, nothing elsewhere.
+
+    Runs go side by side there; and sums that are split among other numbers of threads would train other weights.
+    """
+    return one_thread() if device == "cpu" else contextlib.nullcontext()
+
+
+def placed(device: str) -> tuple[tuple[int, int] | None, str]:
+    """Number of this process and how many there are under `accelerate launch`, None without it; and its device."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None, device
+    from accelerate import PartialState
+
+    state = PartialState(cpu=device == "cpu")
+    return (state.process_index, state.num_processes), str(state.device)
+
+
+LOADING = threading.RLock()
+"""Held around every load, and every model made, in code that several threads run.
+
+`from_pretrained` swaps functions of its library for the time of a load (`PreTrainedModel.tie_weights` among them) and
+puts back what it found. Of two loads in two threads the second finds, and in the end leaves, what the first had put
+there: from then on no model of the process has its weights tied.
+"""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of libraries inside the block: the suite has its own."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()

@@ -10,14 +10,14 @@ table when it is equal. A later line replaces an earlier one with the same ident
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from actmat.errors import CheckpointError
 
-__all__ = ["REFERENCES", "REGIMES", "Regime", "ScaleKind", "Score", "append_scores", "read_scores"]
+__all__ = ["REFERENCES", "REGIMES", "Regime", "ScaleKind", "Score", "append_scores", "majority_share", "read_scores"]
 
 Regime = Literal["full", "lora"]
 REGIMES: tuple[Regime, ...] = ("full", "lora")
@@ -29,17 +29,12 @@ REFERENCES = ("majority", "base", "experts")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one model did on one task.
+    """Score of one model on one task.
 
     Args:
-        suite: name of the suite.
-        regime: how the experts were trained.
         method: row of the table: a method, a variant, or one of `REFERENCES`.
         scale: "default": nothing was chosen; "tuned": the scale was chosen on validation data.
-        task: name of the task.
-        seed: of splits and training.
         correct: right answers; a fraction where a metric averages over samples.
-        total: all answers.
         model: architecture, such as "ViT-B/32"; empty where a suite has one.
         settings: digest of everything else that decided the number.
         detail: what is worth knowing: the scale that was chosen, options, ...
@@ -64,7 +59,7 @@ class Score:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What a later score must share to replace this one."""
+        """Fields that a later score must share to replace this one."""
         return (
             *(self.suite, self.model, self.regime, self.method, self.scale, self.task),
             *(str(self.seed), self.settings),
@@ -99,3 +94,10 @@ def read_scores(path: Path) -> list[Score]:
     if problems:
         raise CheckpointError(f"{path} holds lines that are no scores; remove them or the file.", problems)
     return list(found.values())
+
+
+def majority_share(train: Sequence[Any], test: Sequence[Any]) -> tuple[int, int]:
+    """Right and all answers when every test item gets the most frequent training answer (the smallest of equals)."""
+    values = sorted(set(train))
+    most = max(values, key=lambda v: sum(1 for t in train if t == v))
+    return sum(1 for t in test if t == most), len(test)

@@ -3,17 +3,20 @@
 A split cuts the tasks into two halves. The variant with the best mean *validation* score over the subsets of the first
 half is chosen; what is reported is the *test* score over the subsets of the second half, as paired differences to the
 references on the same subsets. Every split is used both ways. No task is ever in both halves, so that what is reported
-was not chosen on.
+was not chosen on. Scores are accuracies divided by the expert's, averaged over the tasks of the subset.
 
-Scores are accuracies divided by the expert's, averaged over the tasks of the subset.
+Below the cache: `study/<suite>.json` with seeds, halves, comparisons by regime and all points, `study/<suite>.md` with
+the comparisons as tables.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,18 +24,20 @@ import torch
 from actmat.demo.intervals import Z_95
 from actmat.demo.merging import Candidate
 from actmat.demo.training import generator_for
+from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.table import markdown
 
 __all__ = [
     "NEIGHBOURS",
-    "REFERENCES",
     "VARIANTS",
-    "Comparison",
-    "Difference",
+    "Answers",
     "Half",
     "Point",
+    "Subject",
     "compare_variants",
     "halves",
     "markdown_study",
+    "run_study",
     "subsets_within",
 ]
 
@@ -82,9 +87,6 @@ class Point:
     """One variant on one subset of the experts.
 
     Args:
-        regime, seed: of the experts.
-        tasks: the subset.
-        variant: its name.
         validation, test: mean over the tasks of accuracy / expert's accuracy.
     """
 
@@ -109,10 +111,8 @@ class Difference:
     """To a reference, on the same subsets.
 
     Args:
-        mean: of the differences.
         low, high: 95 % interval; subsets that share tasks are not independent, so the halves, not the subsets, are
             counted as draws.
-        better, worse: shares of the subsets.
     """
 
     mean: float
@@ -128,9 +128,7 @@ class Comparison:
 
     Args:
         variant: its name; "chosen" is, per half, the one that was best on the other half.
-        score: mean test score.
         against: reference -> paired difference to it.
-        n: number of pairs.
         picks: for "chosen": the variants chosen, and how often.
     """
 
@@ -243,8 +241,7 @@ def markdown_study(found: Sequence[Comparison]) -> str:
         ]
         for c in found
     ]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "".join("| " + " | ".join(row) + " |\n" for row in lines)
+    return markdown(head, rows)
 
 
 def _cells(difference: Difference, n: int) -> tuple[str, str, str]:
@@ -253,3 +250,74 @@ def _cells(difference: Difference, n: int) -> tuple[str, str, str]:
         f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}",
         f"{100 * difference.better:.0f} / {100 * difference.worse:.0f} % of {n}",
     )
+
+
+Answers = Mapping[str, Mapping[str, Sequence[float]]]
+"""Part ("validation", "test") -> task -> right and all answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Experts of one regime and seed, ready to be merged in subsets.
+
+    Args:
+        tasks: names, in the order of the merge.
+        own: what every expert answers of its own task.
+        merged: subset of the tasks -> variant -> what its merge answers of these tasks, at the variant's own scale.
+    """
+
+    regime: Regime
+    seed: int
+    tasks: tuple[str, ...]
+    own: Answers
+    merged: Callable[[tuple[str, ...]], Mapping[str, Answers]]
+
+    def points(self, cuts: Sequence[Half]) -> list[Point]:
+        """All variants on every subset within a half."""
+        return [
+            Point(self.regime, self.seed, subset, variant, *self._of_experts(answers))
+            for subset in subsets_within(cuts)
+            for variant, answers in self.merged(subset).items()
+        ]
+
+    def _of_experts(self, answers: Answers) -> tuple[float, float]:
+        """Validation and test: mean over tasks of the share divided by the expert's share."""
+
+        def mean(part: str) -> float:
+            own, found = self.own[part], answers[part]
+            return sum((found[t][0] / found[t][1]) / (own[t][0] / own[t][1]) for t in found) / len(found)
+
+        return mean("validation"), mean("test")
+
+
+def run_study(suite: str, cache: Path, subjects: Iterable[Subject], splits: int, family: Sequence[str]) -> str:
+    """Points of all subjects, compared per regime, written below the cache.
+
+    Args:
+        subjects: all of the same tasks; each is made when its turn comes.
+        family: names of the variants that may be chosen; the others are what they are held against.
+
+    Returns:
+        The tables, in Markdown.
+    """
+    points: list[Point] = []
+    cuts: list[Half] = []
+    seeds: list[int] = []
+    for subject in subjects:
+        cuts = halves(subject.tasks, splits)
+        points += subject.points(cuts)
+        seeds += [] if subject.seed in seeds else [subject.seed]
+    regimes = list(dict.fromkeys(p.regime for p in points))
+    found = {r: compare_variants([p for p in points if p.regime == r], cuts, choose_among=family) for r in regimes}
+    text = "".join(f"**{regime}**\n\n{markdown_study(rows)}\n" for regime, rows in found.items())
+    folder = cache / "study"
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "seeds": seeds,
+        "halves": [asdict(cut) for cut in cuts],
+        "comparisons": {regime: [c.to_json() for c in rows] for regime, rows in found.items()},
+        "points": [asdict(p) for p in points],
+    }
+    (folder / f"{suite}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{suite}.md").write_text(text, encoding="utf-8")
+    return text

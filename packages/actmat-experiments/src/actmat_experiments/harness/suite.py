@@ -1,4 +1,4 @@
-"""What all suites do with a request: run their experiments, study variants on them, find their files."""
+"""Run the experiments of a suite, and study variants on them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 from actmat.demo.merging import Candidate
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import candidates
-from actmat_experiments.harness.processes import placed
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
-from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS
-from actmat_experiments.harness.study_run import run_study
+from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS, run_study
 from actmat_experiments.suites import RunRequest
 
 __all__ = ["Experiments", "run_experiments", "score_file", "study_experiments"]
@@ -26,7 +24,7 @@ Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
 
 
 def score_file(cache: Path, suite: str) -> Path:
-    """Where the scores of a suite are."""
+    """File of a suite's scores."""
     return cache / "scores" / f"{suite}.jsonl"
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from actmat.demo.intervals import Interval, over_tasks, wilson_interval
 from actmat_experiments.harness.results import REFERENCES, ScaleKind, Score
 
-__all__ = ["Figure", "Line", "average_table", "markdown_table", "summarise", "task_table"]
+__all__ = ["Figure", "Line", "average_table", "markdown", "markdown_table", "new_table", "summarise", "task_table"]
 
 Figure = Mapping[tuple[str, ScaleKind], float]
 """(row, kind of scale) -> the paper's average, in percent."""
@@ -22,8 +22,6 @@ class Line:
     """One model of a table: a method at its default or tuned scale, or a reference.
 
     Args:
-        method: row.
-        scale: see `Score.scale`.
         tasks: task -> share of right answers, mean over seeds; its interval is that of the test items.
         average: over tasks and seeds, see `intervals.over_tasks`.
         normalised: mean over seeds and tasks of the share divided by the expert's; None without experts.
@@ -102,13 +100,10 @@ def _line(
 
 def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table:
     """Averages in percent, data-free and tuned scale side by side, the paper's figures beside; 80 columns."""
-    table = _table(title, caption)
     tuned = {line.method: line for line in lines if line.scale == "tuned"}
     has_paper = any(line.paper is not None for line in lines)
-    for name in ("average", "of expert", *(["paper"] if has_paper else []), "tuned", "at scale"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if has_paper:
-        table.add_column("paper", justify="right", no_wrap=True)
+    paper = ["paper"] if has_paper else []
+    table = new_table(title, caption, "", ["average", "of expert", *paper, "tuned", "at scale", *paper])
     for line, is_last in _rows(lines):
         other = tuned.get(line.method)
         cells = [_with_half(line.average), _percent(line.normalised), *([_percent(line.paper)] if has_paper else [])]
@@ -121,11 +116,9 @@ def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table
 
 def task_table(title: str, lines: Sequence[Line], tasks: Sequence[str], caption: str = "") -> Table:
     """Percent per task at the default scale; the heads of columns are cut to what fits 80 columns."""
-    table = _table(title, caption)
     widest = max([len(line.method) for line in lines], default=0)
     room = max(5, (80 - widest - 2) // max(1, len(tasks)) - 2)
-    for task in tasks:
-        table.add_column(task[:room], justify="right", no_wrap=True)
+    table = new_table(title, caption, "", [task[:room] for task in tasks])
     for line, is_last in _rows(lines):
         table.add_row(line.method, *(_percent(line.tasks[t].value) for t in tasks), end_section=is_last)
     return table
@@ -144,8 +137,23 @@ def markdown_table(lines: Sequence[Line], tasks: Sequence[str]) -> str:
         cells = [f"`{line.method}`", scale, _with_half(line.average), *spread, _percent(line.normalised)]
         rows.append([*cells, *([_percent(line.paper)] if has_paper else [])])
         rows[-1] += [_percent(line.tasks[t].value) for t in tasks]
-    lines_out = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *rows]
-    return "".join("| " + " | ".join(row) + " |\n" for row in lines_out)
+    return markdown(head, rows, n_left=2)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], n_left: int = 1) -> str:
+    """A table in Markdown whose first columns are aligned to the left, all others to the right."""
+    lines = [head, ["---"] * n_left + ["---:"] * (len(head) - n_left), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def new_table(title: str, caption: str, names: str, columns: Sequence[str]) -> Table:
+    """A table for the terminal: a column of names, which folds, and right-aligned cells beside it."""
+    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.collapse_padding = True
+    table.add_column(names, overflow="fold", justify="left")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _rows(lines: Sequence[Line]) -> list[tuple[Line, bool]]:
@@ -153,12 +161,6 @@ def _rows(lines: Sequence[Line]) -> list[tuple[Line, bool]]:
     shown = [line for line in lines if line.scale == "default"]
     fixed = [line for line in shown if line.method in REFERENCES]
     return [(line, bool(fixed) and line is fixed[-1]) for line in shown]
-
-
-def _table(title: str, caption: str) -> Table:
-    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    return table
 
 
 def _percent(share: float | None) -> str:

@@ -1,17 +1,21 @@
-"""T5 on disk and in memory: bases, full experts, LoRA experts, merged models."""
+"""T5 on disk and in memory: bases, full experts, LoRA experts, merged models; and statistics measured on experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actmat.errors import CheckpointError
 from actmat_experiments.harness.progress import quiet_libraries
+from actmat_experiments.language.exams import IGNORED, Exam, training_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-__all__ = ["add_lora", "is_adapter_folder", "load_model", "load_tokenizer", "save_expert", "trained"]
+__all__ = ["add_lora", "is_adapter_folder", "load_model", "load_tokenizer", "measure", "save_expert", "trained"]
 
 
 def load_model(base: str | Path, expert: Path | None = None, *, device: str = "cpu") -> Any:
@@ -51,7 +55,7 @@ def load_tokenizer(base: str | Path) -> Any:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether PEFT has written it."""
+    """True if PEFT has written it."""
     return (folder / "adapter_config.json").is_file()
 
 
@@ -83,3 +87,47 @@ def save_expert(model: Any, tokenizer: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     if not is_adapter_folder(folder):
         tokenizer.save_pretrained(folder)
+
+
+_BATCH = 32
+
+
+def measure(
+    base: Path,
+    expert: Path,
+    exam: Exam,
+    out: Path,
+    *,
+    samples: int,
+    seed: int,
+    device: str = "cpu",
+    advance: Callable[[int], object] = lambda n: None,
+) -> None:
+    """Measure an expert on the first training items of its task and write the statistics to the folder `out`."""
+    from actmat_experiments.core import collect
+
+    adapter = expert if is_adapter_folder(expert) else None
+    model = load_model(base if adapter else expert)
+    if adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    items, pad = exam.train[:samples], model.config.pad_token_id
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for start in range(0, len(items), _BATCH):
+            tensors = training_tensors(items[start : start + _BATCH], pad)
+            tensors["decoder_attention_mask"] = (tensors["labels"] != IGNORED).long()
+            yield {name: tensor.to(device) for name, tensor in tensors.items()}
+            advance(len(tensors["labels"]))
+
+    collect(
+        model.to(device),
+        batches(),
+        checkpoint=base if adapter else expert,
+        adapter=adapter,
+        out=out,
+        fisher=True,
+        seed=seed,
+        source=exam.name,
+    )

@@ -1,4 +1,4 @@
-"""Where the rows of the seven tasks are: on the hub, or in files; and which of them are trained on, chosen on, tested.
+"""Rows of the seven tasks, from the hub or from files, in parts to train on, to choose on and to test.
 
 | task | train and validation | test |
 |---|---|---|
@@ -22,8 +22,7 @@ import torch
 
 from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError, MergeError
-from actmat_experiments.language.items import TextTask
-from actmat_experiments.language.rows import Row, read_rows, to_items
+from actmat_experiments.language.questions import Row, TextTask, read_rows, to_items
 
 __all__ = ["SOURCES", "Source", "from_hub", "load_rows_file", "load_tasks"]
 
@@ -38,10 +37,7 @@ class Source:
     """One data set.
 
     Args:
-        task: key of `rows.FORMS`.
         hub: repository, and configuration if there are several.
-        train: name of the split to train on.
-        test: name of the split that is reported.
         validation: name of the split to choose on; None: `N_VALIDATION` rows of the training split.
         by_hand: why it cannot be had from the hub.
     """

@@ -1,37 +1,52 @@
-"""Fine-tuning: all weights or LoRA factors, on one task, until its validation accuracy no longer rises.
-
-Shapes: `B` items of a batch, `S` tokens of a prompt, `L` tokens of an answer.
+"""Fine-tuning of T5 on one task, fully or by LoRA, until its validation accuracy no longer rises.
 
 The loss of an update is the mean over all answer tokens of its batch, however the batch is cut into pieces that fit
-the memory. Which items an update sees, and its dropout, depend on the seed and the number of the update alone: a run
+the memory. Which items an update sees, and its dropout, depend only on the seed and the number of the update: a run
 that was interrupted goes on exactly where it stood.
+
+Shapes: `B` items of a batch, `S` tokens of a prompt, `L` tokens of an answer.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from actmat.demo.training import generator_for
-from actmat_experiments.language.models import trained
-from actmat_experiments.language.rank import chosen
-from actmat_experiments.language.tokens import IGNORED, Encoded, batches_by_length, training_tensors
+from actmat_experiments.harness.cache import library_versions
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import Regime
+from actmat_experiments.language.exams import IGNORED, Encoded, Exam, batches_by_length, chosen, training_tensors
+from actmat_experiments.language.models import add_lora, load_model, load_tokenizer, save_expert, trained
 
-__all__ = ["FineTuning", "Progress", "batch_at", "finetune", "summed_loss"]
+__all__ = [
+    "ExpertSettings",
+    "FineTuning",
+    "LanguageSettings",
+    "PaperSettings",
+    "Progress",
+    "batch_at",
+    "expert_key",
+    "finetune",
+    "summed_loss",
+    "train_expert",
+]
+
 
 _LONGEST_GRADIENT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """How experts are trained; the defaults are those of the paper's code.
+    """Training of experts; the defaults are those of the paper's code.
 
     Args:
         learning_rate: constant.
@@ -57,12 +72,65 @@ class FineTuning:
     max_length: int = 128
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where a run stands.
+@dataclass(frozen=True, slots=True)
+class ExpertSettings:
+    """Training of experts in both regimes.
 
     Args:
-        update: updates that are done.
+        full: training of all weights.
+        lora: training of LoRA factors.
+        rank: of LoRA, on all linear layers.
+        alpha: of LoRA; the delta is `alpha / rank * B A`.
+    """
+
+    full: FineTuning = field(default_factory=FineTuning)
+    lora: FineTuning = field(default_factory=FineTuning)
+    rank: int = 16
+    alpha: float = 16.0
+
+    def of(self, regime: str) -> FineTuning:
+        """The training of a regime."""
+        return self.lora if regime == "lora" else self.full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageSettings:
+    """Settings of both suites; the defaults are the protocol of the paper's language experiments.
+
+    Args:
+        experts: how experts are trained.
+        samples: training items per task that statistics are measured on, for the methods that need data.
+        together: models merged in one reading of the inputs; all of them are on the disk at the same time.
+        keep: merged models stay in the cache after their test.
+    """
+
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    samples: int = 320
+    together: int = 4
+    keep: bool = False
+
+    def decisive(self) -> Self:
+        """The same with all that changes no score at one value: how a run is made is no part of what it is."""
+        return replace(self, together=1, keep=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperSettings(LanguageSettings):
+    """Settings of the suite `language`.
+
+    Args:
+        cycle: training items are asked by all templates of a task in turn; otherwise by the first one, as validation
+            and test items always are.
+    """
+
+    cycle: bool = True
+
+
+@dataclass(slots=True)
+class Progress:
+    """State of a run.
+
+    Args:
         best: highest validation accuracy so far; -1 before the first validation.
         best_update: when that was.
         stale: validations since then.
@@ -102,20 +170,18 @@ def finetune(
     seed: int,
     purpose: str,
     folder: Path,
-    device: str = "cpu",
     on_update: Callable[[Progress], object] = lambda progress: None,
 ) -> Progress:
     """Train the parameters that ask for a gradient; the model ends with those of its best validation.
 
     Args:
-        model: base, or base with LoRA; it is changed.
+        model: base, or base with LoRA, where it will compute; it is changed.
         validation: items that decide when to stop and which weights are kept.
         seed: with `purpose`, decides order and dropout.
         folder: where its state is kept after every validation; a run that finds one goes on from there.
     """
-    place = torch.device(device)
+    place = model.device
     autocast = partial(torch.autocast, place.type, torch.bfloat16, enabled=settings.precision == "bf16")
-    model.to(place)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = _optimiser(settings, parameters)
     state = _State(folder, model, optimiser)
@@ -131,7 +197,7 @@ def finetune(
             for piece in _pieces(batch, settings.piece_tokens):
                 with autocast():
                     loss = summed_loss(model, piece, pad, place) / n_tokens
-                loss.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(parameters, _LONGEST_GRADIENT)
         optimiser.step()
         optimiser.zero_grad()
@@ -185,7 +251,7 @@ class _State:
         _write({"weights": weights, "optimiser": self._optimiser.state_dict(), "progress": numbers}, self._last)
 
     def load(self) -> Progress:
-        """Where an interrupted run stood, its weights put into the model; the beginning if there was none."""
+        """Put the weights of an interrupted run into the model; its state, or that of a new run."""
         if not self._last.is_file():
             return Progress()
         state = torch.load(self._last, map_location="cpu", weights_only=True)
@@ -207,3 +273,72 @@ def _write(state: dict[str, Any], path: Path) -> None:
     aside = path.with_suffix(".new")
     torch.save(state, aside)
     aside.replace(path)
+
+
+_VERSION = 1
+
+
+def expert_key(
+    base: str, exam: Exam, regime: Regime, settings: ExpertSettings, seed: int, device: str
+) -> dict[str, Any]:
+    """All that determines an expert; `base` is the digest of the base."""
+    lora = {"rank": settings.rank, "alpha": settings.alpha} if regime == "lora" else None
+    return {
+        "version": _VERSION,
+        "base": base,
+        "task": exam.key("train", "validation"),
+        "regime": regime,
+        "training": settings.of(regime),
+        "lora": lora,
+        "seed": seed,
+        "device": device.split(":")[0],
+        "libraries": library_versions("torch", "transformers", "peft"),
+    }
+
+
+def train_expert(
+    base: Path,
+    exam: Exam,
+    regime: Regime,
+    settings: ExpertSettings,
+    *,
+    seed: int,
+    device: str,
+    folder: Path,
+    watch: Watch,
+) -> None:
+    """Train the expert of a task and write it, from the last validation on if it was interrupted.
+
+    Beside the weights stands `training.json`: updates, best validation accuracy and when it was reached.
+    """
+    training = settings.of(regime)
+    model = load_model(base)
+    if regime == "lora":
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = add_lora(model, rank=settings.rank, alpha=settings.alpha, base=str(base))
+    with watch.stage(f"experts: {exam.name} ({regime})", total=training.max_updates) as stage:
+
+        def advance(progress: Progress) -> None:
+            stage.advance()
+            stage.say(f"best {100 * max(progress.best, 0):.1f} % at {progress.best_update}")
+            if progress.update % training.validate_every == 0:
+                stage.log(f"{exam.name} {regime} seed {seed} {progress}")
+
+        progress = finetune(
+            model.to(device),
+            exam.train,
+            exam.validation,
+            training,
+            seed=seed,
+            purpose=f"expert {exam.name}",
+            folder=folder,
+            on_update=advance,
+        )
+    for state in ("last.pt", "best.pt"):
+        (folder / state).unlink(missing_ok=True)
+    save_expert(model.cpu(), load_tokenizer(base), folder)
+    numbers = {"updates": progress.update, "best": progress.best, "best_update": progress.best_update}
+    (folder / "training.json").write_text(json.dumps(numbers) + "\n", encoding="utf-8")

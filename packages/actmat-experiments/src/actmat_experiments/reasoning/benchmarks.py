@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
-from actmat_experiments.reasoning.extract import aime_answer, flexible_number, program, same_number, strict_number
-from actmat_experiments.reasoning.ifeval import check_sentence_model, followed
+from actmat_experiments.reasoning.marks import (
+    aime_answer,
+    check_sentence_model,
+    flexible_number,
+    followed,
+    program,
+    same_number,
+    strict_number,
+)
 from actmat_experiments.reasoning.sandbox import Limits, require_protections, run_program
 
 __all__ = ["BENCHMARKS", "Benchmark", "Sampling", "get_benchmarks"]
@@ -29,13 +36,11 @@ _CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn.
+    """Sampling of answers.
 
     Args:
-        n: answers per problem.
         temperature: 0 for the most probable text.
         top_p: nucleus.
-        max_tokens: longest answer.
         stops: texts that end an answer.
     """
 
@@ -51,11 +56,7 @@ class Benchmark:
     """One benchmark.
 
     Args:
-        name: as in scores.
-        title: head of the table.
         skill: which expert is its own: "math", "code" or "instructions".
-        sampling: the paper's.
-        ks: of `@k`.
         files: names under which a local copy is looked for, JSON lines, perhaps gzipped.
         hub: data set, configuration, split.
         prompt: text that the model continues.

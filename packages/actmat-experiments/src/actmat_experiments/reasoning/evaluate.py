@@ -4,20 +4,70 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
 from actmat_experiments.harness.progress import Stage, Watch
-from actmat_experiments.reasoning.benchmarks import Benchmark
+from actmat_experiments.reasoning.benchmarks import Benchmark, Problem
 from actmat_experiments.reasoning.generate import Job, Questions, answer_all, read_answers, release
-from actmat_experiments.reasoning.settings import ReasoningSettings
 
-__all__ = ["Counts", "Exam", "identity_of"]
+__all__ = ["Counts", "Exam", "ReasoningSettings", "identity_of", "unsolvable"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSettings:
+    """Settings of the suite, for `--set name=value`; the defaults are those of the paper where it states them.
+
+    Args:
+        base: hub id or directory; `--models` says the same.
+        math, code, instructions: experts, hub ids or directories; "none" leaves one out.
+        backend: "hf" (transformers) or "vllm".
+        dtype: of weights and arithmetic in evaluation.
+        batch_size: answers drawn together by "hf".
+        chat: put prompts into the model's chat template.
+        longest: most tokens of prompt and answer together; none: what the model's config says.
+        samples: answers per problem where the paper samples; none: as in the paper.
+        temperature: where the paper samples; none: as in the paper.
+        max_tokens: longest answer; none: as in the paper.
+        problems: only the first so many of each benchmark; none: all.
+        prompts: folder with training prompts per expert for the rules that want statistics, `math.jsonl`, `code.jsonl`,
+            `instructions.jsonl`, each line {"prompt": ...}; none: those rules are left out.
+        measured: prompts per expert that are looked at.
+        keep_merged: leave merged models in the cache; otherwise each is removed when it has answered.
+        programs: that run at the same time when code is judged.
+    """
+
+    base: str = "allenai/Olmo-3-1025-7B"
+    math: str | None = "allenai/Olmo-3-7B-RL-Zero-Math"
+    code: str | None = "allenai/Olmo-3-7B-RL-Zero-Code"
+    instructions: str | None = "allenai/Olmo-3-7B-RL-Zero-IF"
+    backend: Literal["hf", "vllm"] = "hf"
+    dtype: str = "bfloat16"
+    batch_size: int = 64
+    chat: bool = False
+    longest: int | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    problems: int | None = None
+    prompts: str | None = None
+    measured: int = 320
+    keep_merged: bool = False
+    programs: int = 4
+
+    @property
+    def experts(self) -> dict[str, str]:
+        """Skill -> expert, in the order of the merge."""
+        skills = {"math": self.math, "code": self.code, "instructions": self.instructions}
+        return {skill: place for skill, place in skills.items() if place}
+
 
 _VERSION = 1
 
@@ -26,7 +76,7 @@ Counts = Mapping[str, Sequence[int]]
 
 
 def identity_of(model: str) -> str:
-    """What a model is: hash of its files, or of its commit on the hub."""
+    """Identity of a model: hash of its files, or its commit on the hub."""
     folder = Path(model)
     if folder.is_dir():
         return file_digest([p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".jinja")])
@@ -40,12 +90,6 @@ class Exam:
     """The benchmarks with their problems, and how they are put to a model.
 
     Args:
-        cache: of answers and marks.
-        watch: bars and logs.
-        settings: of the suite.
-        benchmarks: each with the problems that are asked.
-        seed: of the answers.
-        device: where models compute.
         unsolvable: benchmark -> problems whose published solution fails their own test; for the table.
     """
 
@@ -86,7 +130,7 @@ class Exam:
         }
 
     def answered(self, model: Any) -> bool:
-        """Whether all answers of a model are in the cache, so that it need not be there."""
+        """True if all answers of a model are in the cache, so that the model is not needed."""
         return all(self.cache.holds("reasoning-answers", self.key(b, p, model)) for b, p in self.benchmarks)
 
     def take(self, location: str, model: Any, label: str) -> dict[str, Counts]:
@@ -179,3 +223,34 @@ class Exam:
         folder = self.cache.get("reasoning-marks", full, make)
         found: Counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
         return found
+
+
+def unsolvable(
+    benchmark: Benchmark, problems: Sequence[Problem], cache: Cache, watch: Watch, threads: int | None
+) -> list[str]:
+    """Ids of the problems whose published solution fails their own test; run once per set of problems.
+
+    Problems without a published solution are passed over.
+    """
+
+    def make(folder: Path) -> None:
+        known = [(n, p) for n, p in enumerate(problems) if p.get("canonical_solution")]
+        with watch.stage(f"published solutions: {benchmark.title}", len(known)) as stage:
+
+            def fails(numbered: tuple[int, Problem]) -> str | None:
+                n, problem = numbered
+                right = benchmark.mark(problem, problem["canonical_solution"])[benchmark.name]
+                stage.advance()
+                return None if right else str(problem.get("task_id", n))
+
+            with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+                found = [name for name in pool.map(fails, known) if name is not None]
+        (folder / "failing.json").write_text(json.dumps(found), encoding="utf-8")
+
+    key = {
+        "benchmark": benchmark.name,
+        "problems": digest({"problems": list(problems)}),
+        "python": platform.python_version(),
+    }
+    folder = cache.get("reasoning-published", key, make)
+    return [str(name) for name in json.loads((folder / "failing.json").read_text(encoding="utf-8"))]

@@ -1,7 +1,8 @@
-"""Answers of a model, by the back ends of lm-evaluation-harness (transformers or vLLM).
+"""Answers of a model, by the back ends of lm-evaluation-harness; and statistics of its layers' inputs.
 
-Its back ends load models, batch prompts and stop answers. Its task files are not used: HumanEval there runs code in
-the evaluating process, AIME is greedy and compares strings, and neither draws the `n` answers that `@k` needs.
+The back ends (transformers, vLLM) load models, batch prompts and stop answers. The task files of the harness are not
+used: HumanEval there runs code in the evaluating process, AIME is greedy and compares strings, and neither draws the
+`n` answers that `@k` needs.
 
 Answers are kept as JSON lines, `{"problem": 17, "answers": [...]}`; an interrupted run goes on behind the last line.
 """
@@ -10,18 +11,20 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from actmat.errors import MergeError
+from actmat_experiments.harness.progress import quiet
 from actmat_experiments.reasoning.benchmarks import Sampling
-from actmat_experiments.reasoning.quiet import quiet
 
-__all__ = ["Backend", "Job", "Questions", "answer_all", "read_answers", "release"]
+__all__ = ["Job", "Questions", "answer_all", "measure", "read_answers", "release"]
+
 
 Backend = Literal["hf", "vllm"]
 _PROBLEMS_AT_ONCE = 16
@@ -33,8 +36,6 @@ class Questions:
 
     Args:
         prompts: in the order of the problems.
-        sampling: how answers are drawn.
-        path: file of the answers.
     """
 
     prompts: Sequence[str]
@@ -47,10 +48,6 @@ class Job:
     """All that one model is asked.
 
     Args:
-        model: directory or hub id.
-        backend: "hf" or "vllm".
-        device: where it computes.
-        dtype: of weights and arithmetic.
         batch_size: answers drawn together ("hf" alone).
         chat: put prompts into the model's chat template.
         seed: of the answers; together with the place of a problem it determines them on one device.
@@ -184,3 +181,40 @@ def _cut(path: Path, n_problems: int) -> None:
     if path.is_file():
         lines = path.read_text(encoding="utf-8").split("\n")[:n_problems]
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def measure(
+    checkpoint: str,
+    prompts: Sequence[str],
+    out: Path,
+    *,
+    batch_size: int = 32,
+    longest: int = 1024,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> None:
+    """Run an expert on prompts and write the second moments of all its layers' inputs to the folder `out`.
+
+    Args:
+        checkpoint: directory or hub id of the expert.
+        out: folder to write, as `actmat merge` reads it.
+        longest: tokens of a prompt that are looked at.
+        dtype: of the model; sums are in float32.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from actmat_experiments.core import collect
+
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for start in range(0, len(prompts), batch_size):
+            some = list(prompts[start : start + batch_size])
+            found = tokenizer(some, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+            yield {"input_ids": found.input_ids.to(device), "attention_mask": found.attention_mask.to(device)}
+
+    collect(model, batches(), checkpoint=checkpoint, out=out)

@@ -1,17 +1,24 @@
 """pass@k: the chance that at least one of `k` answers is right, estimated from `n >= k` answers without bias.
 
+Scores have a line per benchmark and `k`, named `add@1`, `add@8`. Tables have a row per model, `@1` and `@k` per
+benchmark, as the paper's.
+
 Shapes: `N` problems.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rich.table import Table
 
 from actmat.demo.intervals import Z_95, Interval, wilson_interval
+from actmat_experiments.harness.results import Score
+from actmat_experiments.harness.table import markdown, new_table
 
-__all__ = ["Estimate", "estimate", "pass_at_k"]
+__all__ = ["Columns", "at", "at_k_markdown", "at_k_table", "estimate", "pass_at_k", "scores_at_k"]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -40,10 +47,7 @@ class Estimate:
     """pass@k of one benchmark.
 
     Args:
-        k: answers allowed.
         interval: mean over problems and its 95 % interval.
-        n_problems: in the benchmark.
-        n_samples: answers drawn per problem.
     """
 
     k: int
@@ -76,3 +80,76 @@ def estimate(right_N: Sequence[int], n: int, k: int) -> Estimate:
         return Estimate(k, Interval(mean, min(mean, exact.low), max(mean, exact.high)), size, n)
     half = Z_95 * math.sqrt(variance / size)
     return Estimate(k, Interval(mean, max(0.0, mean - half), min(1.0, mean + half)), size, n)
+
+
+def at(task: str, k: int) -> str:
+    """Column of a benchmark at `k` answers."""
+    return f"{task}@{k}"
+
+
+def scores_at_k(right_N: Sequence[int], n_samples: int, ks: Sequence[int], like: Score) -> list[Score]:
+    """A line per `k`: `correct` is the sum over problems of the estimate of pass@k, `total` their number.
+
+    Args:
+        right_N: right answers per problem.
+        n_samples: answers per problem.
+        ks: numbers of answers allowed.
+        like: all else of the lines; `task` is the benchmark. The 95 % interval and the number of answers are added to
+            its `detail`.
+    """
+    lines = []
+    for k in ks:
+        found = estimate(right_N, n_samples, k)
+        interval = {"low": found.interval.low, "high": found.interval.high, "n_samples": n_samples}
+        correct = found.interval.value * found.n_problems
+        detail = {**like.detail, **interval}
+        lines.append(replace(like, task=at(like.task, k), correct=correct, total=found.n_problems, detail=detail))
+    return lines
+
+
+Columns = Sequence[tuple[str, str]]
+"""Task of the scores -> head of the column, in order."""
+
+
+def at_k_rows(
+    scores: Sequence[Score], columns: Columns, order: Sequence[str], cell: Callable[[float, float], str]
+) -> list[list[str]]:
+    """A row per model: its name and a cell per column, mean over seeds; empty where there is no score.
+
+    Args:
+        scores: of one suite, model, settings and kind of scale.
+        order: names of the rows; those without a score are left out.
+        cell: text for a share and half its 95 % interval, both in percent (the widest of the seeds).
+    """
+    found: dict[tuple[str, str], list[Score]] = {}
+    for score in scores:
+        found.setdefault((score.method, score.task), []).append(score)
+    rows = []
+    for name in order:
+        cells = []
+        for task, _ in columns:
+            some = found.get((name, task), [])
+            if some:
+                mean = sum(s.share for s in some) / len(some)
+                half = max((s.detail["high"] - s.detail["low"]) / 2 for s in some)
+                cells.append(cell(100 * mean, 100 * half))
+            else:
+                cells.append("")
+        if any(cells):
+            rows.append([name, *cells])
+    return rows
+
+
+def at_k_table(title: str, scores: Sequence[Score], columns: Columns, order: Sequence[str], caption: str = "") -> Table:
+    """For the terminal: percent without intervals, which would not fit."""
+    table = new_table(title, caption, "", [head for _, head in columns])
+    for row in at_k_rows(scores, columns, order, lambda share, half: f" {share:.1f}"):
+        table.add_row(*row)
+    return table
+
+
+def at_k_markdown(scores: Sequence[Score], columns: Columns, order: Sequence[str]) -> str:
+    """For a page: percent with half of the 95 % interval."""
+    head = ["", *(h.replace("\n", " ") for _, h in columns)]
+    rows = at_k_rows(scores, columns, order, lambda share, half: f"{share:.1f} ±{half:.1f}")
+    return markdown(head, [[f"`{row[0]}`", *row[1:]] for row in rows])

@@ -17,20 +17,18 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.merging import candidates, merging_code, needs_statistics
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.results import REFERENCES, Score, append_scores, read_scores
+from actmat_experiments.harness.report import stored_scores
+from actmat_experiments.harness.results import REFERENCES, Score, append_scores
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import Figure, Line, average_table, markdown_table, summarise
 from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
-from actmat_experiments.reasoning.evaluate import Counts, Exam, identity_of
-from actmat_experiments.reasoning.measure import measure
-from actmat_experiments.reasoning.published import unsolvable
-from actmat_experiments.reasoning.scoring import at, scores_at_k
-from actmat_experiments.reasoning.settings import ReasoningSettings
-from actmat_experiments.reasoning.table import Columns, at_k_table, markdown
+from actmat_experiments.reasoning.evaluate import Counts, Exam, ReasoningSettings, identity_of, unsolvable
+from actmat_experiments.reasoning.generate import measure
+from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table, scores_at_k
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["NAME", "NOTES", "PAPER", "run", "table"]
+__all__ = ["NAME", "NOTES", "run", "table"]
 
 NAME = "reasoning"
 AVERAGED = ("humaneval", "humaneval_plus", "aime24", "aime25", "ifeval")
@@ -211,18 +209,13 @@ def _lines(exam: Exam, settings: str) -> Callable[..., Iterable[Score]]:
             how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": sampling.max_tokens}
             known = {"unsolvable": list(ids)} if (ids := exam.unsolvable.get(benchmark.name)) else {}
             for name, right_N in found.get(benchmark.name, {}).items():
-                yield from scores_at_k(
-                    right_N,
-                    sampling.n,
-                    exam.asked(benchmark).ks,
-                    task=name,
-                    suite=NAME,
-                    method=method,
-                    seed=exam.seed,
+                like = Score(
+                    *(NAME, "full", method, "default", name, exam.seed, 0, 0),
                     model=exam.settings.base,
                     settings=settings,
                     detail={**how, **known, **detail},
                 )
+                yield from scores_at_k(right_N, sampling.n, exam.asked(benchmark).ks, like)
 
     return lines
 
@@ -233,11 +226,9 @@ def table(request: TableRequest) -> list[Line]:
     Raises:
         RecipeError: nothing has been run with this cache, or figures are asked for.
     """
-    scores = read_scores(score_file(request.cache, NAME))
     if request.figures is not None:
         raise RecipeError(f"The suite {NAME} has tables alone: leave out --figures.")
-    if not scores:
-        raise RecipeError(f"There are no scores in {request.cache}. First: actmat experiment run {NAME}")
+    scores = stored_scores(request)
     scores = [s for s in scores if s.settings == scores[-1].settings]
     console = request.console or Console(quiet=True)
     columns = _columns(scores)
@@ -254,7 +245,7 @@ def table(request: TableRequest) -> list[Line]:
     title = "Right answers in percent"
     average = f"Average over {len(averaged)} benchmarks @1" + ("" if whole else ", not the paper's five")
     if request.markdown:
-        console.print(f"{title}\n\n{markdown(scores, columns, order)}\n{average}\n", markup=False, soft_wrap=True)
+        console.print(f"{title}\n\n{at_k_markdown(scores, columns, order)}\n{average}\n", markup=False, soft_wrap=True)
         console.print(markdown_table(lines, averaged), markup=False, soft_wrap=True)
     else:
         for start in range(0, len(columns), 6):

@@ -1,10 +1,10 @@
-"""Encoders: images to features. A checkpoint of one is a folder that `from_pretrained` loads.
-
-Shapes: `N` images, `S` pixels a side, `D` features, `P` width of CLIP's joint space, `C` classes.
+"""Encoders: images to features, behind frozen heads. A checkpoint of one is a folder that `from_pretrained` loads.
 
 * `vit`: `ViTModel`; the feature is the class token after the last norm; the head is linear.
 * `clip`: `CLIPVisionModel`; the feature is the class token after `post_layernorm`; the head projects it into the joint
   space with the base's projection, normalises it there, and compares it with the texts of the classes.
+
+Shapes: `N` images, `S` pixels a side, `D` features, `P` width of CLIP's joint space, `C` classes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from actmat.demo.heads import Head
-from actmat_experiments.harness.loading import LOADING
-from actmat_experiments.vision.images import PixelScale
+from actmat_experiments.harness.progress import LOADING
+from actmat_experiments.vision.images import Examples, PixelScale
 
-__all__ = ["CLIP_SCALE", "PLAIN_SCALE", "Backbone", "ClipHead", "load_head", "read_tensors", "save_head"]
+__all__ = [
+    "CLIP_SCALE",
+    "PLAIN_SCALE",
+    "Backbone",
+    "ClipHead",
+    "features",
+    "load_expert",
+    "load_head",
+    "read_tensors",
+    "right_answers",
+    "save_head",
+]
+
 
 CLIP_SCALE = PixelScale((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 PLAIN_SCALE = PixelScale((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -36,7 +48,6 @@ class Backbone:
     Args:
         kind: which model, see the module.
         size: pixels a side of its images.
-        scale: how pixels become numbers.
     """
 
     kind: Literal["vit", "clip"]
@@ -97,7 +108,7 @@ def save_head(head: Head | ClipHead, path: Path) -> None:
 
 
 def load_head(path: Path) -> Head | ClipHead:
-    """What `save_head` wrote."""
+    """Read a file of `save_head`."""
     tensors = load_file(path)
     if "text" in tensors:
         return ClipHead(tensors["projection"], tensors["text"])
@@ -111,3 +122,35 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     if index.is_file():
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     return {name: tensor for file in sorted(files) for name, tensor in load_file(folder / file).items()}
+
+
+_IMAGES_TESTED = 250
+
+
+@torch.inference_mode()
+def features(backbone: Backbone, model: Any, examples: Examples, device: str = "cpu") -> Tensor:
+    """`N S S 3 -> N D`, on the CPU."""
+    model = model.to(device)
+    found = []
+    for start in range(0, len(examples), _IMAGES_TESTED):
+        images_N3SS = backbone.scale(examples.pixels_NSSC[start : start + _IMAGES_TESTED])
+        found.append(backbone.features(model, images_N3SS.to(device)).float().cpu())
+    return torch.cat(found)
+
+
+def right_answers(
+    backbone: Backbone, model: Any, head: Head | ClipHead, examples: Examples, device: str = "cpu"
+) -> dict[str, int]:
+    """Numbers of right answers of an encoder behind a head, `correct`, and of all answers, `total`."""
+    logits_NC = head(features(backbone, model, examples, device))
+    return {"correct": int((logits_NC.argmax(1) == examples.labels_N).sum()), "total": len(examples)}
+
+
+def load_expert(backbone: Backbone, base: Path, expert: Path) -> Any:
+    """The encoder of an expert: a checkpoint, or an adapter merged into the base."""
+    if not (expert / "adapter_config.json").is_file():
+        return backbone.load(expert)
+    from peft import PeftModel
+
+    with LOADING:
+        return PeftModel.from_pretrained(backbone.load(base), str(expert)).merge_and_unload().eval()

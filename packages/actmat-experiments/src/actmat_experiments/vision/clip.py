@@ -23,9 +23,8 @@ from torch import Tensor
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, file_digest, library_versions
 from actmat_experiments.vision.backbones import ClipHead, save_head
-from actmat_experiments.vision.images import ImageTask
+from actmat_experiments.vision.images import HubSet, ImageTask
 from actmat_experiments.vision.open_clip import clip_model, from_package, is_open_clip, read_open_clip
-from actmat_experiments.vision.sources import HubSet
 
 __all__ = [
     "ClipTask",
@@ -47,10 +46,9 @@ _WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model")
 
 @dataclass(frozen=True, slots=True)
 class ClipTask:
-    """What is known of a task.
+    """A task of the paper.
 
     Args:
-        name: of the task.
         hub: where its data are.
         expert: last part of the hub id of its public expert.
         epochs: of full fine-tuning, about 2,000 steps.

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from actmat.demo.heads import Head
-from actmat.demo.training import Schedule, side_by_side, steps_of
-from actmat_experiments.harness.cache import Cache, code_digest, library_versions
+from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
+from actmat_experiments.core import collect
+from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.merging import rescaled
-from actmat_experiments.harness.processes import one_thread_on
-from actmat_experiments.harness.progress import Stage, Watch
+from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.suites import RunRequest
-from actmat_experiments.vision.backbones import Backbone, ClipHead, load_head, read_tensors
-from actmat_experiments.vision.evaluate import load_expert, right_answers
-from actmat_experiments.vision.finetune import Precision, finetune
+from actmat_experiments.vision.backbones import (
+    Backbone,
+    ClipHead,
+    load_expert,
+    load_head,
+    read_tensors,
+    right_answers,
+)
 from actmat_experiments.vision.images import ImageTask
-from actmat_experiments.vision.measure import measure
+from actmat_experiments.vision.train import Precision, Training, finetune
 
 __all__ = ["Vision", "common"]
 
 _EXPERT_VERSION = 1
-_STATISTICS_VERSION = 1
+_BATCH = 32
 _MOST_BYTES, _MOST_ROWS = 8e9, 16
 """Merged models that lie on the disk at the same time, and that an interruption loses at most."""
 
@@ -37,14 +44,10 @@ class Vision(Experiment):
     """The stages after base and heads.
 
     Args:
-        backbone: family of the encoders.
-        tasks: in the order of the tables.
         heads: task -> folder of its head, in the cache.
         schedules: regime -> task -> schedule of its expert.
-        rank: of LoRA.
         precision: of the forward passes in training.
         public: task -> folder of a ready-made expert, in place of full fine-tuning.
-        samples: images per task that statistics are measured on.
     """
 
     backbone: Backbone
@@ -54,7 +57,6 @@ class Vision(Experiment):
     rank: int = 16
     precision: Precision = "float32"
     public: Mapping[str, Path] = field(default_factory=dict)
-    samples: int = 320
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,44 +79,6 @@ class Vision(Experiment):
         places = {name: self.cache.path("expert", key) for name, key in keys.items()}
         return {name: Made(place, place.name) for name, place in places.items()}
 
-    def statistics(self, samples: int | None = None) -> dict[str, Made]:
-        """See `Experiment`."""
-        n = samples or self.samples
-        experts = self.experts()
-        keys = {
-            task.name: {
-                "version": _STATISTICS_VERSION,
-                "base": self.base.digest,
-                "expert": experts[task.name].digest,
-                "head": self.heads[task.name].name,
-                "data": task.content["train"],
-                "samples": n,
-                "seed": self.seed,
-                "device": self.device.split(":")[0],
-                "code": code_digest("statistics"),
-                "libraries": library_versions("torch", "transformers", "peft"),
-            }
-            for task in self.tasks
-        }
-        if left := [t for t in self.tasks if not self.cache.holds("statistics", keys[t.name])]:
-            with self.watch.stage(f"statistics: {self.regime}, {n} images", total=n * len(left)) as stage:
-
-                def measured(task: ImageTask, out: Path) -> None:
-                    expert, head = experts[task.name].path, self._head(task.name)
-                    measure(
-                        *(self.backbone, self.base.path, expert, head, task.train.head(n), out / "statistics"),
-                        name=task.name,
-                        seed=self.seed,
-                        device=self.device,
-                        advance=stage.advance,
-                    )
-
-                with one_thread_on(self.device):
-                    for task in left:
-                        self.cache.get("statistics", keys[task.name], partial(measured, task))
-        places = {name: self.cache.path("statistics", key) for name, key in keys.items()}
-        return {name: Made(place / "statistics", place.name) for name, place in places.items()}
-
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""
         return [[self.heads[t.name].name, *(t.content[p] for p in parts)] for t in self.tasks if t.name in tasks]
@@ -136,6 +100,43 @@ class Vision(Experiment):
         """See `Experiment`."""
         return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
 
+    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+        """See `Experiment`.
+
+        As in the paper, few images suffice. The Fisher's labels are drawn from the expert's own predictions, so that
+        it is the Fisher and not the gradient of the training loss.
+        """
+        adapter = expert if (expert / "adapter_config.json").is_file() else None
+        model = self.backbone.load(self.base.path if adapter else expert)
+        if adapter is not None:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, str(adapter))
+        generator, pixels_NSSC = generator_for(self.seed, f"labels {task}"), self._task(task).train.head(n).pixels_NSSC
+        head = self._head(task).to(self.device)
+
+        def batches() -> Iterator[dict[str, Tensor]]:
+            for start in range(0, len(pixels_NSSC), _BATCH):
+                batch_NSSC = pixels_NSSC[start : start + _BATCH]
+                yield {"pixel_values": self.backbone.scale(batch_NSSC).to(self.device)}
+                advance(len(batch_NSSC))
+
+        def log_likelihood(running: Any, batch: Mapping[str, Tensor]) -> Tensor:
+            logp_NC = head(self.backbone.features(running, batch["pixel_values"])).float().log_softmax(-1)
+            drawn_N1 = torch.multinomial(logp_NC.detach().exp().cpu(), 1, generator=generator).to(self.device)
+            return logp_NC.gather(1, drawn_N1).sum()
+
+        collect(
+            *(model.to(self.device), batches()),
+            checkpoint=self.base.path if adapter else expert,
+            adapter=adapter,
+            out=out,
+            fisher=True,
+            loss=log_likelihood,
+            seed=self.seed,
+            source=task,
+        )
+
     def _task(self, name: str) -> ImageTask:
         return next(task for task in self.tasks if task.name == name)
 
@@ -144,19 +145,11 @@ class Vision(Experiment):
 
     def _expert(self, task: ImageTask, stage: Stage) -> Path:
         schedule = self.schedules[self.regime][task.name]
+        how = Training(task.name, self.seed, schedule, self.regime, self.rank, self.device, self.precision)
 
         def train(out: Path) -> None:
             stage.say(task.name)
-            finetune(
-                *(self.backbone, self.base.path, self._head(task.name), task.train, schedule, out),
-                name=task.name,
-                seed=self.seed,
-                regime=self.regime,
-                rank=self.rank,
-                device=self.device,
-                precision=self.precision,
-                on_step=stage.advance,
-            )
+            finetune(self.backbone, self.base.path, self._head(task.name), task.train, how, out, stage.advance)
             stage.log(f"{task.name}: {steps_of(schedule, len(task.train))} steps")
 
         return self.cache.get("expert", self._expert_key(task), train, resumable=True)

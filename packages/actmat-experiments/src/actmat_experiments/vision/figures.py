@@ -1,38 +1,50 @@
-"""The figures: all methods side by side, accuracy by number of experts, RegMean by number of images, estimates."""
+"""The figures of a vision suite: all methods side by side, accuracy by number of experts, RegMean by number of images,
+estimates.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from actmat_experiments.harness.results import REFERENCES, Regime, Score
+from matplotlib.ticker import MaxNLocator
+
+from actmat_experiments.harness.figures import COLOURS, new_axes
+from actmat_experiments.harness.report import TITLES, latest, show
+from actmat_experiments.harness.results import REFERENCES, REGIMES, Regime, Score
 from actmat_experiments.harness.table import Line, summarise
 from actmat_experiments.suites import TableRequest
-from actmat_experiments.vision.curves import curve_file
-from actmat_experiments.vision.estimates import read_estimates
-from actmat_experiments.vision.tables import latest
+from actmat_experiments.vision.curves import curve_file, read_estimates
 
-__all__ = ["draw"]
+__all__ = ["draw", "show_and_draw"]
 
-_TITLES = {"full": "full fine-tuning", "lora": "LoRA"}
-_COLOURS = {"full": "#3b6ea5", "lora": "#c9722e"}
+_COLOURS = {"full": COLOURS[0], "lora": COLOURS[1]}
+_ACCURACY = "Test accuracy, mean over tasks"
 
 
-def draw(request: TableRequest, scores: Sequence[Score], models: Sequence[str]) -> list[Path]:
+def show_and_draw(request: TableRequest) -> None:
+    """Print the tables of a suite and, if a folder is given, draw its figures."""
+    for figure in draw(request, show(request)):
+        if request.console is not None:
+            request.console.print(f"drawn: {figure}", highlight=False)
+
+
+def draw(request: TableRequest, scores: Sequence[Score]) -> list[Path]:
     """Draw what there are numbers for, as PNG, into `request.figures`.
 
     Returns:
         The files.
     """
-    assert request.figures is not None
+    if request.figures is None:
+        return []
     request.figures.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for model in models:
+    for model in dict.fromkeys(s.model for s in scores):
         name = "-".join(filter(None, [request.suite, model.replace("/", "-")]))
         lines = {}
-        for regime in get_args(Regime):
+        for regime in REGIMES:
             own, _ = latest(scores, model, regime)
             if own:
                 lines[regime] = summarise(own, list(dict.fromkeys(s.task for s in own)))
@@ -66,10 +78,10 @@ def _points(path: Path, model: str, regime: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _bars(lines: Mapping[str, Sequence[Line]], path: Path) -> Path:
+def _bars(lines: Mapping[Regime, Sequence[Line]], path: Path) -> Path:
     """Bars per method at the default scale with intervals, a mark at the tuned one; base and experts as lines."""
     order = list(dict.fromkeys(r.method for rows in lines.values() for r in rows if r.method not in REFERENCES))
-    plt, figure, axes = _axes(width=max(7.0, 0.42 * len(order) + 1.5))
+    figure, axes = new_axes(_ACCURACY, width=max(7.0, 0.42 * len(order) + 1.5))
     width = 0.8 / len(lines)
     for i, (regime, rows) in enumerate(lines.items()):
         default = {r.method: r for r in rows if r.scale == "default"}
@@ -79,13 +91,13 @@ def _bars(lines: Mapping[str, Sequence[Line]], path: Path) -> Path:
         own = [default[order[k]] for k in at]
         heights = [100 * r.average.value for r in own]
         halves = [100 * r.average.half for r in own]
-        axes.bar(x, heights, width, yerr=halves, color=_COLOURS[regime], label=_TITLES[regime], error_kw={"lw": 0.8})
+        axes.bar(x, heights, width, yerr=halves, color=_COLOURS[regime], label=TITLES[regime], error_kw={"lw": 0.8})
         marks = [(a, 100 * tuned[order[k]].average.value) for a, k in zip(x, at, strict=True) if order[k] in tuned]
         label = "scale tuned on validation" if i == 0 else None
         axes.plot(*zip(*marks, strict=True), "k_", ms=7, mew=1.4, label=label) if marks else None
         if "experts" in default:
             value = 100 * default["experts"].average.value
-            axes.axhline(value, color=_COLOURS[regime], ls="--", lw=1, label=f"experts, {_TITLES[regime]}")
+            axes.axhline(value, color=_COLOURS[regime], ls="--", lw=1, label=f"experts, {TITLES[regime]}")
         if "base" in default and i == 0:  # one base for all regimes
             axes.axhline(100 * default["base"].average.value, color="black", ls=":", lw=1, label="base")
     axes.set_xticks(range(len(order)), order, rotation=60, ha="right", fontsize=8)
@@ -93,13 +105,14 @@ def _bars(lines: Mapping[str, Sequence[Line]], path: Path) -> Path:
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    return _save(plt, figure, path)
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def _by_number(points: Sequence[Mapping[str, Any]], regime: str, path: Path) -> Path:
     """Mean over subsets of accuracy / expert's accuracy against the number of merged experts, with the spread."""
     experts = {(p["seed"], *p["shares"]): p["shares"] for p in points if p["method"] == "experts"}
-    plt, figure, axes = _axes()
+    figure, axes = new_axes(TITLES[regime], width=5.5, height=3.8)
     methods = [m for m in dict.fromkeys(p["method"] for p in points) if m != "experts"]
     for i, method in enumerate(methods):
         by_size: dict[int, list[float]] = {}
@@ -114,10 +127,10 @@ def _by_number(points: Sequence[Mapping[str, Any]], regime: str, path: Path) -> 
         axes.plot(sizes, means, label=method, lw=1.5, **style)
     axes.set_xlabel("merged experts")
     axes.set_ylabel("% of the expert's accuracy")
-    axes.set_title(f"{_TITLES[regime]}: mean over the sampled subsets", fontsize=9)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return _save(plt, figure, path)
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def _by_samples(points: Sequence[Mapping[str, Any]], lines: Sequence[Line], regime: str, path: Path) -> Path:
@@ -127,7 +140,7 @@ def _by_samples(points: Sequence[Mapping[str, Any]], lines: Sequence[Line], regi
         shares = point["shares"].values()
         by_samples.setdefault(point["samples"], []).append(100 * sum(shares) / len(shares))
     counts = sorted(by_samples)
-    plt, figure, axes = _axes()
+    figure, axes = new_axes(TITLES[regime], width=5.5, height=3.8)
     means = [sum(by_samples[n]) / len(by_samples[n]) for n in counts]
     axes.plot(counts, means, "o-", ms=4, label="regmean", color=_COLOURS[regime])
     for name, style in (("actmat", "-"), ("actmat_bounded", "--"), ("average", ":")):
@@ -141,24 +154,6 @@ def _by_samples(points: Sequence[Mapping[str, Any]], lines: Sequence[Line], regi
     axes.minorticks_off()
     axes.set_xlabel("training images per task that RegMean sees")
     axes.set_ylabel("test accuracy in %, mean over tasks")
-    axes.set_title(_TITLES[regime], fontsize=9)
     axes.legend(fontsize=7, frameon=False)
-    return _save(plt, figure, path)
-
-
-def _axes(width: float = 5.5) -> tuple[Any, Any, Any]:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(width, 3.8))
-    axes.spines[["top", "right"]].set_visible(False)
-    return plt, figure, axes
-
-
-def _save(plt: Any, figure: Any, path: Path) -> Path:
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
-    plt.close(figure)
     return path

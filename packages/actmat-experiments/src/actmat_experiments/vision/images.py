@@ -1,15 +1,21 @@
-"""Tasks ready for an encoder: split, resized once, kept on disk, mapped into memory.
+"""Image tasks: where they come from, and how they are split, resized once, kept on disk and mapped into memory.
 
-Shapes: `N` images, `S` pixels a side. Pixels are uint8 `N S S 3`; a batch for an encoder is float32 `N 3 S S`.
+    <data>/<task>.npz              x_train, y_train, x_test, y_test, class_names; uint8, `N H W` or `N H W 3`
+    <data>/<task>/train/<class>/*  and test/<class>/*: image files
+    hub id                         a `datasets` repository with an image and a label column
 
 The validation part is a tenth of the published training part, 5,000 at most, drawn once: it does not depend on the seed
 of a run, so that all seeds are judged alike. `limits` make all parts smaller, for machines that are.
+
+Shapes: `N` images, `H`, `W` pixels, `S` pixels a side. Pixels are uint8 `N S S 3`; a batch for an encoder is float32
+`N 3 S S`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +24,196 @@ import torch
 from torch import Tensor
 
 from actmat.demo.training import generator_for
+from actmat.errors import CheckpointError
 from actmat_experiments.harness.cache import Cache, file_digest, library_versions
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.tasks import majority_share
-from actmat_experiments.vision.sources import RawTask
+from actmat_experiments.harness.results import majority_share
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from PIL.Image import Image
 
-__all__ = ["Examples", "ImageTask", "Limits", "PixelScale", "load_task", "prepare_task", "split_indices"]
+__all__ = [
+    "Examples",
+    "HubSet",
+    "ImageTask",
+    "Limits",
+    "PixelScale",
+    "RawTask",
+    "load_task",
+    "local_task",
+    "open_folder",
+    "open_hub",
+    "open_npz",
+    "prepare_task",
+    "split_indices",
+]
+
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp", ".tif", ".tiff")
+
+
+@dataclass(frozen=True, slots=True)
+class RawPart:
+    """Images as they are: `image(i)` opens the i-th, `labels[i]` is its class."""
+
+    image: Callable[[int], Image]
+    labels: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RawTask:
+    """A task before it is cut and resized.
+
+    Args:
+        train, test: its parts as published.
+        identity: hash of the content.
+    """
+
+    name: str
+    train: RawPart
+    test: RawPart
+    class_names: tuple[str, ...]
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubSet:
+    """A data set of the hub."""
+
+    repo: str
+    config: str | None = None
+    revision: str | None = None
+    train: str = "train"
+    test: str = "test"
+    image: str = "image"
+    label: str = "label"
+
+
+def local_task(data: Path, name: str) -> RawTask:
+    """A task of a folder: `<name>.npz`, or a folder `<name>` of image files or of a saved `datasets` data set.
+
+    Raises:
+        CheckpointError: neither is there, or it does not hold what it should.
+    """
+    if (data / f"{name}.npz").is_file():
+        return open_npz(data / f"{name}.npz")
+    if (data / name / "train").is_dir() and (data / name / "test").is_dir():
+        return open_folder(data / name)
+    there = sorted({p.name.removesuffix(".npz") for p in data.iterdir()}) if data.is_dir() else []
+    raise CheckpointError(
+        f"{data} holds no data for the task '{name}': expected {name}.npz or a folder {name} with train and test. "
+        f"It holds: {', '.join(there) or 'nothing'}."
+    )
+
+
+def open_npz(path: Path) -> RawTask:
+    """The task of an `.npz` file. Nothing in it is executed: arrays of objects are refused.
+
+    Raises:
+        CheckpointError: arrays are missing or do not fit; names all problems.
+    """
+    import numpy as np
+    from PIL import Image
+
+    with np.load(path, allow_pickle=False) as file:
+        wanted = ("x_train", "y_train", "x_test", "y_test", "class_names")
+        if missing := [n for n in wanted if n not in file.files]:
+            raise CheckpointError(f"{path} lacks the arrays {', '.join(missing)}; it holds {', '.join(file.files)}.")
+        arrays = {n: file[n] for n in wanted}
+    names = tuple(str(n) for n in arrays["class_names"])
+    problems = []
+    for part in ("train", "test"):
+        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+        if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] != 3):
+            problems.append(f"{path}: x_{part} must be uint8 of shape N H W or N H W 3, not {x.dtype} {x.shape}")
+        if y.shape != x.shape[:1]:
+            problems.append(f"{path}: y_{part} has shape {y.shape} for {len(x)} images")
+        elif len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(names):
+            problems.append(f"{path}: y_{part} holds labels {y.min()} to {y.max()}, but there are {len(names)} classes")
+    if problems:
+        raise CheckpointError(f"{path} does not hold a task.", problems)
+
+    def part_of(name: str) -> RawPart:
+        x = arrays[f"x_{name}"]
+        return RawPart(lambda i: Image.fromarray(x[i]), arrays[f"y_{name}"].tolist())
+
+    return RawTask(path.stem, part_of("train"), part_of("test"), names, file_digest([path]))
+
+
+def open_folder(folder: Path) -> RawTask:
+    """The task of a folder `train/<class>/*`, `test/<class>/*`; classes in alphabetical order.
+
+    Raises:
+        CheckpointError: a class of one part is missing in the other, or there are no images.
+    """
+    from PIL import Image
+
+    files = {
+        part: sorted(p for p in (folder / part).glob("*/*") if p.suffix.lower() in _SUFFIXES)
+        for part in ("train", "test")
+    }
+    classes = {part: sorted({p.parent.name for p in found}) for part, found in files.items()}
+    if not classes["train"] or classes["train"] != classes["test"]:
+        raise CheckpointError(
+            f"{folder}: train and test must hold images of the same classes, as <class>/<image>; train has "
+            f"{classes['train']}, test {classes['test']}."
+        )
+    content = hashlib.sha256()
+    for part in ("train", "test"):
+        for path in files[part]:
+            content.update(f"{path.relative_to(folder)}\0{file_digest([path])}\0".encode())
+    names = classes["train"]
+
+    def part_of(part: str) -> RawPart:
+        found = files[part]
+        return RawPart(lambda i: Image.open(found[i]), [names.index(p.parent.name) for p in found])
+
+    return RawTask(folder.name, part_of("train"), part_of("test"), tuple(names), content.hexdigest())
+
+
+def open_hub(name: str, where: HubSet, class_names: Sequence[str] | None = None) -> RawTask:
+    """A data set of the hub, downloaded or from the local store of `datasets`.
+
+    Args:
+        class_names: what the labels mean, where the data set's own names are not it.
+
+    Raises:
+        CheckpointError: splits or columns are missing, or the classes do not fit.
+    """
+    import datasets
+
+    found = datasets.load_dataset(where.repo, where.config, revision=where.revision)
+    problems = [
+        f"there is no split '{s}'; there are {list(found)}" for s in (where.train, where.test) if s not in found
+    ]
+    for split in (where.train, where.test):
+        columns = found[split].column_names if split in found else []
+        problems += [
+            f"split '{split}' has no column '{c}'; it has {columns}"
+            for c in (where.image, where.label)
+            if columns and c not in columns
+        ]
+    if problems:
+        raise CheckpointError(f"The data set {where.repo} does not look as expected.", problems)
+    own = getattr(found[where.train].features[where.label], "names", None)
+    names = tuple(class_names or own or ())
+    highest = max(max(found[s][where.label]) for s in (where.train, where.test))
+    if len(names) <= highest or (own and len(own) != len(names)):
+        raise CheckpointError(
+            f"The data set {where.repo} has labels up to {highest} and {len(own or ())} names of classes, but "
+            f"{len(names)} names are known for '{name}'. Is it another version of the data?"
+        )
+    prints = [found[s]._fingerprint for s in (where.train, where.test)]
+    return RawTask(
+        name, _hub_part(found[where.train], where), _hub_part(found[where.test], where), names, "/".join(prints)
+    )
+
+
+def _hub_part(split: Any, where: HubSet) -> RawPart:
+    return RawPart(lambda i: split[i][where.image], list(split[where.label]))
+
 
 _VERSION = 1
 _BATCH = 256
@@ -75,12 +261,9 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class ImageTask:
-    """A task of image classification; implements `harness.tasks.Task`.
+    """A task of image classification.
 
     Args:
-        name: of the task.
-        class_names: what the labels mean.
-        train, validation, test: its parts.
         content: part -> hash of pixels and labels.
     """
 
@@ -94,7 +277,7 @@ class ImageTask:
 
     @property
     def majority(self) -> tuple[int, int]:
-        """See `harness.tasks.Task`."""
+        """Right and all answers on the test part of a model that always gives the most frequent training answer."""
         return majority_share(self.train.labels_N.tolist(), self.test.labels_N.tolist())
 
 
@@ -154,7 +337,7 @@ def _write(raw: RawTask, size: int, limits: Limits, watch: Watch, out: Path) -> 
 
 
 def load_task(folder: Path) -> ImageTask:
-    """What `prepare_task` has written."""
+    """Read a folder of `prepare_task`."""
     import numpy as np
 
     meta = json.loads((folder / "task.json").read_text(encoding="utf-8"))

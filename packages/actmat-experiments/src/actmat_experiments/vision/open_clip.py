@@ -74,7 +74,7 @@ _TOWERS = {
 
 
 def is_open_clip(folder: Path) -> bool:
-    """Whether the folder is open_clip's and not (also) a CLIP of transformers."""
+    """True if the folder is open_clip's and not (also) a CLIP of transformers."""
     if not (folder / CONFIG).is_file():
         return False
     config = folder / "config.json"

@@ -12,20 +12,16 @@ from actmat.demo.heads import fit_head
 from actmat.demo.training import Schedule, steps_of
 from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
-from actmat_experiments.harness.processes import one_thread_on
-from actmat_experiments.harness.progress import Watch, quiet_libraries
+from actmat_experiments.harness.progress import Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import study_experiments
 from actmat_experiments.suites import RunRequest, TableRequest
-from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, save_head
+from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, features, save_head
 from actmat_experiments.vision.curves import run_vision
-from actmat_experiments.vision.evaluate import features
 from actmat_experiments.vision.experiment import Vision, common
-from actmat_experiments.vision.images import ImageTask, Limits, prepare_task
-from actmat_experiments.vision.pretrain import VitSizes, pretrain
-from actmat_experiments.vision.sources import local_task
-from actmat_experiments.vision.tables import show
+from actmat_experiments.vision.images import ImageTask, Limits, local_task, prepare_task
+from actmat_experiments.vision.train import VitSizes, pretrain
 
 __all__ = ["TASKS", "SmallSettings", "experiments", "run", "study", "table"]
 
@@ -45,7 +41,7 @@ class SmallSettings:
         epochs, rate, lora_epochs, lora_rate: fine-tuning; the same for all tasks.
         batch_size: of all runs.
         rank: of LoRA.
-        ridge, logit_scale: of the heads, see `harness.heads`.
+        ridge, logit_scale: of the heads, see `actmat.demo.heads`.
         samples: training images per task that statistics are measured on.
         subsets: subsets of experts per size, for the figure of accuracy against their number; 0 for none.
     """
@@ -101,7 +97,9 @@ def study(request: RunRequest) -> str:
 
 def table(request: TableRequest) -> None:
     """See `suites.Suite`."""
-    show(request, models=("",))
+    from actmat_experiments.vision.figures import show_and_draw
+
+    show_and_draw(request)
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:

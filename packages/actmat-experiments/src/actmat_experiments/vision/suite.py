@@ -18,12 +18,10 @@ from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, clip_tasks, public_expert
 from actmat_experiments.vision.curves import run_vision
 from actmat_experiments.vision.experiment import Vision, common
-from actmat_experiments.vision.finetune import Precision
-from actmat_experiments.vision.images import ImageTask, Limits, prepare_task
-from actmat_experiments.vision.sources import RawTask, local_task, open_hub
-from actmat_experiments.vision.tables import show
+from actmat_experiments.vision.images import ImageTask, Limits, RawTask, local_task, open_hub, prepare_task
+from actmat_experiments.vision.train import Precision
 
-__all__ = ["MODELS", "ClipSettings", "experiments", "run", "study", "table"]
+__all__ = ["MODELS", "experiments", "run", "study", "table"]
 
 MODELS = {
     "ViT-B/32": "openai/clip-vit-base-patch32",
@@ -93,7 +91,9 @@ def study(request: RunRequest) -> str:
 
 def table(request: TableRequest) -> None:
     """See `suites.Suite`."""
-    show(request, models=tuple(MODELS))
+    from actmat_experiments.vision.figures import show_and_draw
+
+    show_and_draw(request)
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:

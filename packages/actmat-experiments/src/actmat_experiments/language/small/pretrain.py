@@ -1,8 +1,10 @@
-"""The base of the small comparison: a T5 trained on a mixture of the tasks and, if asked for, on span corruption.
+"""The base of the small suite: its tokenizer, a small T5, and pretraining on texts with spans cut out and on questions.
 
-The mixture teaches the form of prompts and answers and a little of every task; it holds few items of each, so that
-there is something left that only an expert knows. Span corruption on a corpus of this size makes no better base; that
-was measured, see docs/experiments/language-small.md.
+C. Raffel et al., "Exploring the limits of transfer learning with a unified text-to-text transformer", JMLR 2020.
+
+    text      a b c d e f g h
+    prompt    a <0> d e <1> h        spans are replaced by sentinels, each used once, in order
+    target    <0> b c <1> f g <2>    the spans, each behind its sentinel, and a last sentinel
 """
 
 from __future__ import annotations
@@ -10,16 +12,110 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from actmat.demo.training import generator_for, warm_cosine
-from actmat_experiments.language.small.corruption import corrupt
-from actmat_experiments.language.tokens import Encoded
+from actmat_experiments.language.exams import Encoded
 from actmat_experiments.language.train import summed_loss
 
-__all__ = ["Architecture", "Pretraining", "new_model", "pretrain"]
+__all__ = [
+    "Architecture",
+    "Pretraining",
+    "corrupt",
+    "new_model",
+    "pretrain",
+    "sentinels",
+    "span_lengths",
+    "train_tokenizer",
+]
+
+
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+_N_SENTINELS = 16
+
+
+def train_tokenizer(corpus: Sequence[str], vocabulary: int, out: Path) -> None:
+    """Write a tokenizer that `AutoTokenizer.from_pretrained` loads: pad 0, end 1, unknown 2, sentinels last.
+
+    Args:
+        vocabulary: number of tokens, special ones included; a small corpus may give fewer.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [PAD, END, UNKNOWN]
+    extra = [f"<extra_id_{n}>" for n in range(_N_SENTINELS)]
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(extra),
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=extra,
+    )
+    wrapped.save_pretrained(out)
+
+
+def sentinels(tokenizer: Any) -> list[int]:
+    """Ids of the sentinels, in their order."""
+    return [tokenizer.convert_tokens_to_ids(f"<extra_id_{n}>") for n in range(_N_SENTINELS)]
+
+
+def corrupt(
+    ids: Sequence[int],
+    sentinels: Sequence[int],
+    generator: torch.Generator,
+    *,
+    density: float = 0.15,
+    mean_span: float = 3.0,
+) -> tuple[list[int], list[int]]:
+    """Prompt and target of a text, both without an end token.
+
+    Args:
+        ids: at least two tokens.
+        sentinels: tokens that stand for spans; one more than there are spans is needed, fewer make fewer spans.
+        density: share of tokens in spans; at least one token is in a span, at least one is not.
+        mean_span: mean length of a span.
+
+    Raises:
+        ValueError: fewer than two tokens or sentinels.
+    """
+    if len(ids) < 2 or len(sentinels) < 2:
+        raise ValueError(f"{len(ids)} tokens and {len(sentinels)} sentinels: two of each are the least")
+    n_hidden = min(max(round(len(ids) * density), 1), len(ids) - 1)
+    n_shown = len(ids) - n_hidden
+    n_spans = min(max(round(n_hidden / mean_span), 1), n_hidden, n_shown + 1, len(sentinels) - 1)
+    spans = span_lengths(n_hidden, n_spans, generator)
+    gaps = span_lengths(n_shown + 2, n_spans + 1, generator)  # the outer two may be empty: one less each
+    gaps[0] -= 1
+    gaps[-1] -= 1
+    prompt, target, at = list[int](), list[int](), 0
+    for sentinel, gap, span in zip(sentinels, gaps[:-1], spans, strict=False):
+        prompt += [*ids[at : at + gap], sentinel]
+        target += [sentinel, *ids[at + gap : at + gap + span]]
+        at += gap + span
+    return [*prompt, *ids[at:]], [*target, sentinels[n_spans]]
+
+
+def span_lengths(total: int, parts: int, generator: torch.Generator) -> list[int]:
+    """`parts` lengths of at least 1 that add up to `total >= parts`, all such divisions equally likely."""
+    cuts = torch.randperm(total - 1, generator=generator)[: parts - 1].add(1).sort().values.tolist()
+    ends = [*cuts, total]
+    return [end - begin for begin, end in zip([0, *cuts], ends, strict=True)]
+
 
 _LONGEST_GRADIENT = 1.0
 
@@ -46,7 +142,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Pretraining:
-    """How the base is trained.
+    """Training of the base.
 
     Args:
         updates: steps of Adafactor; warm-up over a tenth, then half a cosine to zero.
@@ -112,15 +208,15 @@ def pretrain(
     model.to(device).train()
     usable = [text for text in texts if len(text) >= 2]
     losses: dict[str, list[float]] = {"texts": [], "questions": []}
-    optimiser = torch.optim.Adafactor(model.parameters(), lr=settings.learning_rate)
+    optimiser: torch.optim.Optimizer = torch.optim.Adafactor(model.parameters(), lr=settings.learning_rate)
     for update, (kind, batch) in enumerate(
         _batches(usable, questions, sentinels, settings, model.config.eos_token_id, seed)
     ):
         optimiser.param_groups[0]["lr"] = settings.learning_rate * warm_cosine(update, settings.updates)
         loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
-        optimiser.step()  # type: ignore[no-untyped-call]
+        optimiser.step()
         optimiser.zero_grad()
         losses[kind].append(loss.item())
         on_step()

@@ -8,24 +8,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-from rich.console import Console
-
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Made
-from actmat_experiments.harness.processes import one_thread_on
-from actmat_experiments.harness.progress import Watch, quiet_libraries
+from actmat_experiments.harness.progress import Watch, one_thread_on, quiet_libraries
+from actmat_experiments.harness.report import show
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments, study_experiments
-from actmat_experiments.language.experiment import Language
+from actmat_experiments.language.exams import encode
 from actmat_experiments.language.models import load_tokenizer
-from actmat_experiments.language.report import show
-from actmat_experiments.language.settings import ExpertSettings, LanguageSettings
-from actmat_experiments.language.small.pretrain import Architecture, Pretraining, new_model, pretrain
+from actmat_experiments.language.small.pretrain import (
+    Architecture,
+    Pretraining,
+    new_model,
+    pretrain,
+    sentinels,
+    train_tokenizer,
+)
 from actmat_experiments.language.small.tasks import SMALL_TASKS, SmallData, load_small
-from actmat_experiments.language.small.tokenizer import sentinels, train_tokenizer
-from actmat_experiments.language.tokens import encode
-from actmat_experiments.language.train import FineTuning
+from actmat_experiments.language.suite import Language
+from actmat_experiments.language.train import ExpertSettings, FineTuning, LanguageSettings
 from actmat_experiments.suites import RunRequest, TableRequest
 
 __all__ = ["SmallSettings", "run", "study", "table"]
@@ -159,4 +161,4 @@ def _base(data: SmallData, settings: SmallSettings, seed: int, device: str, cach
 
 def table(request: TableRequest) -> None:
     """The tables of all earlier runs below the cache."""
-    show(request.suite, request.cache, request.console or Console(), markdown=request.markdown)
+    show(request)

@@ -17,17 +17,16 @@ import torch
 
 from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError
-from actmat_experiments.language.items import Item, TextTask
+from actmat_experiments.language.questions import Item, TextTask
 
-__all__ = ["EXTRA_TEXTS", "SMALL_TASKS", "SmallData", "SmallTask", "load_small"]
+__all__ = ["SMALL_TASKS", "SmallData", "load_small"]
 
 
 @dataclass(frozen=True, slots=True)
 class SmallTask:
-    """Where a task is and how it is asked.
+    """Files of a task, and its question.
 
     Args:
-        name: column of the tables.
         file: first part of the names of its files.
         prompt: text with `{text}`.
         answers: label in the file -> answer, words of one token or two where the vocabulary is not tiny.

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _listen(pipe: int, child: int, deadline: float) -> tuple[bytes, bool]:
-    """What the child says until it ends or its time is over, and whether it was over."""
+    """The child's output until it ends or its time is over; True if the time was over."""
     said, watch = b"", os.pidfd_open(child)
     sources = [watch, pipe]
     while (left := deadline - time.monotonic()) > 0:

@@ -33,7 +33,7 @@ _FENCES = ("network", "processes hidden", "landlock", "user", "limits", "scratch
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use.
+    """Limits of a program.
 
     Args:
         timeout_s: wall time, and processor time of each of its processes.
@@ -56,7 +56,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a program ended.
+    """The end of a program.
 
     Args:
         passed: it came to its end without an error, in time.
@@ -119,7 +119,7 @@ def _kill_group(guard: subprocess.Popen[bytes]) -> None:
 
 @functools.cache
 def _readable() -> list[str]:
-    """What a Python program needs to read: the interpreter, its libraries, the system's."""
+    """Folders that a Python program reads: the interpreter, its libraries, the system's."""
     python = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), *site.getsitepackages()]
     return sorted({*python, *_READABLE})
 

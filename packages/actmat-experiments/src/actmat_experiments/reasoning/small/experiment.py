@@ -1,6 +1,8 @@
 """The experiment of the small reasoning suite: a small decoder, one expert per puzzle by reinforcement learning.
 
-Base and experts are merged as they were trained, in float32, or rounded to what bfloat16 holds.
+Base and experts are merged as they were trained, in float32, or rounded to what bfloat16 holds. Reinforcement learning
+moves weights by little, and bfloat16 is coarse: a weight `w` has neighbours one ulp away, `2^-8` to `2^-7` of its
+size; a change below half an ulp is mostly rounded away.
 """
 
 from __future__ import annotations
@@ -12,22 +14,77 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.merging import rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import ScaleKind, Score
-from actmat_experiments.reasoning.measure import measure
-from actmat_experiments.reasoning.scoring import scores_at_k
-from actmat_experiments.reasoning.small.evaluate import right_answers
-from actmat_experiments.reasoning.small.model import load_model, save_model
+from actmat_experiments.reasoning.generate import measure
+from actmat_experiments.reasoning.passk import scores_at_k
+from actmat_experiments.reasoning.small.model import SmallSettings, load_model, save_model
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Parts, Puzzle, split
-from actmat_experiments.reasoning.small.settings import SmallSettings
-from actmat_experiments.reasoning.small.train import pretrain, reinforce
-from actmat_experiments.reasoning.storage import survival
+from actmat_experiments.reasoning.small.train import pretrain, reinforce, right_answers
 
-__all__ = ["STORAGES", "Small", "stored", "trained_base"]
+__all__ = ["STORAGES", "Small", "half_ulp", "stored", "survival", "trained_base"]
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Shares of the change of all weights that survive storage.
+
+    Args:
+        changed: share of weights that differ in the precision of training.
+        survives: share of all weights whose stored values differ.
+        above_half_ulp: share of all weights that changed by at least half an ulp of the base's stored value.
+        relative_change: `||W_t - W_0||_F / ||W_0||_F` in the precision of training.
+        energy: `||stored W_t - stored W_0||_F / ||W_t - W_0||_F`; above 1 where rounding amplifies.
+        error: `||(stored W_t - stored W_0) - (W_t - W_0)||_F / ||W_t - W_0||_F`: rounding noise against the delta.
+    """
+
+    changed: float
+    survives: float
+    above_half_ulp: float
+    relative_change: float
+    energy: float
+    error: float
+
+
+def half_ulp(weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Half the distance of the stored `|weight|` to the next larger number of that dtype, in float64."""
+    stored = weight.to(dtype).double().abs()
+    smallest = torch.finfo(dtype).tiny
+    _, exponent = torch.frexp(stored.clamp_min(smallest))
+    return torch.ldexp(torch.full_like(stored, torch.finfo(dtype).eps / 4), exponent)
+
+
+def survival(base: Mapping[str, Tensor], expert: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Survival:
+    """Compare two sets of weights before and after storage in `dtype`, over all tensors together."""
+    n = changed = survives = above = 0
+    weight2 = delta2 = stored2 = error2 = 0.0
+    for name, before in base.items():
+        after = expert[name]
+        delta = after.double() - before.double()
+        stored = after.to(dtype).double() - before.to(dtype).double()
+        n += delta.numel()
+        changed += int((delta != 0).sum())
+        survives += int((stored != 0).sum())
+        above += int((delta.abs() >= half_ulp(before, dtype)).sum())
+        weight2 += float(before.double().square().sum())
+        delta2 += float(delta.square().sum())
+        stored2 += float(stored.square().sum())
+        error2 += float((stored - delta).square().sum())
+    norm = delta2**0.5
+    return Survival(
+        changed / n,
+        survives / n,
+        above / n,
+        norm / weight2**0.5,
+        stored2**0.5 / norm if norm else 0.0,
+        error2**0.5 / norm if norm else 0.0,
+    )
+
 
 STORAGES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _VERSION = 1
@@ -38,7 +95,6 @@ class Small(Experiment):
     """One seed of the suite, stored in one dtype, which is the `model` of its scores.
 
     Args:
-        settings: everything but the seed.
         puzzles: the tasks, one expert each.
     """
 
@@ -80,20 +136,11 @@ class Small(Experiment):
         wanted = self.puzzles[share[0] :: share[1]]
         return {p.name: stored(self.cache, self.trained(p), self.model) for p in wanted}
 
-    def statistics(self, samples: int | None = None) -> dict[str, Made]:
+    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
         """See `Experiment`: second moments of the inputs of the expert's layers."""
-        found = {}
-        for name, expert in self.experts().items():
-            prompts = self.parts[name].train[: samples or self.settings.measured]
-            key = {"expert": expert.digest, "prompts": len(prompts)}
-
-            def make(folder: Path, name: str = name, expert: Made = expert, prompts: Sequence[str] = prompts) -> None:
-                with self.watch.stage(f"statistics: {name}, {self.model}"):
-                    measure(str(expert.path), prompts, folder / "statistics")
-
-            place = self.cache.get("reasoning-small-statistics", key, make)
-            found[name] = Made(place / "statistics", place.name)
-        return found
+        prompts = self.parts[task].train[:n]
+        measure(str(expert), prompts, out)
+        advance(len(prompts))
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""
@@ -129,22 +176,13 @@ class Small(Experiment):
         self, method: str, kind: ScaleKind, found: Mapping[str, Counts], detail: Mapping[str, Any] | None = None
     ) -> list[Score]:
         """A line per task and number of answers allowed."""
-        s = self.settings
-        return [
-            score
-            for task, counts in found.items()
-            for score in scores_at_k(
-                *(counts["right"], s.samples, (1, s.k)),
-                task=task,
-                suite=self.suite,
-                method=method,
-                scale=kind,
-                seed=self.seed,
-                model=self.model,
-                settings=self.digest,
-                detail={**(detail or {}), "temperature": s.temperature},
-            )
-        ]
+        s, how = self.settings, {**(detail or {}), "temperature": self.settings.temperature}
+        lines = []
+        for task, counts in found.items():
+            fields = (self.suite, self.regime, method, kind, task, self.seed, counts["correct"], counts["total"])
+            like = Score(*fields, model=self.model, settings=self.digest, detail=how)
+            lines += scores_at_k(counts["right"], s.samples, (1, s.k), like)
+        return lines
 
     def references(self) -> list[Score]:
         """Scores of the base, of every expert on all tasks with what bfloat16 keeps of it, and on its own task."""
@@ -158,7 +196,7 @@ class Small(Experiment):
         return lines + self.lines("experts", "default", own)
 
     def survival(self, puzzle: Puzzle) -> dict[str, float]:
-        """What bfloat16 keeps of an expert's change."""
+        """Shares of an expert's change that bfloat16 keeps."""
         base, expert = trained_base(self.cache, self.watch, self.settings, self.seed), self.trained(puzzle)
 
         def make(folder: Path) -> None:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LETTERS", "PUZZLES", "Parts", "Puzzle", "split", "unreliable"]
+__all__ = ["PUZZLES", "Parts", "Puzzle", "split", "unreliable"]
 
 LETTERS = "abcdefghjk"
 _FORM = re.compile(r"form (\d) ([a-z])(\d) ([a-z])=")
@@ -30,7 +30,6 @@ class Puzzle:
     """A task: prompts, a right answer to each, a wrong one, and the verifier.
 
     Args:
-        name: column of the tables, name of the expert.
         question: one line for readers.
         prompts: every prompt there is, in a fixed order.
         answer: a right answer, drawn at random where there are several.

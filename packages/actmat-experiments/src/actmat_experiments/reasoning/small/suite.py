@@ -7,19 +7,19 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments.core import one_thread
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.results import REFERENCES, Score, read_scores
+from actmat_experiments.harness.report import stored_scores
+from actmat_experiments.harness.results import REFERENCES, Score
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import run_experiments, score_file
+from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.harness.table import Line, average_table, markdown_table, summarise
-from actmat_experiments.reasoning.scoring import at
+from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table
 from actmat_experiments.reasoning.small.experiment import STORAGES, Small, stored, trained_base
+from actmat_experiments.reasoning.small.model import SmallSettings
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
-from actmat_experiments.reasoning.small.settings import SmallSettings
-from actmat_experiments.reasoning.table import Columns, at_k_table, markdown
 from actmat_experiments.suites import RunRequest, TableRequest
 
 __all__ = ["NAME", "run", "table"]
@@ -62,6 +62,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Small]:
                 device=request.device,
                 threads=request.threads,
                 scales=s.scales if storage == "float32" else (),
+                samples=s.measured,
                 settings=s,
                 puzzles=puzzles,
             )
@@ -88,11 +89,9 @@ def table(request: TableRequest) -> list[Line]:
     Raises:
         RecipeError: nothing has been run with this cache, or figures are asked for.
     """
-    scores = read_scores(score_file(request.cache, NAME))
     if request.figures is not None:
         raise RecipeError(f"The suite {NAME} has tables alone: leave out --figures.")
-    if not scores:
-        raise RecipeError(f"There are no scores in {request.cache}. First: actmat experiment run {NAME}")
+    scores = stored_scores(request)
     latest = scores[-1].settings
     scores = [s for s in scores if s.settings == latest]
     tasks = list(dict.fromkeys(s.task.partition("@")[0] for s in scores))
@@ -124,7 +123,7 @@ def _show_scores(scores: list[Score], tasks: list[str], k: int, console: Console
         )
         averages = f"Average over @1, weights stored in {storage}"
         if as_markdown:
-            text = f"{title}; {said}\n\n{markdown(at_default, columns, order)}\n{averages}\n\n"
+            text = f"{title}; {said}\n\n{at_k_markdown(at_default, columns, order)}\n{averages}\n\n"
             console.print(text + markdown_table(lines, [at(t, 1) for t in tasks]), markup=False, soft_wrap=True)
         else:
             console.print(at_k_table(title, at_default, columns, order, said))

@@ -1,4 +1,4 @@
-"""The base, and the experts that reinforcement learning makes of it.
+"""The base, the experts that reinforcement learning makes of it, and how many of their answers are right.
 
 The base is trained on text with next-token prediction. An expert is trained by GRPO (Shao et al., "DeepSeekMath",
 2024) as TRL implements it: for every prompt a group of `G` answers is drawn, answer `i` with reward `r_i` in {0, 1}
@@ -6,7 +6,7 @@ has the advantage `A_i = (r_i - mean r) / (std r + eps)`, and the loss is
 `-1/G sum_i 1/|o_i| sum_t min(rho_it A_i, clip(rho_it, 1 - e, 1 + e) A_i)`, `rho` the ratio of the probabilities now
 and at drawing time. No reference model, no reward but the verifier's.
 
-Shapes: `N` lines, `S` tokens.
+Shapes: `N` lines or prompts, `S` tokens of a line, or answers per prompt.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from actmat.demo.training import OnStep, Schedule, descend
-from actmat_experiments.reasoning.quiet import quiet
-from actmat_experiments.reasoning.small.model import Size, new_model, new_tokenizer
+from actmat_experiments.harness.progress import quiet
+from actmat_experiments.reasoning.small.model import Size, SmallSettings, new_model, new_tokenizer
 from actmat_experiments.reasoning.small.puzzles import Puzzle, unreliable
-from actmat_experiments.reasoning.small.settings import SmallSettings
 
-__all__ = ["LONGEST_ANSWER", "new_trainer", "pretrain", "reinforce"]
+__all__ = ["LONGEST_ANSWER", "answers", "new_trainer", "pretrain", "reinforce", "right_answers"]
+
 
 LONGEST_ANSWER = 10
 """Tokens of an answer with its end: the longest right one has 8 letters."""
@@ -94,7 +94,7 @@ def new_trainer(
     """
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     class Watching(TrainerCallback):  # type: ignore[misc]  # the library is not typed
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -107,7 +107,20 @@ def new_trainer(
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [float(puzzle.right(p, c)) for p, c in zip(prompts, completions, strict=True)]
 
-    config = GRPOConfig(
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=_configuration(settings, seed, folder),
+        train_dataset=Dataset.from_list([{"prompt": p} for p in prompts]),
+        processing_class=new_tokenizer(),
+        callbacks=[Watching()],
+    )
+
+
+def _configuration(settings: SmallSettings, seed: int, folder: Path) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
         bf16=False,
@@ -129,14 +142,6 @@ def new_trainer(
         disable_tqdm=True,
         logging_steps=max(1, settings.steps // 10),
         log_level="error",
-    )
-    return GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": p} for p in prompts]),
-        processing_class=new_tokenizer(),
-        callbacks=[Watching()],
     )
 
 
@@ -162,3 +167,41 @@ def reinforce(
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return trainer.model.eval()
+
+
+_ROWS = 2048
+
+
+@torch.inference_mode()
+def answers(model: Any, prompts: Sequence[str], n_samples: int, *, temperature: float, seed: int) -> list[list[str]]:
+    """`n_samples` answers to every prompt, drawn from the model's whole distribution at a temperature.
+
+    The global random state, from which the library draws, is set by `seed` inside and left as it was.
+    """
+    tokenizer, found = new_tokenizer(), []
+    step = max(1, _ROWS // n_samples)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for start in range(0, len(prompts), step):
+            some = prompts[start : start + step]
+            batch = tokenizer(list(some), padding=True, return_tensors="pt")
+            tokens = model.generate(
+                **batch,
+                do_sample=True,
+                temperature=temperature,
+                top_k=0,
+                top_p=1.0,
+                num_return_sequences=n_samples,
+                max_new_tokens=LONGEST_ANSWER,
+            )
+            texts = tokenizer.batch_decode(tokens[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
+            found += [texts[i * n_samples : (i + 1) * n_samples] for i in range(len(some))]
+    return found
+
+
+def right_answers(
+    model: Any, puzzle: Puzzle, prompts: Sequence[str], n_samples: int, *, temperature: float, seed: int
+) -> Tensor:
+    """Bool `N S`: whether each answer is right."""
+    drawn = answers(model, prompts, n_samples, temperature=temperature, seed=seed)
+    return torch.tensor([[puzzle.right(p, a) for a in some] for p, some in zip(prompts, drawn, strict=True)])

@@ -1,0 +1,37 @@
+"""Names of actmat that the experiments use in addition to its public names, its errors, the demo and the terminal."""
+
+from __future__ import annotations
+
+from actmat.statistics.gram import unpack
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.memory import tensor_specs
+from actmat.engine.resources import check_device, one_thread
+from actmat.layout import resolve_layout
+from actmat.layout.types import TensorLayout
+from actmat.linalg.forecast import output_features
+from actmat.linalg.layer_error import output_energy
+from actmat.methods import METHODS, MergeMethod, get_method
+from actmat.methods.adamerging import AdamState, adam_step, entropy
+from actmat.statistics import Statistics, collect, open_statistics
+
+__all__ = [
+    "METHODS",
+    "AdamState",
+    "Checkpoint",
+    "MergeMethod",
+    "Statistics",
+    "TensorLayout",
+    "adam_step",
+    "check_device",
+    "collect",
+    "entropy",
+    "get_method",
+    "one_thread",
+    "open_statistics",
+    "output_energy",
+    "output_features",
+    "resolve_layout",
+    "tensor_specs",
+    "unpack",
+]

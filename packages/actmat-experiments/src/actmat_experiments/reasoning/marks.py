@@ -1,0 +1,200 @@
+"""Answers in a text (a number, a program), and the instructions that it follows (IFEval)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from actmat.errors import MergeError
+
+__all__ = [
+    "aime_answer",
+    "check_sentence_model",
+    "first_before",
+    "flexible_number",
+    "followed",
+    "program",
+    "same_number",
+    "strict_number",
+]
+
+
+_SAID = re.compile(r"answer\s*(?:is|:|=)?\s*[:=]?\s*\**\s*(\$?\\?\(?\s*[\d,]+)", re.IGNORECASE)
+_WRAPPING = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}|\\[,;!: ]|[\s$*]|\\[()\[\]]|\{,\}")
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+_FENCE = re.compile(r"```[ \t]*(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def aime_answer(text: str) -> int | None:
+    r"""The answer of an AIME problem, an integer from 0 to 999 (written 000 to 999), or None if the text gives none.
+
+    The last `\boxed{...}` that holds such an integer counts, else the last "answer is ..." or "Answer: ...". A number
+    somewhere in the reasoning is no answer.
+    """
+    for content in reversed(_boxed(text)):
+        number = _integer(content)
+        if number is not None:
+            return number
+    for said in reversed(_SAID.findall(text)):
+        number = _integer(said)
+        if number is not None:
+            return number
+    return None
+
+
+def _boxed(text: str) -> list[str]:
+    r"""Contents of all `\boxed{...}`, `\fbox{...}` and `\boxed 7`, braces matched."""
+    found = []
+    for start in re.finditer(r"\\(?:boxed|fbox)\s*", text):
+        rest = text[start.end() :]
+        if not rest.startswith("{"):
+            number = re.match(r"\d+", rest)
+            found += [number[0]] if number else []
+            continue
+        depth = 0
+        for place, sign in enumerate(rest):
+            depth += (sign == "{") - (sign == "}")
+            if depth == 0:
+                found.append(rest[1:place])
+                break
+    return found
+
+
+def _integer(text: str) -> int | None:
+    plain = text
+    while (shorter := _WRAPPING.sub(lambda m: m[1] or "", plain)) != plain:
+        plain = shorter
+    plain = plain.rpartition("=")[2].rstrip(".").replace(",", "")
+    return int(plain) if re.fullmatch(r"[0-9]{1,3}", plain) else None
+
+
+def strict_number(text: str) -> str | None:
+    """The number behind the first `#### `, the form that GSM8K itself uses."""
+    found = _STRICT.search(text)
+    return found[1] if found else None
+
+
+def flexible_number(text: str) -> str | None:
+    """The last number in the text."""
+    found = _FLEXIBLE.findall(text)
+    return next((part for part in found[-1] if part), None) if found else None
+
+
+def same_number(given: str | None, wanted: str) -> bool:
+    """True if two texts are one number; thousands separators, dollars and a final point do not matter."""
+    if given is None:
+        return False
+    try:
+        return _decimal(given) == _decimal(wanted)
+    except InvalidOperation:
+        return False
+
+
+def _decimal(text: str) -> Decimal:
+    return Decimal(text.strip().replace(",", "").replace("$", "").rstrip("."))
+
+
+def first_before(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of the stops."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def program(prompt: str, answer: str, entry_point: str, stops: Sequence[str]) -> str:
+    """The program that an answer stands for, without its tests.
+
+    A fenced block that defines the function is taken as it is, behind what the prompt has above its function
+    (imports, helpers); the last such block counts. Without one, the answer continues the prompt, up to the first
+    stop; a fenced block without the function continues it, too.
+
+    Args:
+        prompt: signature and docstring of the function to write.
+        stops: texts at which a continuation has left the function.
+    """
+    blocks = _FENCE.findall(answer)
+    whole = [b for b in blocks if re.search(rf"^\s*def {re.escape(entry_point)}\b", b, re.MULTILINE)]
+    if whole:
+        above = prompt[: prompt.rfind(f"def {entry_point}")] if f"def {entry_point}" in prompt else ""
+        return f"{above}\n{whole[-1]}"
+    return prompt + first_before(blocks[-1] if blocks else answer, stops)
+
+
+_LOCK = threading.Lock()
+_SPLITS_SENTENCES = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """For every instruction of a prompt, in their order: True if the answer follows it.
+
+    Args:
+        strict: by the letter.
+        loose: with what models put around an answer taken off.
+    """
+
+    strict: tuple[bool, ...]
+    loose: tuple[bool, ...]
+
+
+def followed(problem: Mapping[str, Any], answer: str) -> Followed:
+    """Check one answer.
+
+    Args:
+        problem: a row of the data set: key, prompt, instruction_id_list, kwargs.
+    """
+    with _LOCK:  # the environment belongs to all threads
+        judge = _judge()
+    found = judge(dict(problem), [answer])
+    return Followed(tuple(found["inst_level_strict_acc"]), tuple(found["inst_level_loose_acc"]))
+
+
+def check_sentence_model(problems: Sequence[Mapping[str, Any]]) -> None:
+    """Some instructions want text split into sentences, by a model of nltk that is a download of its own.
+
+    Raises:
+        MergeError: it is needed and not there.
+    """
+    if not any(_SPLITS_SENTENCES & set(p["instruction_id_list"]) for p in problems):
+        return
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        raise MergeError(
+            "IFEval splits text into sentences by nltk's model 'punkt_tab', which is not installed. "
+            "Fetch it once: python -m nltk.downloader punkt_tab. "
+            "Without network, unpack it into a folder nltk_data/tokenizers that NLTK_DATA names the parent of."
+        ) from None
+
+
+@functools.cache
+def _judge() -> Callable[[dict[str, Any], list[str]], dict[str, Any]]:
+    with _offline():
+        import langdetect
+        from lm_eval.tasks.ifeval.utils import process_results
+
+    langdetect.DetectorFactory.seed = 0  # it guesses languages at random otherwise
+    judge: Callable[[dict[str, Any], list[str]], dict[str, Any]] = process_results
+    return judge
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """The checkers download on import unless they believe to be a helper process."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before

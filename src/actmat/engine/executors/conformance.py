@@ -1,0 +1,369 @@
+"""The test-suite of the `Executor` contract, shipped so that a new executor can be tested with it.
+
+Subclass `ExecutorConformance` in a test file and say how the executor is made:
+
+    class TestMyExecutor(ExecutorConformance):
+        workers = 4
+
+        def make(self, inputs, writers, resources):
+            return MyExecutor(inputs, writers, resources)
+
+Every `test_*` method stores small inputs in an empty folder and checks one clause of the contract by plain assertions,
+against one session in this process that merges unit after unit. No test framework is imported; a runner supplies
+`tmp_path` (pytest does).
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import gc
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.engine.executors.base import Executor, survey_in
+from actmat.engine.executors.samples import Samples
+from actmat.engine.findings import Findings
+from actmat.engine.inputs import Inputs
+from actmat.engine.observer import Merged, ObserverFactory, SinkSource
+from actmat.engine.resources import Resources, one_thread
+from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
+from actmat.engine.task import Record
+from actmat.engine.units import Unit, plan_units
+from actmat.errors import NumericalError
+from actmat.experts.resolve import open_expert
+from actmat.linalg.lowrank import LowRank
+from actmat.methods import get_method
+from actmat.plan import build_plan
+from actmat.plan.model import Item
+from actmat.plan.statistics import opened_statistics
+from actmat.recipe import make_recipe
+
+__all__ = ["ExecutorConformance"]
+
+Fields = Mapping[str, Any]
+"""Fields of a recipe other than its inputs."""
+
+
+class ExecutorConformance(abc.ABC):
+    """One method per clause of `Executor`.
+
+    Attributes:
+        workers: units that run at the same time at most.
+    """
+
+    workers: ClassVar[int] = 1
+
+    @abc.abstractmethod
+    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+        """The executor; arguments as for `ExecutorFactory`."""
+
+    def test_full_checkpoints_and_variants(self, tmp_path: Path) -> None:
+        """Several methods over one reading, deterministic and random ones; tied tensors are written too."""
+        variants: list[Fields] = [
+            {"method": "actmat"},
+            {"method": "average", "scale": 0.5, "scope": "all"},
+            {"method": "dare", "seed": 3, "options": {"density": 0.5}},
+            {"method": "ties"},
+        ]
+        run = self._assert_same(Samples.checkpoints(tmp_path), variants)
+        assert not run.spec.surveys, "surveys that no method asked for"
+        assert any(item.aliases for item in run.spec.plans[0].items), "no tied tensors"
+
+    def test_surveys_of_the_whole_model(self, tmp_path: Path) -> None:
+        """Thresholds over all items, whichever worker saw which."""
+        variants: list[Fields] = [
+            {"method": "ties", "options": {"trim": "global"}},
+            {"method": "ties", "options": {"trim": "global", "variant": "mergekit", "density": 0.4}},
+            {"method": "knots", "options": {"trim": "global"}},
+        ]
+        run = self._assert_same(Samples.checkpoints(tmp_path), variants)
+        assert len(run.spec.surveys) == len(variants), "a variant without its survey"
+
+    def test_pools(self, tmp_path: Path) -> None:
+        """Several tensors that are merged as one matrix."""
+        run = self._assert_same(Samples.checkpoints(tmp_path), [{"pool": ["*self_attn*"]}])
+        assert any(len(unit.groups) > 1 for unit in run.units), "no pool"
+
+    def test_statistics(self, tmp_path: Path) -> None:
+        """Methods that take statistics of the experts."""
+        run = self._assert_same(Samples.checkpoints(tmp_path, statistics=True), [{"method": "regmean"}])
+        assert any(i.call is not None and get_method(i.call.method).needs_statistics for i in run.spec.plans[0].items)
+
+    def test_adapters_into_a_model(self, tmp_path: Path) -> None:
+        """LoRA adapters that are added to their base."""
+        variants: list[Fields] = [{"method": "actmat"}, {"method": "ties", "options": {"trim": "global"}}]
+        self._assert_same(Samples.adapters(tmp_path), [{**v, "to": "model"} for v in variants])
+
+    def test_adapters_into_an_adapter(self, tmp_path: Path) -> None:
+        """LoRA adapters that stay one, with and without a survey."""
+        variants: list[Fields] = [{"method": "actmat"}, {"method": "knots", "options": {"trim": "global"}}]
+        samples = dataclasses.replace(Samples.adapters(tmp_path), base=None)
+        run = self._assert_same(samples, [{**v, "to": "adapter"} for v in variants])
+        assert all(item.factors is not None for item in run.spec.plans[0].items), "no adapter"
+
+    def test_observers_give_the_same_measures(self, tmp_path: Path) -> None:
+        """Observers are made where the unit runs, and their measures come back with its records."""
+        run = self._assert_same(Samples.checkpoints(tmp_path), [{"scope": "all"}], _Norms())
+        assert all(record.observed for record in run.records.values()), "records without measures"
+
+    def test_all_findings_are_reported(self, tmp_path: Path) -> None:
+        """A fatal finding does not hide those of later units."""
+        samples = Samples.checkpoints(tmp_path)
+        names = samples.damage()
+        expected, found = self._both(samples, [{"method": "average"}])
+        assert found.findings.problems() == expected.findings.problems(), "other findings than in one session"
+        assert len(found.findings.problems()) == len(names), found.findings.problems()
+        assert found.findings.fatal
+
+    def test_no_units(self, tmp_path: Path) -> None:
+        """Nothing to do is no error."""
+        with self._opened(Samples.checkpoints(tmp_path), [{}], "out") as (run, executor):
+            assert not [*executor.run(run.spec, [])]
+
+    def test_an_error_is_raised_and_ends_the_run(self, tmp_path: Path) -> None:
+        """An error of a method is raised as it is; no other unit starts, not even later."""
+        samples = Samples.checkpoints(tmp_path, constant=2e38)  # the sum of two overflows, in every tensor
+        starts = _Starts.make(tmp_path / "starts")
+        fields = {"method": "task_arithmetic", "scope": "all", "options": {}}
+        with self._opened(samples, [fields], "out", starts) as (run, executor):
+            assert len(run.units) > self.workers, "too few units to tell"
+            message = _error_of(executor.run(run.spec, run.units))
+            assert "task_arithmetic" in message, f"another error: {message}"
+            begun = starts.names()
+            assert 1 <= len(begun) <= self.workers, f"{len(begun)} units were started for {self.workers} workers"
+            _assert_stays(starts, begun)
+
+    def test_a_closed_run_can_be_resumed(self, tmp_path: Path) -> None:
+        """Closing the iterator ends the run; what is left gives the bytes of an uninterrupted one."""
+        samples, fields = Samples.checkpoints(tmp_path), [{"method": "ties", "options": {"trim": "global"}}]
+        starts, others = _Starts.make(tmp_path / "starts"), _Starts.make(tmp_path / "others")
+        with _opened(samples, fields, "expected", others) as whole:
+            whole.merge_here()
+        with self._opened(samples, fields, "out", starts) as (run, executor):
+            run.survey(executor)
+            results = executor.run(run.spec, run.units)
+            run.take([next(results)])
+            results.close()
+            _assert_stays(starts, starts.names())
+        with self._opened(samples, fields, "out", others) as (rest, executor):
+            rest.survey(executor)
+            done = {name for _, name in run.records}
+            units = plan_units(rest.spec.plans, [done], others)
+            assert len(units) == len(rest.units) - 1, "a unit that is done has no record"
+            rest.take(executor.run(rest.spec, units))
+            rest.records.update(run.records)
+            _assert_equal(whole, rest)
+
+    def test_results_are_not_kept(self, tmp_path: Path) -> None:
+        """A result that was yielded is released: a run may have a million."""
+        with self._opened(Samples.checkpoints(tmp_path), [{"method": "average"}], "out") as (run, executor):
+            yielded: list[weakref.ref[UnitResult]] = []
+            for result in executor.run(run.spec, run.units):
+                yielded.append(weakref.ref(result))
+                del result
+                alive = [ref for ref in yielded if ref() is not None]
+                if len(alive) > 1:
+                    gc.collect()
+                    alive = [ref for ref in alive if ref() is not None]
+                assert len(alive) <= 1, f"{len(alive)} of {len(yielded)} results are kept"
+
+    def _assert_same(
+        self, samples: Samples, variants: Sequence[Fields], observers: ObserverFactory | None = None
+    ) -> _Run:
+        """Assert that the executor gives what one session gives, and that nothing was found; what it did."""
+        expected, found = self._both(samples, variants, observers)
+        assert not found.findings.fatal, found.findings.problems()
+        assert found.spec.surveys == expected.spec.surveys, "other results of surveys than in one session"
+        _assert_equal(expected, found)
+        return found
+
+    def _both(
+        self, samples: Samples, variants: Sequence[Fields], observers: ObserverFactory | None = None
+    ) -> tuple[_Run, _Run]:
+        with _opened(samples, variants, "expected", observers) as expected:
+            expected.merge_here()
+        with self._opened(samples, variants, "out", observers) as (found, executor):
+            found.survey(executor)
+            found.take(executor.run(found.spec, found.units))
+        assert Counter(found.taken) == Counter(found.units), "not one result per unit"
+        return expected, found
+
+    @contextlib.contextmanager
+    def _opened(
+        self, samples: Samples, variants: Sequence[Fields], name: str, observers: ObserverFactory | None = None
+    ) -> Iterator[tuple[_Run, Executor]]:
+        with _opened(samples, variants, name, observers) as run:
+            yield run, self.make(run.inputs, run.writers, Resources(self.workers, 1 << 30))
+
+
+@dataclass
+class _Run:
+    """A run as its driver sees it.
+
+    Args:
+        spec, units: what is to be done.
+        inputs, writers: opened.
+        records: of what is done, by plan and item.
+        findings: of all results.
+        taken: units of all results.
+    """
+
+    spec: SessionSpec
+    units: Sequence[Unit]
+    inputs: Inputs
+    writers: Sequence[ShardWriter]
+    records: dict[tuple[int, str], Record]
+    findings: Findings
+    taken: list[Unit]
+
+    def survey(self, executor: Executor) -> None:
+        """Let the executor survey the whole model."""
+        self._use(executor.survey(self.spec))
+
+    def merge_here(self) -> None:
+        """Do everything in one session in this process."""
+        with one_thread():
+            self._use(survey_in(Session(self.spec, self.inputs, self.writers)))
+            session = Session(self.spec, self.inputs, self.writers)
+            self.take(session.merge(unit) for unit in self.units)
+
+    def take(self, results: Iterable[UnitResult]) -> None:
+        """Keep what results say."""
+        for result in results:
+            self.taken.append(result.unit)
+            self.findings.add(result.findings)
+            for plan, record in result.records:
+                assert (plan, record.name) not in self.records, f"two records of '{record.name}'"
+                self.records[plan, record.name] = record
+
+    def files(self) -> list[dict[str, bytes]]:
+        """Contents of the output files, per plan."""
+        return [{shard.file: (w.directory / shard.file).read_bytes() for shard in w.shards} for w in self.writers]
+
+    def _use(self, surveys: Mapping[SurveyKey, Any]) -> None:
+        self.spec = dataclasses.replace(self.spec, surveys=surveys)
+
+
+@contextlib.contextmanager
+def _opened(
+    samples: Samples, variants: Sequence[Fields], name: str, observers: ObserverFactory | None = None
+) -> Iterator[_Run]:
+    """A run of variants into folders below `name`, its inputs and outputs opened."""
+    recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
+    with contextlib.ExitStack() as stack:
+        base = None if samples.base is None else stack.enter_context(open_checkpoint(samples.base))
+        experts = [stack.enter_context(open_expert(e, base)) for e in samples.experts]
+        statistics = stack.enter_context(opened_statistics(recipes[0]))
+        plans = tuple(build_plan(recipe, base, experts, statistics=statistics) for recipe in recipes)
+        writers, folders = [], [samples.folder / name / str(p) for p in range(len(plans))]
+        for folder, plan in zip(folders, plans, strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            writers.append(ShardWriter(folder, plan.shards, durable=False))
+            stack.callback(writers[-1].close)
+        handle = None if base is None else base.handle()
+        spec = SessionSpec(plans, handle, tuple(e.handle() for e in experts), tuple(folders), observers)
+        units = plan_units(plans, [()] * len(plans), observers)
+        yield _Run(
+            spec,
+            units,
+            Inputs(recipes[0].labels, base, experts, statistics),
+            writers,
+            {},
+            Findings(tolerated=False),
+            [],
+        )
+
+
+def _assert_equal(expected: _Run, found: _Run) -> None:
+    """Assert that two runs wrote the same bytes and gave the same records."""
+    assert found.records.keys() == expected.records.keys(), "records of other items"
+    for key, record in expected.records.items():
+        there = dataclasses.replace(found.records[key], seconds=record.seconds)
+        assert there == record, f"another record of {key}: {there}, expected {record}"
+    for p, (mine, theirs) in enumerate(zip(expected.files(), found.files(), strict=True)):
+        assert mine.keys() == theirs.keys(), f"plan {p}: other files"
+        assert mine == theirs, f"plan {p}: other bytes in {[f for f in mine if mine[f] != theirs[f]]}"
+
+
+def _error_of(results: Iterable[UnitResult]) -> str:
+    """Message of the error that the first unit must raise."""
+    try:
+        for result in results:
+            raise AssertionError(f"a result of '{result.unit.name}', which cannot be merged")
+    except NumericalError as error:
+        return str(error)
+    raise AssertionError("the error of a method is lost")
+
+
+def _assert_stays(starts: _Starts, begun: frozenset[str]) -> None:
+    """Assert that no unit starts from now on."""
+    time.sleep(0.2)  # seconds in which a worker that was forgotten would start dozens of such small units
+    assert starts.names() == begun, f"units were started after the end: {sorted(starts.names() - begun)}"
+
+
+@dataclass(frozen=True)
+class _Norms:
+    """Observers that measure the norms of deltas and result."""
+
+    def observer(self, item: Item) -> _NormsOfItem:
+        """The observer of one item."""
+        return _NormsOfItem()
+
+    def memory(self, item: Item, itemsize: int) -> int:
+        """Nothing worth counting."""
+        return 0
+
+
+class _NormsOfItem:
+    def __init__(self) -> None:
+        self._norms: list[list[float]] = []
+
+    def part(self, merged: Merged) -> None:
+        """Measure one part."""
+        self._norms.append([_norm(x) for x in (*merged.deltas, merged.value)])
+
+    def finish(self) -> dict[str, Any]:
+        """All norms."""
+        return {"norms": self._norms}
+
+
+@dataclass(frozen=True)
+class _Starts:
+    """Observers that measure nothing; a file in a folder tells that an item was started, in whatever process."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder: Path) -> _Starts:
+        """Make the folder."""
+        folder.mkdir()
+        return cls(folder)
+
+    def observer(self, item: Item) -> _NormsOfItem:
+        """Note the start of an item."""
+        (self.folder / item.name).touch()
+        return _NormsOfItem()
+
+    def memory(self, item: Item, itemsize: int) -> int:
+        """Nothing."""
+        return 0
+
+    def names(self) -> frozenset[str]:
+        """Items that were started so far."""
+        return frozenset(path.name for path in self.folder.iterdir())
+
+
+def _norm(value: Tensor | LowRank) -> float:
+    return float(torch.linalg.vector_norm(value.dense() if isinstance(value, LowRank) else value))

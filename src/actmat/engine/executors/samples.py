@@ -1,0 +1,175 @@
+"""Small stored inputs for `conformance.ExecutorConformance`: checkpoints with statistics, and LoRA adapters.
+
+Shapes: `V` tokens, `N` samples, `I` and `O` features in and out, `R` rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from actmat.statistics import collect
+
+__all__ = ["Samples"]
+
+WIDTH, INNER, VOCABULARY, LAYERS, RANK = 6, 10, 12, 2, 2
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_attention_heads": 2,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+}
+LINEAR = {
+    f"model.layers.{layer}.{name}": shape
+    for layer in range(LAYERS)
+    for name, shape in {
+        "self_attn.q_proj": (WIDTH, WIDTH),
+        "self_attn.k_proj": (WIDTH, WIDTH),
+        "mlp.up_proj": (INNER, WIDTH),
+        "mlp.down_proj": (WIDTH, INNER),
+    }.items()
+}
+"""Linear layers: name -> (out_features, in_features)."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Inputs of a merge in a folder.
+
+    Args:
+        folder: holds them all.
+        base: location of the base, or None.
+        experts: locations of the experts.
+        statistics: of the experts, if there are any.
+    """
+
+    folder: Path
+    base: Path | None
+    experts: tuple[Path, ...]
+    statistics: tuple[Path, ...] = ()
+
+    @classmethod
+    def checkpoints(cls, folder: Path, *, statistics: bool = False, constant: float | None = None) -> Samples:
+        """Store a base and two full checkpoints.
+
+        Args:
+            folder: an existing folder.
+            statistics: collect statistics of the experts too.
+            constant: value of all entries of the experts; the base is then zero.
+        """
+        base = _base() if constant is None else {n: torch.zeros_like(t) for n, t in _base().items()}
+        experts = []
+        for t in range(2):
+            if constant is None:
+                tuned = {n: x + 0.1 * _random(100 * (t + 1) + i, *x.shape) for i, (n, x) in enumerate(base.items())}
+            else:
+                tuned = {n: torch.full_like(x, constant) for n, x in base.items()}
+            experts.append(_save_checkpoint(folder / f"expert{t}", tuned))
+        measured = tuple(_measure(e, folder / f"statistics{t}", t) for t, e in enumerate(experts) if statistics)
+        return cls(folder, _save_checkpoint(folder / "base", base), tuple(experts), measured)
+
+    @classmethod
+    def adapters(cls, folder: Path) -> Samples:
+        """Store a base and two LoRA adapters."""
+        experts = tuple(_save_adapter(folder / f"adapter{t}", seed=1000 * (t + 1)) for t in range(2))
+        return cls(folder, _save_checkpoint(folder / "base", _base()), experts)
+
+    def recipe(self) -> dict[str, Any]:
+        """The fields of a recipe that name the inputs."""
+        measured: tuple[Path | None, ...] = self.statistics or (None,) * len(self.experts)
+        experts = [
+            {"path": str(e)} | ({} if s is None else {"statistics": str(s)})
+            for e, s in zip(self.experts, measured, strict=True)
+        ]
+        return {"base": "" if self.base is None else str(self.base), "experts": experts}
+
+    def damage(self) -> list[str]:
+        """Write NaN into three tensors of full checkpoints; their names."""
+        names = [f"{name}.weight" for name in LINEAR][:3]
+        for t, name in enumerate(names):
+            file = self.experts[t % len(self.experts)] / "model.safetensors"
+            tensors = load_file(file)
+            tensors[name].flatten()[t] = math.nan
+            save_file(tensors, file, {"format": "pt"})
+        return names
+
+
+class _Model(nn.Module):
+    """The linear layers of a checkpoint under their names, each fed with the same samples."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._layers = []
+        for name, (rows, columns) in LINEAR.items():
+            parent: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in dict(parent.named_children()):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            linear = nn.Linear(columns, rows, bias=False)
+            linear.weight = nn.Parameter(tensors[f"{name}.weight"])
+            parent.add_module(last, linear)
+            self._layers.append(name)
+
+    def forward(self, samples_NI: Tensor) -> None:
+        for name in self._layers:
+            layer = self.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            layer(samples_NI[:, : layer.in_features])
+
+
+def _base() -> dict[str, Tensor]:
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,)}
+    shapes |= {f"{name}.weight": shape for name, shape in LINEAR.items()}
+    return {name: _random(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def _save_checkpoint(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Store tensors, the embedding under its tied name too."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tied, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _save_adapter(folder: Path, seed: int) -> Path:
+    """Store an adapter as PEFT does."""
+    folder.mkdir()
+    tensors = {}
+    for i, (name, (rows, columns)) in enumerate(LINEAR.items()):
+        tensors[f"base_model.model.{name}.lora_A.weight"] = _random(seed + 2 * i, RANK, columns)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = _random(seed + 2 * i + 1, rows, RANK)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "target_modules": sorted({name.rpartition(".")[2] for name in LINEAR}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _measure(checkpoint: Path, out: Path, seed: int) -> Path:
+    """Store the Gram matrices of a checkpoint's layers on random samples."""
+    model = _Model(load_file(checkpoint / "model.safetensors"))
+    collect(model, [_random(seed, 32, max(WIDTH, INNER))], checkpoint=checkpoint, out=out)
+    return out
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

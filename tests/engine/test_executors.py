@@ -1,0 +1,251 @@
+"""Executors through the shipped conformance suite: threads, and one in another process that is made here."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.merging import Family, contents
+
+import actmat
+from actmat.engine import executors
+from actmat.engine.executors import EXECUTORS
+from actmat.engine.executors.base import Executor, survey_in
+from actmat.engine.executors.conformance import ExecutorConformance
+from actmat.engine.executors.threads import ThreadExecutor
+from actmat.engine.inputs import Inputs
+from actmat.engine.observer import SinkSource
+from actmat.engine.resources import Resources, one_thread
+from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
+from actmat.engine.survey import run_surveys
+from actmat.engine.units import Unit
+from actmat.errors import MergeError, RecipeError
+from actmat.plan.model import Item
+
+
+class ReversedExecutor:
+    """Units in reverse order, one after another, in another process, which is given nothing but the spec."""
+
+    def __init__(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> None:
+        del inputs, writers, resources
+
+    def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
+        def observe(fork: Callable[[], Any], items: Sequence[Item]) -> Iterator[Any]:
+            for share in (items[1::2], items[::2]):
+                yield other_process().submit(observe_there, spec, share, fork()).result()
+
+        return run_surveys(spec, observe)
+
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        for unit in reversed(units):
+            yield other_process().submit(merge_there, spec, unit).result()
+
+
+def observe_there(spec: SessionSpec, items: Sequence[Item], state: Any) -> Any:
+    with one_thread(), Session.open(spec) as session:
+        for item in items:
+            session.observe(item, state)
+    return state
+
+
+def merge_there(spec: SessionSpec, unit: Unit) -> UnitResult:
+    with one_thread(), Session.open(spec) as session:
+        return session.merge(unit)
+
+
+@functools.cache
+def other_process() -> concurrent.futures.ProcessPoolExecutor:
+    """One process with an interpreter of its own, shared by all tests, as starting one takes seconds."""
+    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    atexit.register(pool.shutdown)
+    return pool
+
+
+class TestOneThread(ExecutorConformance):
+    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+        return ThreadExecutor(inputs, writers, resources)
+
+
+class TestThreeThreads(TestOneThread):
+    workers = 3
+
+
+class TestReversedInAnotherProcess(ExecutorConformance):
+    def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+        return ReversedExecutor(inputs, writers, resources)
+
+
+class HereExecutor:
+    """One session in this process."""
+
+    def __init__(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> None:
+        del resources
+        self._inputs, self._writers = inputs, writers
+
+    def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
+        return survey_in(self.session(spec))
+
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        session = self.session(spec)
+        for unit in units:
+            yield session.merge(unit)
+
+    def session(self, spec: SessionSpec) -> Session:
+        return Session(spec, self._inputs, self._writers)
+
+
+class SurveysHalf(HereExecutor):
+    def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
+        def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
+            state = fork()
+            for item in items[::2]:
+                self.session(spec).observe(item, state)
+            return [state]
+
+        return run_surveys(spec, observe)
+
+
+class ForgetsObservers(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        yield from super().run(dataclasses.replace(spec, observers=None), units)
+
+
+class SkipsAUnit(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        yield from super().run(spec, units[1:])
+
+
+class RepeatsAUnit(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        yield from super().run(spec, [*units, units[0]])
+
+
+class StopsAtFindings(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        for result in super().run(spec, units):
+            yield result
+            if result.findings.fatal:
+                return
+
+
+class GoesOnAfterAnError(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        errors = []
+        for unit in units:
+            try:
+                yield self.session(spec).merge(unit)
+            except MergeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class GoesOnAfterTheEnd(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        session = self.session(spec)
+
+        def slowly(unit: Unit) -> UnitResult:
+            time.sleep(0.02)
+            return session.merge(unit)
+
+        for future in [pool.submit(slowly, unit) for unit in units]:
+            yield future.result()
+
+
+class KeepsResults(HereExecutor):
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        yield from list(super().run(spec, units))
+
+
+@pytest.mark.parametrize(
+    ("broken", "clause", "message"),
+    [
+        (SurveysHalf, "surveys_of_the_whole_model", "other results of surveys"),
+        (ForgetsObservers, "observers_give_the_same_measures", "another record"),
+        (SkipsAUnit, "full_checkpoints_and_variants", "not one result per unit"),
+        (RepeatsAUnit, "full_checkpoints_and_variants", "two records of"),
+        (StopsAtFindings, "all_findings_are_reported", "not one result per unit"),
+        (GoesOnAfterAnError, "an_error_is_raised_and_ends_the_run", "were started for 1 workers"),
+        (GoesOnAfterTheEnd, "a_closed_run_can_be_resumed", "started after the end"),
+        (KeepsResults, "results_are_not_kept", "results are kept"),
+    ],
+)
+def test_a_broken_executor_fails_its_clause(
+    tmp_path: Path, broken: type[HereExecutor], clause: str, message: str
+) -> None:
+    class Suite(ExecutorConformance):
+        def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+            return broken(inputs, writers, resources)
+
+    with pytest.raises(AssertionError, match=message):
+        getattr(Suite(), f"test_{clause}")(tmp_path)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "EXECUTORS", {**EXECUTORS, "reversed": ReversedExecutor})
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("diagnose", [False, True])
+def test_a_run_names_its_executor(tmp_path: Path, *, diagnose: bool) -> None:
+    family = Family.make(tmp_path, layers=1)
+    fields: dict[str, Any] = {
+        "method": "ties",
+        "options": {"trim": "global"},
+        "diagnose": diagnose,
+        "durable": False,
+        "overwrite": True,
+        "out": family.out,
+    }
+    actmat.merge(family.base, family.experts, threads=1, **fields)
+    expected = files_of(family.out)
+    actmat.merge(family.base, family.experts, executor="reversed", **fields)
+    assert files_of(family.out) == expected
+    assert ("report.json" in expected) == diagnose
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_diagnosis_names_its_executor(tmp_path: Path) -> None:
+    family = Family.make(tmp_path, layers=1)
+    found = [actmat.diagnose(family.base, family.experts, executor=name) for name in ("threads", "reversed")]
+    assert found[0].measures == found[1].measures
+    assert found[0].measures
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_unknown_executor_is_refused_with_the_known_names(tmp_path: Path) -> None:
+    family = Family.make(tmp_path, layers=1)
+    with pytest.raises(RecipeError, match=r"no executor 'reverse'\. Did you mean 'reversed'\? .*threads, reversed"):
+        actmat.merge(family.base, family.experts, out=family.out, executor="reverse")
+    with pytest.raises(RecipeError, match="no executor 'ray'"):
+        actmat.diagnose(family.base, family.experts, executor="ray")
+    assert not family.out.exists()
+
+
+OF_THE_RUN = ("created", "seconds", "measure", "peak_bytes")
+"""Fields of a report that differ between runs: times and memory."""
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    """Contents of an output; the report as data, without times."""
+    files: dict[str, Any] = dict(contents(folder))
+    return {
+        n: without_times(json.loads(b)) if n.endswith(".json") else b for n, b in files.items() if n[-5:] != ".html"
+    }
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k not in OF_THE_RUN}
+    return [without_times(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,51 @@
+"""A certificate is a proof; a factor is that of the shifted matrix."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.spectra import orthogonal
+from tests.tolerances import relative_error
+
+from actmat.linalg.interference.spectral_solve import certified_cholesky, shifted_cholesky
+
+
+def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:
+    basis = orthogonal(len(values), seed)
+    return (basis * torch.tensor(values, dtype=torch.float64)) @ basis.T
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    exponents=st.lists(st.floats(-9, 0), min_size=1, max_size=8),
+    log_rtol=st.floats(-8, -1),
+    seed=st.integers(0, 5),
+)
+def test_a_certificate_is_never_wrong(exponents, log_rtol, seed):
+    """Whatever the spectrum: where a factor is returned, no eigenvalue is at or below the cut-off."""
+    values, rtol = [10.0**e for e in exponents], 10.0**log_rtol
+    found = certified_cholesky(symmetric(values, seed), rtol)
+    if found is not None:
+        factor, bound = found
+        assert min(values) > rtol * max(values)
+        assert bound >= rtol * max(values)
+        assert relative_error(factor @ factor.T, symmetric(values, seed)) < 1e-13
+
+
+def test_certificate_succeeds_where_it_should():
+    values = [1.0, 0.5, 0.1, 0.01]
+    assert certified_cholesky(symmetric(values), 1e-3) is not None
+    assert certified_cholesky(symmetric(values).float(), 1e-3) is not None
+
+
+def test_certificate_refuses_a_singular_matrix():
+    assert certified_cholesky(symmetric([1.0, 1.0, 0.0]), 0.0) is None
+
+
+def test_shifted_cholesky_says_when_there_is_no_factor():
+    matrix = symmetric([2.0, 1.0])
+    assert shifted_cholesky(matrix, -1.5, torch.float64) is None
+    factor = shifted_cholesky(matrix.float(), 0.5, torch.float64)
+    assert factor.dtype == torch.float64
+    assert relative_error(factor @ factor.T, matrix + 0.5 * torch.eye(2)) < 1e-6
