@@ -1,4 +1,4 @@
-"""What a change of weights does to a layer's outputs.
+"""Change of a layer's outputs by a change of its weights.
 
 Shapes: `O` out_features, `I` in_features.
 """

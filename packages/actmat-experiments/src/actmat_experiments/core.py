@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from actmat.statistics.gram import unpack
-
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
@@ -14,6 +12,7 @@ from actmat.linalg.layer_error import output_energy
 from actmat.methods import METHODS, MergeMethod, get_method
 from actmat.methods.adamerging import AdamState, adam_step, entropy
 from actmat.statistics import Statistics, collect, open_statistics
+from actmat.statistics.kinds.gram import unpack
 
 __all__ = [
     "METHODS",
