@@ -58,10 +58,7 @@ _LONGEST_UNNAMED_KERNEL = 16
 def owner_of(name: str) -> tuple[str, str, bool]:
     """The layer that a tensor belongs to, the tensor's name in it, and whether an index stands between them.
 
-    >>> owner_of("h.0.attn.c_attn.weight"), owner_of("codebooks.3.weight")
-    (('c_attn', 'weight', False), ('codebooks', 'weight', True))
-    >>> owner_of("attn.in_proj_weight")  # a bare parameter is its own layer
-    ('in_proj_weight', '', False)
+    `h.0.attn.c_attn.weight`: `c_attn`, `weight`; a bare parameter is its own layer: `attn.in_proj_weight`.
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if len(parts) > 2 and parts[-2] == "weight" and parts[-1] in ("original0", "original1", "original"):
@@ -74,13 +71,7 @@ def owner_of(name: str) -> tuple[str, str, bool]:
 
 
 def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) -> TensorLayout:
-    """Layout of one tensor.
-
-    Args:
-        spec: name, shape and dtype.
-        partner: stored shape of its partner layer (`fused.PARTNERS`), if there is one.
-        tower: its part of the model.
-    """
+    """Layout of one tensor, given the stored shape of its partner layer (`fused.PARTNERS`), if there is one."""
     owner, leaf, indexed = owner_of(spec.name)
     shape = spec.shape
     if not spec.is_floating:

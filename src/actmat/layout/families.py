@@ -163,11 +163,7 @@ _CLASS_PREFIXES: tuple[tuple[str, str], ...] = (
 
 
 def recognise(config: Mapping[str, Any] | None) -> str | None:
-    """The `model_type` of a config, or that of its first architecture, or None.
-
-    >>> recognise({"architectures": ["LlamaForCausalLM"]})
-    'llama'
-    """
+    """The `model_type` of a config, or that of its first architecture, or None."""
     if config is None:
         return None
     model_type = config.get("model_type")

@@ -78,7 +78,7 @@ def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | No
         parameter: True for a bare parameter, False for a layer's `weight`.
         shape: stored shape.
         partner: stored shape of its partner layer (`PARTNERS`), if there is one.
-        tower: config and family of its part of the model.
+        tower: its part of the model.
     """
     orientation, how = _orientation(owner, parameter, shape, partner, tower)
     rows, cols = shape if orientation == "OI" else shape[::-1]

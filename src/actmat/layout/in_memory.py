@@ -26,11 +26,7 @@ __all__ = ["Located", "Slice", "locate", "names_on_disk"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A tensor on disk, and its part of the tensor in memory: expert `index` of a stack, rows `start:stop`.
-
-    >>> Slice("experts.1.up.weight", index=1, start=0, stop=2).of(torch.zeros(3, 4, 5)).shape
-    torch.Size([2, 5])
-    """
+    """A tensor on disk, and its part of the tensor in memory: expert `index` of a stack, rows `start:stop`."""
 
     name: str
     index: int | None = None
@@ -54,15 +50,9 @@ class Located:
 def locate(
     base: Checkpoint, groups: Sequence[Sequence[str]], optional: Iterable[str] = ()
 ) -> tuple[dict[str, Located], str]:
-    """Locate names in a base.
+    """The names located in a base, and the reason why others may not have been.
 
-    Args:
-        base: the checkpoint.
-        groups: alternative names of one tensor each; one of each group is wanted.
-        optional: names that may be missing.
-
-    Returns:
-        The names that were located, and the reason why others may not have been.
+    One name of each of the `groups` of alternative names is wanted; `optional` ones may be missing.
     """
     names = [*(n for group in groups for n in group), *optional]
     why = ""
@@ -119,12 +109,9 @@ def _converted(base: Checkpoint) -> tuple[dict[str, Located], str]:
 
 
 def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tuple[dict[str, Located], str]:
-    """Every tensor of a checkpoint by its name in memory, as transformers 5 loads this model.
+    """Every tensor of a checkpoint by its name in memory, as transformers 5 loads this `PreTrainedModel`.
 
-    Args:
-        base: the checkpoint.
-        model: a `transformers.PreTrainedModel`.
-        state: its state dict, of which only the keys are used.
+    Only the keys of `state`, its state dict, are used. The text is the reason why tensors were left out, if any were.
     """
     from transformers import conversion_mapping, core_model_loading
 

@@ -22,11 +22,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`groups` equal groups of rows, each holding the `parts` (name, size in units) in order.
-
-    >>> Packing((("q", 2), ("k", 1)), unit=8).blocks(24)
-    (Block(name='q', start=0, stop=16, groups=1), Block(name='k', start=16, stop=24, groups=1))
-    """
+    """`groups` equal groups of rows, each holding the `parts` (name, size in units) in order."""
 
     parts: tuple[tuple[str, int], ...]  # names and relative sizes
     groups: int = 1  # number of equal groups
@@ -58,11 +54,7 @@ class Attention:
 
 
 def first_int(config: Config, *keys: str) -> int | None:
-    """The first of these entries that is a positive integer.
-
-    >>> first_int({"n_head": 0, "num_heads": 4}, "n_head", "num_heads")
-    4
-    """
+    """The first of these entries that is a positive integer."""
     for key in keys:
         value = config.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -34,14 +34,7 @@ def is_stacked(name: str, owner: str, shape: Shape) -> bool:
 
 
 def stacked_layout(owner: str, shape: Shape, partner: Shape | None, tower: Tower) -> TensorLayout:
-    """Layout of a 3-D stack of experts' weights.
-
-    Args:
-        owner: name of the layer or parameter (`gate_up_proj`, `down_proj`, ...).
-        shape: stored shape `E x ? x ?`.
-        partner: stored shape of the layer before or after it in the expert (`fused.PARTNERS`), if there is one.
-        tower: config and family of its part of the model.
-    """
+    """Layout of a 3-D stack of weights; `owner` names its layer or parameter (`gate_up_proj`, `down_proj`, ...)."""
     up, down = (shape, partner) if owner in UP else (partner, shape)
     orientation, how = _orientation(owner, shape, up, down, tower)
     rows = shape[1] if orientation == "OI" else shape[2]

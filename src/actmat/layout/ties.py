@@ -70,11 +70,7 @@ _HEAD_OF_ITS_OWN = frozenset({"mt5", "umt5"})
 
 
 def ties_embeddings(config: Config | None) -> bool:
-    """True if the config, or by default the family, ties the output head to the token embedding.
-
-    >>> ties_embeddings({"model_type": "gpt2"}), ties_embeddings({"model_type": "llama"})
-    (True, False)
-    """
+    """True if the config, or by default the family, ties the output head to the token embedding."""
     if config is None:
         return False
     family = recognise(config)
@@ -105,9 +101,6 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
     """The stored tensor that holds the values of `name`, where `name` is tied and not stored itself.
 
     Needed to align a checkpoint that stores `lm_head.weight` with one, saved by another tool, that does not.
-
-    >>> tied_partner("lm_head.weight", ["transformer.wte.weight"], {"model_type": "gpt2"})
-    'transformer.wte.weight'
     """
     names = list(stored)
     index = _NamesByEnd([*names, name])
