@@ -57,16 +57,16 @@ def locate(
     names = [*(n for group in groups for n in group), *optional]
     why = ""
     found = {n: _whole(base.specs[n]) for n in names if n in base.specs}
-    if not _complete(groups, found):
+
+    def complete() -> bool:
+        return all(any(n in found for n in group) for group in groups)
+
+    if not complete():
         found = _by_prefix(base.specs, names) | found
-    if not _complete(groups, found):
+    if not complete():
         converted, why = _converted(base)
         found = {n: converted[n] for n in names if n in converted} | found
     return found, why
-
-
-def _complete(groups: Sequence[Sequence[str]], found: Mapping[str, Located]) -> bool:
-    return all(any(n in found for n in group) for group in groups)
 
 
 def _whole(spec: TensorSpec) -> Located:
@@ -126,20 +126,18 @@ def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tup
         )
         groups.setdefault(renamed, []).append((name, pattern))
     out: dict[str, Located] = {}
-    refused: dict[str, None] = {}
+    why = ""
     for renamed, members in groups.items():
         pattern = members[0][1]
         if pattern is None:
             out[renamed] = _whole(base.specs[members[0][0]])
             continue
         converter = of_pattern[pattern]
-        if not _only_stacks(converter):
-            refused[renamed] = None
-            continue
-        out[renamed] = _stacked(base.specs, members, converter.source_patterns)
-    if refused:
-        return out, f"transformers rearranges {next(iter(refused))} beyond stacking; such tensors are not mapped"
-    return out, ""
+        if _only_stacks(converter):
+            out[renamed] = _stacked(base.specs, members, converter.source_patterns)
+        elif not why:
+            why = f"transformers rearranges {renamed} beyond stacking; such tensors are not mapped"
+    return out, why
 
 
 def _only_stacks(converter: Any) -> bool:

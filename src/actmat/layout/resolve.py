@@ -9,11 +9,10 @@ from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.classify import classify, owner_of
-from actmat.layout.families import FAMILIES, PLAIN, recognise
+from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
 from actmat.layout.fused import PARTNERS, RECURRENT
 from actmat.layout.overrides import apply_overrides
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, ties_embeddings
-from actmat.layout.towers import Towers, text_config_of
 from actmat.layout.types import LayoutMap, Role, RoleOverride, TensorLayout
 
 __all__ = ["resolve_layout"]
