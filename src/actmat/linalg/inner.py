@@ -25,13 +25,10 @@ def inner_products(tensors: Sequence[Tensor]) -> Tensor:
     """`G[s, t] = <X_s, X_t>` over all entries (`T x T`, float64, on the CPU); one walk.
 
     Angles between fine-tuned models are small: `1 - cos` near 1e-7 is lost in a float32 sum (`linalg.products`).
-
-    >>> inner_products([torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])]).tolist()
-    [[5.0, 6.0], [6.0, 9.0]]
     """
-    products = Products(*shape_and_dtype(tensors)) if tensors else None
     gram_TT = torch.zeros((len(tensors), len(tensors)), dtype=torch.float64)
-    if products is not None:
+    if tensors:
+        products = Products(*shape_and_dtype(tensors))
         for _, chunks_TP in walk(tensors):
             for parts_TS in products.parts(chunks_TP):
                 gram_TT += products.of(parts_TS)
@@ -39,11 +36,7 @@ def inner_products(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def frobenius_norm64(tensor: Tensor) -> float:
-    """`||X||_F` over all entries, summed in float64 without a float64 copy of the whole tensor.
-
-    >>> frobenius_norm64(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
-    5.0
-    """
+    """`||X||_F` over all entries, summed in float64 without a float64 copy of the whole tensor."""
     if tensor.ndim > 1:
         rows = tensor
     else:
@@ -54,11 +47,7 @@ def frobenius_norm64(tensor: Tensor) -> float:
 
 
 def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], out: Tensor | None = None) -> Tensor:
-    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); one walk, or none where all coefficients are zero.
-
-    >>> weighted_sum([torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])], [2.0, -1.0]).tolist()
-    [2.0, 1.0]
-    """
+    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); one walk, or none where all coefficients are zero."""
     out = empty_result(tensors) if out is None else out
     out_N = out.view(-1)
     if not any(coefficients):
@@ -85,11 +74,7 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def one_pass_sum(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """`sum_t w_t D_t` in a new tensor; each delta is read once and one is alive at a time.
-
-    >>> one_pass_sum([torch.tensor([1.0, 2.0]), torch.tensor([0.0, 3.0])], [2.0, -1.0]).tolist()
-    [2.0, 1.0]
-    """
+    """`sum_t w_t D_t` in a new tensor; each delta is read once and one is alive at a time."""
     out: Tensor | None = None
     for delta, weight in zip(deltas, weights, strict=True):
         if out is None:

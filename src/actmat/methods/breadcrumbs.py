@@ -14,8 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
-from actmat.linalg.masks.mask import Band
-from actmat.linalg.masks.trims import top_trims
+from actmat.linalg.masks.mask import Band, top_trims
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
+from actmat.linalg.masks.mask import l1_factors
 from actmat.linalg.masks.random import Drop
-from actmat.linalg.masks.trims import l1_factors
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
 

@@ -26,8 +26,7 @@ from torch import Tensor
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.polar import Polar
-from actmat.linalg.singular import isotropic
+from actmat.linalg.singular import Polar, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
 

@@ -29,13 +29,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.joint import JointBasis, joint_basis
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
-from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
+from actmat.linalg.singular import JointBasis, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Survey
 from actmat.methods.dare import drops

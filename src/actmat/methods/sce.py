@@ -16,8 +16,7 @@ from torch import Tensor
 
 from actmat.linalg.chunks import chunks_of
 from actmat.linalg.masks.election import elect, election_workspace
-from actmat.linalg.masks.mask import Keep, Mask, Trim, Where
-from actmat.linalg.masks.trims import top_trims
+from actmat.linalg.masks.mask import Keep, Mask, Trim, Where, top_trims
 from actmat.methods.contract import Fraction, Merged, MergeMethod
 
 __all__ = ["SCE", "merge"]

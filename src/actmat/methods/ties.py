@@ -29,9 +29,8 @@ from torch import Tensor
 from actmat.errors import RecipeError
 from actmat.linalg.chunks import shape_and_dtype
 from actmat.linalg.masks.election import ZeroSign, elect, election_workspace, sign_balance
-from actmat.linalg.masks.mask import Trim
+from actmat.linalg.masks.mask import Trim, top_trims_each
 from actmat.linalg.masks.threshold import Cut, StreamedCut
-from actmat.linalg.masks.trims import top_trims_each
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Fractions, Merged, MergeMethod, Survey, Weights
 

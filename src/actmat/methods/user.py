@@ -41,7 +41,8 @@ def load_user_method(name: str) -> MergeMethod:
 def _load(name: str, digest: str) -> MergeMethod:
     path, attribute = _file(name), name.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location(f"actmat_user_{digest[:16]}", path)
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    assert spec is not None, "a .py file always has a loader"
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

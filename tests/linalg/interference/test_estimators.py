@@ -8,7 +8,7 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.linalg.interference.rule import Estimator
-from actmat.linalg.masks.trims import trim_to_top
+from actmat.linalg.masks.mask import trim_to_top
 
 
 @settings(max_examples=50, deadline=None)

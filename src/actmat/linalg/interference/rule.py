@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actmat.linalg.interference.moments import Form, form_for
 from actmat.linalg.lapack import Retries, economy_svd
-from actmat.linalg.masks.trims import trim_to_top
+from actmat.linalg.masks.mask import trim_to_top
 
 __all__ = ["FLOAT32_EPS", "Estimator", "Fill", "Filter", "FilterKind", "Normaliser", "Null", "Rule", "Solver", "gain"]
 

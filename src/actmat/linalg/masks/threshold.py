@@ -57,18 +57,11 @@ class Cut:
 
 
 def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
-    """The `k`-th largest `|x|` for every `k` of `ranks`; the ranks share the first pass.
+    """The `k`-th largest `|x|` for every `k` of `ranks`, exact for every input; the ranks share the first pass.
 
     Args:
         flat_N: 1-D, float16, bfloat16, float32 or float64, any stride.
         ranks: `k >= 1` counts from the largest; see `Cut` for `k <= 0` and `k >= N`.
-
-    Returns:
-        One `Cut` per rank, exact for every input (ties, zeros, subnormal numbers).
-
-    >>> (cut,) = kth_magnitudes(torch.tensor([1.0, -3.0, 2.0, -2.0]), [2])
-    >>> cut.value, cut.above, cut.equal
-    (2.0, 1, 2)
     """
     total, shifts = flat_N.numel(), _shifts(flat_N.dtype)
     top_counts = _counts(flat_N, shifts[0], None) if any(0 < k < total for k in ranks) else None
@@ -242,9 +235,6 @@ def true_indices(flags_N: Tensor) -> Tensor:
     """Indices of the true entries of a 1-D tensor, ascending; a fraction of the cost of `nonzero` where few are true.
 
     Flags are bytes, so eight at a time are tested as one word, and single flags only in words that are not zero.
-
-    >>> true_indices(torch.tensor([False] * 9 + [True])).tolist()
-    [9]
     """
     whole = flags_N.numel() // 8 * 8
     words_W = flags_N[:whole].view(torch.int64)
