@@ -31,7 +31,7 @@ class Source:
     """How an expert gives the delta of one tensor of the base; no data.
 
     Args:
-        name: the tensor, as the expert calls it.
+        name: as the expert calls it.
         kind: `stored`: `W_t` is in storage, to be reduced by `W_0`; `formed`: a product of factors, or what is added
             to a bias; `zero`: the expert does not change the tensor.
         dtype: dtype name of `W_t` (that of the base for what is formed or zero).
@@ -91,10 +91,8 @@ class Expert(abc.ABC):
         """The delta of a formed source with a rank, or of a zero source, as a product. The default serves the latter.
 
         Args:
-            name: the tensor.
             shape: `*batch O I` of the wanted product, a convolution's kernel flattened into `I`. A zero source gives a
                 product of zeros of this shape, of rank 1; a formed source has its own.
-            dtype: of the factors.
         """
         if self.source(name).kind != "zero":
             self._refuse(name, "factored")
@@ -171,7 +169,6 @@ class Family:
     """One kind of adapters, an entry of `resolve.FAMILIES`. Its functions are a module's own, so that it pickles.
 
     Args:
-        name: for messages.
         claims: `claims(location)` is true where such an adapter is; reads no tensor of a full checkpoint.
         open: `open(location, base)` gives an adapter fitted to its base; `CheckpointError` with all problems if it
             does not fit.
@@ -189,10 +186,7 @@ class Family:
 class AdapterHandle:
     """Address from which `resolve.open_handle` opens an adapter again, also in another process; picklable.
 
-    Args:
-        location: of the adapter; a relative path is one of the working directory.
-        family: that opens it.
-        base: that it was fitted to; None without one.
+    A relative `location` is one of the working directory; `base` is what the adapter was fitted to.
     """
 
     location: str

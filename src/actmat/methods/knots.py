@@ -71,9 +71,6 @@ def merge(
         trim: rank coordinates over the whole model or within each tensor.
         atol: singular values `<= atol` are dropped; 1e-5 in the official order and 0 in the other unless given.
         rtol: singular values at or below `rtol` times the largest one are dropped as well.
-
-    >>> merge([torch.tensor([[2.0, 0.0]])], rule="task_arithmetic").value.tolist()
-    [[2.0, 0.0]]
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
     retries = basis.retries
@@ -101,8 +98,7 @@ def merge_lowrank(
     """The same merge from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
 
     `[M_1 ... M_T] = U' diag(s) [..]` gives `U = P U'` and `C_t = (U'^T M_t) Q^T`. Inner methods that commute with
-    rotations of the inputs act on `R x Q`; `ties` and `dare` act on the entries of `R x I`. Options and errors as in
-    `merge`.
+    rotations of the inputs act on `R x Q`; `ties` and `dare` act on the entries of `R x I`.
     """
     bases, basis, parts_RQ = _lowrank_parts(deltas, order, atol, rtol)
     retries = basis.retries

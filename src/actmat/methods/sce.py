@@ -29,9 +29,6 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
 
     Args:
         select_topk: fraction, of the entries on which the experts differ at all, to keep; 1 keeps every entry.
-
-    >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([1.0, -2.0])]).value.tolist()
-    [1.0, 2.0]
     """
     masks: list[Mask] = [Keep()] * len(deltas)
     if select_topk < 1:

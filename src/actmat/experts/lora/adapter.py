@@ -75,17 +75,13 @@ class Adapter:
         """Content hash of every stored tensor."""
         out = {}
         for name in self.weights.specs:
-            seen, tensor = ContentHash(), self.weights.read(name)
-            seen.update(raw_bytes(tensor))
+            seen = ContentHash()
+            seen.update(raw_bytes(self.weights.read(name)))
             out[name] = seen.hexdigest()
         return out
 
     def check_values(self, label: str) -> list[str]:
-        """Read all that is merged; one sentence for each tensor with NaN or Inf.
-
-        Args:
-            label: name of the adapter in the sentences.
-        """
+        """Read all that is merged; one sentence for each tensor with NaN or Inf of the adapter called `label`."""
         names = [n for m in self.modules.values() for n in (m.a, m.b, m.bias) if n is not None]
         problems = []
         for name in (*names, *self.extras.values()):

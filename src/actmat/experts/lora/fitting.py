@@ -37,13 +37,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The stored tensors of a base that an adapter changes.
+    """The stored tensors of a base that an adapter changes: of each its delta, or the name of the full tensor.
 
-    Args:
-        pieces: stored name in the base -> its delta.
-        full: stored name in the base -> stored name in the adapter, for tensors trained in full.
-        hidden: names of the base that are left out: of tied names, all but the one with the delta.
-        problems: modules without a tensor, shapes that do not fit, and the problems of the adapter itself.
+    `hidden` are names of the base that are left out: of tied names, all but the one with the delta. `problems` are
+    modules without a tensor, shapes that do not fit, and the problems of the adapter itself.
     """
 
     pieces: Mapping[str, Piece]
