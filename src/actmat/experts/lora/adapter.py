@@ -22,19 +22,10 @@ __all__ = ["Adapter"]
 
 
 class Adapter:
-    """An open adapter: its modules, tensors trained in full, and problems. Use as a context manager.
+    """An open adapter: its modules, and all problems, one sentence each. Use as a context manager.
 
-    Args:
-        weights: the stored tensors.
-        config: parsed `adapter_config.json`.
-        problems: of the config, one sentence each.
-        is_pair_list: true for a list of factors without names, whose modules are named by their positions.
-
-    Attributes:
-        modules: pairs of factors, by module.
-        extras: tensors trained in full: name in the model -> stored name.
-        copies: copies of base weights, which are not used: name in the model -> stored name.
-        problems: those given, and those of the stored tensors.
+    `extras` are tensors trained in full, `copies` unused copies of base weights: name in the model -> stored name.
+    `is_pair_list`: a list of factors without names, whose modules are named by their positions.
     """
 
     def __init__(

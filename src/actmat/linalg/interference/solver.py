@@ -40,28 +40,16 @@ __all__ = ["State", "finish", "prepare"]
 
 @dataclass(slots=True)
 class State:
-    """Accumulated sums of one tensor; belongs to one thread.
+    """Accumulated sums of one tensor; belongs to one thread."""
 
-    Args:
-        items: one reduced problem per batch item.
-        shape: `*batch O I`.
-        like: a tensor of the compute dtype and device.
-        left_BOI: buffer of all primal numerators, which a consuming `finish` turns into the result; or None.
-        sum_BOI: `sum_t v_t D_t`, where the rule's fill needs it.
-        weight_sum: `sum_t v_t`.
-        width: in_features of the layer; more than `I` when the problem was compressed to a smaller basis.
-        squared_norms: `||D_t||_F^2` per expert, over the whole batch.
-        retries: of the decompositions made so far.
-    """
-
-    items: list[Reduced]
-    shape: torch.Size
-    like: Tensor
-    left_BOI: Tensor | None
-    sum_BOI: Tensor | None
-    weight_sum: float
-    width: int
-    squared_norms: list[float]
+    items: list[Reduced]  # one problem per batch item
+    shape: torch.Size  # `*batch O I`
+    like: Tensor  # of the compute dtype and device
+    left_BOI: Tensor | None  # buffer of all primal numerators, which a consuming `finish` turns into the result
+    sum_BOI: Tensor | None  # `sum_t v_t D_t`, where the rule's fill needs it
+    weight_sum: float  # `sum_t v_t`
+    width: int  # in_features of the layer; more than `I` when the problem was compressed to a smaller basis
+    squared_norms: list[float]  # `||D_t||_F^2` per expert, over the whole batch
     retries: Retries
 
 

@@ -103,26 +103,18 @@ def elect(
 
 @dataclass(slots=True)
 class _Election:
-    """The state of one call of `elect`, which explains `masks`, `scales`, `mix` and `counts` (None for a sum).
-
-    Args:
-        drops: the same masks, where entries with several votes are elected separately; else empty.
-        tie_break: sign taken where the votes cancel; provisional unless `settled`.
-        settled: the tie-break does not depend on the sum of all elected signs.
-        buffers: memory that is used again for each chunk.
-        balance: sum of the elected signs so far.
-        contested: entries where the votes cancelled, and the votes there.
-    """
+    """The state of one call of `elect`, which explains `masks`, `scales`, `mix` and `counts` (None for a sum)."""
 
     masks: Sequence[Mask]
-    drops: Sequence[Drop]
+    drops: Sequence[Drop]  # the same masks, where entries with several votes are elected separately; else empty
     scales: Sequence[float]
     mix: Sequence[float]
     counts: Sequence[float] | None
-    tie_break: int
-    settled: bool
+    tie_break: int  # sign taken where the votes cancel; provisional unless `settled`
+    settled: bool  # the tie-break does not depend on the sum of all elected signs
     buffers: _Buffers
-    balance: int = 0
+    balance: int = 0  # sum of the elected signs so far
+    # entries where the votes cancelled, and the votes there
     contested: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
     def add(self, chunks_TP: Sequence[Tensor], start: int, out_P: Tensor) -> None:

@@ -34,21 +34,13 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The k-th largest magnitude of `total` entries.
+    """The k-th largest magnitude of `total` entries."""
 
-    Args:
-        value: that magnitude; `inf` for `k = 0`, 0 for `k >= total`.
-        rank: the requested `k`, clamped to `[0, total]`.
-        above: number of entries with a strictly larger magnitude, `above <= rank`.
-        equal: number of entries with exactly this magnitude, `above + equal >= rank`.
-        total: number of all entries.
-    """
-
-    value: float
-    rank: int
-    above: int
-    equal: int
-    total: int
+    value: float  # that magnitude; `inf` for `k = 0`, 0 for `k >= total`
+    rank: int  # the requested `k`, clamped to `[0, total]`
+    above: int  # number of entries with a strictly larger magnitude, `above <= rank`
+    equal: int  # number of entries with exactly this magnitude, `above + equal >= rank`
+    total: int  # number of all entries
 
     @property
     def fraction(self) -> float:

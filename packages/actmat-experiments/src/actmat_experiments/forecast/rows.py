@@ -14,7 +14,7 @@ from torch import Tensor
 from actmat.demo.evaluate import correct
 from actmat.demo.evaluate import features as encode
 from actmat.demo.model import Encoder
-from actmat.linalg.forecast import output_features
+from actmat.linalg.outputs import output_features
 from actmat.matrices import merge_matrices
 from actmat.methods import METHODS, get_method
 from actmat_experiments.forecast.models import Trained

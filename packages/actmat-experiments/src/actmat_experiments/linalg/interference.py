@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.layer_error import output_energy
+from actmat.linalg.outputs import output_energy
 
 __all__ = [
     "MinimiserGap",
