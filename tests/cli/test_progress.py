@@ -6,8 +6,7 @@ import inspect
 
 import pytest
 
-from actmat.cli.progress import showing_progress
-from actmat.cli.screen import MergeProgress
+from actmat.cli.screen import MergeProgress, showing_progress
 from actmat.progress import NoProgress, Progress
 
 

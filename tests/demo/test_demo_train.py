@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.helpers.demo import TINY_ENCODER, some_photographs
 
-from actmat.demo.evaluate import correct, features
-from actmat.demo.heads import fit_head
+from actmat.demo.heads import correct, features, fit_head
 from actmat.demo.model import new_encoder
 from actmat.demo.tasks import Examples
 from actmat.demo.train import finetune, pretrain
@@ -38,7 +39,12 @@ def test_an_expert_learns_its_task_while_base_and_head_stay():
     before, weight, bias = copy_of(base), head.weight_CD.clone(), head.bias_C.clone()
     steps = []
     expert = finetune(
-        base, head, examples, Schedule(10, 32, 3e-3), generator=generator_for(0, "x"), on_step=lambda: steps.append(1)
+        copy.deepcopy(base),
+        head,
+        examples,
+        Schedule(10, 32, 3e-3),
+        generator=generator_for(0, "x"),
+        on_step=lambda: steps.append(1),
     )
     assert correct(base, head, examples).float().mean() < 0.7
     assert correct(expert, head, examples).float().mean() > 0.9
@@ -54,7 +60,9 @@ def test_the_same_seed_trains_the_same_bits():
     base, examples = new_encoder(TINY_ENCODER, seed=0), bright_or_dark()
     head = head_of_another_model(examples)
     first, again, other = (
-        finetune(base, head, examples, Schedule(2, 32, 1e-3), generator=generator_for(s, "x")).state_dict()
+        finetune(
+            copy.deepcopy(base), head, examples, Schedule(2, 32, 1e-3), generator=generator_for(s, "x")
+        ).state_dict()
         for s in (0, 0, 1)
     )
     assert all(torch.equal(first[name], again[name]) for name in first)

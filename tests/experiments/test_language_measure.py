@@ -10,10 +10,9 @@ from tests.helpers.grams import record_inputs
 from tests.helpers.language import some_items, tiny_model, written_tokenizer
 from tests.tolerances import F32_PRODUCT, relative_error
 
-from actmat.demo.merging import Candidate
 from actmat.engine.resources import one_thread
 from actmat.statistics import open_statistics
-from actmat_experiments.harness.merging import needs_statistics
+from actmat_experiments.harness.merging import Candidate, needs_statistics
 from actmat_experiments.language.exams import Exam
 from actmat_experiments.language.models import load_model, measure
 from actmat_experiments.language.questions import Item, TextTask

@@ -12,9 +12,9 @@ from rich.console import Console
 from tests.experiments.test_language_sources import numbered
 from tests.helpers.language import tiny_model, write_rows, write_small_data, written_tokenizer
 
-from actmat.demo.merging import Candidate
 from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
+from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.report import balanced
 from actmat_experiments.harness.results import Score, read_scores
 from actmat_experiments.harness.settings import changed, names_of

@@ -7,9 +7,9 @@ import json
 import pytest
 from tests.helpers.vision import TINY, write_tasks
 
-from actmat.demo.merging import Candidate
 from actmat_experiments.harness import study
 from actmat_experiments.harness import suite as suite_driver
+from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.study import (
     NEIGHBOURS,
     VARIANTS,

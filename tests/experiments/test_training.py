@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from actmat.demo.training import (
-    Resume,
     Schedule,
     descend,
     generator_for,
@@ -15,6 +14,7 @@ from actmat.demo.training import (
     steps_of,
     warm_cosine,
 )
+from actmat_experiments.harness.training import Resume
 
 X, Y = torch.randn(24, 3, generator=generator_for(0, "x")), torch.randn(24, 1, generator=generator_for(0, "y"))
 

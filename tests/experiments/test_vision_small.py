@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 from tests.helpers.vision import TINY, write_tasks
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
-from actmat.demo.merging import Candidate, merge_candidates
 from actmat.errors import RecipeError
 from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
-from actmat_experiments.harness.merging import best_scale, candidates, rescaled
+from actmat_experiments.harness.merging import Candidate, best_scale, candidates, merge_candidates, rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from actmat.demo import DemoSettings
 from actmat.demo.data import Photographs
 from actmat.demo.intervals import Interval
 from actmat.demo.model import EncoderConfig
 from actmat.demo.results import DemoResult, Row
-from actmat.demo.settings import DemoSettings
 from actmat.demo.tasks import TASKS
 from actmat.demo.training import Schedule
 

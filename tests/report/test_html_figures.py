@@ -15,10 +15,9 @@ from tests.helpers.reports import HOSTILE, diagnosis
 from tests.tolerances import F64_IDENTITY
 
 from actmat.diagnostics.model import Spectrum
-from actmat.report.html.elements import columns_table
+from actmat.report.html.charts import Cell, Line, Strip, curve, largest_strips, layer_lines, scree, strips
+from actmat.report.html.elements import Markup, columns_table, data_block, el, join
 from actmat.report.html.layers import kind_of_name, kinds, layers_of, overall_cosine, overall_share, residual_over
-from actmat.report.html.lines import Line, curve, layer_lines, scree
-from actmat.report.html.markup import Markup, data_block, el, join
 from actmat.report.html.scales import (
     diverging,
     log_axis,
@@ -30,7 +29,6 @@ from actmat.report.html.scales import (
     sequential,
     tick_indices,
 )
-from actmat.report.html.strips import Cell, Strip, largest_strips, strips
 
 POSITIVE = st.floats(1e-12, 1e12)
 

@@ -10,8 +10,7 @@ from actmat.api.merging import Location, make_arguments
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
 from actmat.progress import Progress
 from actmat.recipe import Recipe, make_recipe
-from actmat.report.inputs import input_location
-from actmat.report.manifest import read_manifest
+from actmat.report.manifest import input_location, read_manifest
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
 

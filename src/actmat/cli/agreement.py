@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import statistics_of
+from actmat.cli.recipes import split_name, statistics_of
 
 if TYPE_CHECKING:
     from actmat.diagnostics.model import AgreementRow, DataResidual
@@ -46,32 +46,21 @@ class DataFlags:
 def compare_answers(
     merged: Path, given: DataFlags, *, base: str | None, device: str, quiet: bool
 ) -> tuple[AgreementRow, ...]:
-    """`actmat.agreement` of a merged model and its experts, with a progress bar unless `quiet`.
-
-    Args:
-        merged: output of a merge.
-        given: `data` is one data set for all experts, or NAME=DATA of some.
-        base: checkpoint under adapters; default: as the manifest says.
-        device: where the models run.
-        quiet: no bar.
-    """
+    """`actmat.agreement` of a merged model and its experts; `base` under adapters: by default that of the manifest."""
     if given.dtype not in flags.MODEL_DTYPES:
         raise typer.BadParameter(f"--dtype is one of {', '.join(flags.MODEL_DTYPES)}; got '{given.dtype}'")
     pairs = _pairs(given.data or [])
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     from actmat.api.agreement import agreement
-    from actmat.cli.screen import note_console
+    from actmat.cli.screen import progress_bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("samples"))
-    hidden = quiet or not note_console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=note_console, transient=True, disable=hidden) as bar:
+    columns = (BarColumn(24), MofNCompleteColumn(), "samples", TimeRemainingColumn())
+    with progress_bar("{task.description}", *columns, quiet=quiet) as bar:
         task = bar.add_task("loading the merged model", total=given.samples)
         return agreement(
             merged,
-            given.options(pairs)
-            if isinstance(pairs, str)
-            else {name: given.options(location) for name, location in pairs.items()},
+            given.options(pairs) if isinstance(pairs, str) else {n: given.options(p) for n, p in pairs.items()},
             base=base,
             model_class=given.model_class,
             dtype=given.dtype,
@@ -85,15 +74,13 @@ def measure_on_data(merged: Path, given: Sequence[str], *, quiet: bool) -> tuple
     from actmat.api.agreement import residual_on_data
     from actmat.cli.screen import counting
 
-    if quiet:
-        return residual_on_data(merged, statistics_of(given))
-    with counting("measuring on data") as progress:
+    with counting("measuring on data", quiet=quiet) as progress:
         return residual_on_data(merged, statistics_of(given), progress=progress)
 
 
 def _pairs(given: Sequence[str]) -> dict[str, str] | str:
     """Expert -> data, or one data set for all; a text that is an existing path names no expert."""
-    split = [("", text) if Path(text).exists() else _split(text) for text in given]
+    split = [("", text) if Path(text).exists() else split_name(text) for text in given]
     names = [name for name, _ in split if name]
     if not names and len(split) == 1:
         return split[0][1]
@@ -102,8 +89,3 @@ def _pairs(given: Sequence[str]) -> dict[str, str] | str:
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise typer.BadParameter(f"--data is given twice for expert '{twice[0]}'")
     return dict(split)
-
-
-def _split(text: str) -> tuple[str, str]:
-    name, equals, place = text.partition("=")
-    return (name, place) if equals and "/" not in name else ("", text)

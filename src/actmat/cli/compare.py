@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+from json import dumps as json_text
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +34,7 @@ def compare(
     --diagnose. Merges of different bases or experts are refused: all
     differences are listed and the exit code is 1.
     """
-    from actmat.cli.screen import counting
+    from actmat.cli.screen import counting, print_json
     from actmat.report.comparison import compare as compare_outputs
 
     with counting("comparing") as seen:
@@ -46,7 +46,7 @@ def compare(
         with disk_errors(out.parent):
             write_comparison(found, out)
     if json:
-        typer.echo(json_module.dumps(found.to_json(), indent=1))
+        print_json(found.to_json())
     else:
         _print(found)
 
@@ -63,11 +63,10 @@ def _print(found: Comparison) -> None:
     console.print(f"{len(found.experts)} experts{escape(onto)}: {escape(names)}\n")
     _rows(["differs in", "first", "second"], [[s.field, _short(s.first), _short(s.second)] for s in found.settings])
     _print_tensors(found)
-    rows = [[r.expert, f"{r.first:.2f}", f"{r.second:.2f}"] for r in found.residuals]
-    _rows(["residual rho", "first", "second"], rows)
-    _rows(
-        ["check", "first", "second"], [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
-    )
+    residuals = [[r.expert, f"{r.first:.2f}", f"{r.second:.2f}"] for r in found.residuals]
+    _rows(["residual rho", "first", "second"], residuals)
+    checks = [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
+    _rows(["check", "first", "second"], checks)
     for note in found.notes:
         console.print(f"note: {note}", markup=False)
 
@@ -91,24 +90,17 @@ def _print_tensors(found: Comparison) -> None:
 
 
 def _short(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)
+    return "-" if value is None else value if isinstance(value, str) else json_text(value, ensure_ascii=False)
 
 
 def _rows(head: list[str], rows: list[list[str]]) -> None:
     """Print a table and an empty line; nothing without rows."""
     from rich.markup import escape
-    from rich.table import Table
 
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, plain_table
 
-    if not rows:
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(head[0], overflow="fold")
-    many = len(head) != 3
-    for title in head[1:]:
-        table.add_column(title, justify="right" if many else "left", no_wrap=many, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
-    console.print()
+    if rows:
+        table = plain_table(*head, numbers=head[1:] if len(head) != 3 else ())
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table, end="\n\n")

@@ -71,7 +71,7 @@ def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFla
     if "experts" in given or ("base" in given and not data.data):
         raise typer.BadParameter(f"{merged} is a merged model and names its own base and experts")
     from actmat.api import diagnose_output
-    from actmat.cli.progress import showing_progress
+    from actmat.cli.screen import showing_progress
 
     base, statistics = given.values["base"], given.values["statistics"]
     rows = compare_answers(merged, data, base=base, device=run.device, quiet=quiet) if data.data else None
@@ -87,7 +87,7 @@ def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet
     if len(recipes) > 1:
         raise typer.BadParameter("diagnose takes one merge: one method, one value per option")
     from actmat.api import diagnose_recipe
-    from actmat.cli.progress import showing_progress
+    from actmat.cli.screen import showing_progress
 
     with showing_progress("measuring", quiet=quiet) as progress:
         return diagnose_recipe(recipes[0], run, progress)
@@ -101,9 +101,9 @@ def _show(found: Diagnosis, out: Path | None, *, json: bool) -> None:
         with disk_errors(out.parent):
             write_report(found, out)
     if json:
-        import json as json_module
+        from actmat.cli.screen import print_json
 
-        typer.echo(json_module.dumps(found.to_json(), indent=1))
+        print_json(found.to_json())
         return
     from actmat.cli.diagnosis import print_diagnosis
 

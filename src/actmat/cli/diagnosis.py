@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from actmat.cli.screen import console
+from actmat.cli.screen import console, plain_table
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, Measure
 
 __all__ = ["print_checks", "print_diagnosis"]
@@ -117,13 +117,8 @@ def _contested(found: Diagnosis) -> Table:
     return table
 
 
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, overflow="fold")
-    for name in others:
-        words = name in {"expert", "data"}
-        table.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
-    return table
+def _table(*columns: str) -> Table:
+    return plain_table(*columns, numbers={*columns[1:]} - {"expert", "data"})
 
 
 def _middle(values: Sequence[float]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,41 +15,31 @@ RecipeFile = Annotated[
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check of severity 'issue' found something.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_DATA = "Data and the models that run on it"
+
+
+def _data_option(flag: str, text: str, **more: Any) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel="Data and the models that run on it", **more)
+
+
 ModelClass = Annotated[
-    str | None,
-    typer.Option(
-        "--model-class", help="Class of transformers to load it with (default: the config's).", rich_help_panel=_DATA
-    ),
+    str | None, _data_option("--model-class", "Class of transformers to load it with (default: the config's).")
 ]
-Split = Annotated[
-    str, typer.Option("--split", help="Split of a data set on the hub or of a folder.", rich_help_panel=_DATA)
-]
-Subset = Annotated[
-    str | None, typer.Option("--subset", help="Configuration of a data set on the hub.", rich_help_panel=_DATA)
-]
-TextColumn = Annotated[
-    str | None, typer.Option("--text-column", help="Column of texts (default: found).", rich_help_panel=_DATA)
-]
-ImageColumn = Annotated[
-    str | None, typer.Option("--image-column", help="Column of images (default: found).", rich_help_panel=_DATA)
-]
+Split = Annotated[str, _data_option("--split", "Split of a data set on the hub or of a folder.")]
+Subset = Annotated[str | None, _data_option("--subset", "Configuration of a data set on the hub.")]
+TextColumn = Annotated[str | None, _data_option("--text-column", "Column of texts (default: found).")]
+ImageColumn = Annotated[str | None, _data_option("--image-column", "Column of images (default: found).")]
 TargetColumn = Annotated[
-    str | None,
-    typer.Option("--target-column", help="What the decoder of an encoder-decoder model reads.", rich_help_panel=_DATA),
+    str | None, _data_option("--target-column", "What the decoder of an encoder-decoder model reads.")
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Samples in one forward pass.", rich_help_panel=_DATA)]
-MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of one text at most.", rich_help_panel=_DATA)]
-ModelDtype = Annotated[str, typer.Option("--dtype", help="dtype of the model while it runs.", rich_help_panel=_DATA)]
+BatchSize = Annotated[int, _data_option("--batch-size", "Samples in one forward pass.")]
+MaxLength = Annotated[int, _data_option("--max-length", "Tokens of one text at most.")]
+ModelDtype = Annotated[str, _data_option("--dtype", "dtype of the model while it runs.")]
+Samples = Annotated[int, _data_option("--samples", "How many samples per expert at most.", min=1)]
 Data = Annotated[
     list[str] | None,
-    typer.Option(
+    _data_option(
         "--data",
-        help="File, folder or hub id of unlabelled inputs: compare the answers of MERGED with its experts'. NAME=DATA "
+        "File, folder or hub id of unlabelled inputs: compare the answers of MERGED with its experts'. NAME=DATA "
         "gives an expert its own; once per expert.",
-        rich_help_panel=_DATA,
     ),
-]
-Samples = Annotated[
-    int, typer.Option("--samples", help="How many samples per expert at most.", min=1, rich_help_panel=_DATA)
 ]

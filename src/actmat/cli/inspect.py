@@ -1,4 +1,4 @@
-"""`actmat inspect`: the content of a checkpoint, from its headers."""
+"""`actmat inspect`: the content of a checkpoint or of an adapter, from its headers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def inspect(
     from actmat.layout import resolve_layout
 
     if is_adapter(checkpoint):
-        from actmat.cli.adapters import describe_adapter, print_adapter
-
-        data, show = describe_adapter(checkpoint), print_adapter
+        data, show = _describe_adapter(checkpoint), _print_adapter
     else:
         with open_checkpoint(checkpoint) as opened:
             data, show = _describe(opened, resolve_layout(opened.specs, opened.config)), _print
@@ -78,9 +76,8 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
 
 def _print(data: Mapping[str, Any], *, every: bool) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, first_to_last, plain_table
     from actmat.errors import format_size
 
     family = data["family"] or "not recognised, by names and shapes"
@@ -91,10 +88,7 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
     console.print(f"files: {len(data['files'])} ({files})", markup=False)
     for alias, canonical in data["ties"].items():
         console.print(f"tied: {alias} = {canonical}", markup=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tensors", justify="right")
-    table.add_column("role")
-    table.add_column("which, and why", overflow="fold")
+    table = plain_table("tensors", "role", "which, and why", numbers=["tensors"])
     groups: dict[tuple[str, str], list[str]] = {}
     for row in data["tensors"]:
         groups.setdefault((row["role"], row["reason"]), []).append(row["name"])
@@ -103,6 +97,60 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
             table.add_row("x".join(map(str, row["shape"])), row["role"], escape(f"{row['name']}: {row['reason']}"))
     else:
         for (role, reason), names in groups.items():
-            shown = names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
-            table.add_row(str(len(names)), role, f"{escape(reason)}\n[dim]{escape(shown)}[/dim]")
+            shown = escape(first_to_last(names))
+            table.add_row(str(len(names)), role, f"{escape(reason)}\n[dim]{shown}[/dim]")
     console.print(table)
+
+
+def _describe_adapter(location: str) -> dict[str, Any]:
+    from actmat.experts.resolve import open_adapter
+
+    with open_adapter(location) as adapter:
+        specs = adapter.weights.specs
+        return {
+            "location": location,
+            "adapter": "list of factor pairs" if adapter.is_pair_list else "lora",
+            "base_model": adapter.config.base_model,
+            "use_rslora": adapter.config.use_rslora,
+            "fan_in_fan_out": adapter.config.fan_in_fan_out,
+            "modules": [
+                {name: getattr(m, name) for name in ("name", "kind", "shape", "rank", "scaling")}
+                | {"bias": m.bias is not None}
+                for m in adapter.modules.values()
+            ],
+            "full_tensors": {n: list(specs[s].shape) for n, s in adapter.extras.items()},
+            "base_copies": list(adapter.copies),
+            "parameters": sum(s.numel for s in specs.values()),
+            "bytes": sum(s.nbytes for s in specs.values()),
+            "dtypes": dict(Counter(s.dtype for s in specs.values())),
+            "problems": list(adapter.problems),
+        }
+
+
+def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
+    from rich.markup import escape
+
+    from actmat.cli.screen import console, first_to_last, plain_table
+    from actmat.errors import format_size
+
+    place = f"[bold]{escape(data['location'])}[/bold]"
+    if data["adapter"] == "lora":
+        console.print(f"{place}: LoRA adapter of {escape(data['base_model'] or 'an unnamed base')}")
+    else:
+        console.print(
+            f"{place}: a list of {len(data['modules'])} (up, down) pairs without names, alpha or config. Modules are "
+            "called by their place in the list, the scaling is taken as 1. PEFT cannot load it"
+        )
+    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, " + ", ".join(data["dtypes"]))
+    table = plain_table("modules", "kind", "rank", "scaling", "O x I", "which")
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for m in data["modules"]:
+        key = (m["kind"], m["rank"], f"{m['scaling']:g}", "x".join(map(str, m["shape"])))
+        groups.setdefault(key if not every else (*key, m["name"]), []).append(m["name"])
+    for key, names in groups.items():
+        table.add_row(str(len(names)), *map(str, key[:4]), escape(first_to_last(names)))
+    console.print(table)
+    for name, shape in data["full_tensors"].items():
+        console.print(f"trained in full: {name} {'x'.join(map(str, shape))}", markup=False)
+    for problem in data["problems"]:
+        console.print(f"[red]problem[/red]: {escape(problem)}")

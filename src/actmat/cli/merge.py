@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
 from actmat.settings import RunSettings
-
-if TYPE_CHECKING:
-    from actmat.api import MergeReport
-    from actmat.recipe import Recipe
 
 __all__ = ["merge"]
 
@@ -42,28 +38,15 @@ def merge(
         raise typer.BadParameter("--strict and --exact go with --diagnose")
     if any(r.out is None for r in recipes):
         raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
-    reports = _run(recipes, run, quiet=quiet)
+    from actmat.api import run_recipes
+    from actmat.cli.screen import showing_progress
+
+    with showing_progress(quiet=quiet) as progress:
+        reports = run_recipes(recipes, run, progress)
     if not quiet:
         from actmat.cli.summary import print_summary
 
         for report in reports:
             print_summary(report)
-            _judgement(report)
     if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
         raise typer.Exit(1)
-
-
-def _run(recipes: list[Recipe], settings: RunSettings, *, quiet: bool) -> list[MergeReport]:
-    from actmat.api import run_recipes
-    from actmat.cli.progress import showing_progress
-
-    with showing_progress(quiet=quiet) as progress:
-        return run_recipes(recipes, settings, progress)
-
-
-def _judgement(report: MergeReport) -> None:
-    """Print the findings of the checks, if the merge was diagnosed."""
-    if report.diagnosis is not None:
-        from actmat.cli.diagnosis import print_checks
-
-        print_checks(report.diagnosis.checks)

@@ -15,8 +15,7 @@ __all__ = ["methods"]
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show this method in full.")] = None,
-    json: flags.Json = False,
+    name: Annotated[str | None, typer.Argument(help="Show this method in full.")] = None, json: flags.Json = False
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
     from actmat.cli.screen import print_json
@@ -38,38 +37,25 @@ def _describe(m: MergeMethod) -> dict[str, Any]:
         "summary": m.summary,
         "equation": m.equation,
         "acts_on": m.acts_on,
-        "needs": {
-            "data": list(m.needs_statistics),
-            "base": m.needs_base,
-            "takes_weights": m.is_weighted,
-            "random": m.is_random,
-        },
+        "needs": {"data": list(m.needs_statistics), "base": m.needs_base}
+        | {"takes_weights": m.is_weighted, "random": m.is_random},
         "low_rank": m.merge_lowrank is not None,
         "preset_of": m.preset_of,
         "flops": m.flops,
         "laws": sorted(m.laws),
         "reference": m.reference,
         "options": [
-            {
-                "name": o.name,
-                "type": o.type_name,
-                "default": o.default,
-                "bounds": str(o.bounds) if o.bounds else None,
-                "description": o.doc,
-            }
+            {"name": o.name, "type": o.type_name, "default": o.default}
+            | {"bounds": str(o.bounds) if o.bounds else None, "description": o.doc}
             for o in m.options.values()
         ],
     }
 
 
 def _table(chosen: list[MergeMethod]) -> None:
-    from rich.table import Table
+    from actmat.cli.screen import console, plain_table
 
-    from actmat.cli.screen import console
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("method", "data?", "low rank", "FLOPs", "idea"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("method", "data?", "low rank", "FLOPs", "idea")
     for m in chosen:
         low_rank = "exact" if m.merge_lowrank else "dense"
         table.add_row(m.name, ", ".join(m.needs_statistics) or "-", low_rank, m.flops or "-", m.summary)

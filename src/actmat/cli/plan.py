@@ -32,10 +32,10 @@ def plan(
 
     plans = [plan_recipe(r, device=run.device) for r in given.recipes(recipe)]
     if json:
-        import json as json_module
+        from actmat.cli.screen import print_json
 
         data = [p.to_json() for p in plans]
-        typer.echo(json_module.dumps(data[0] if len(data) == 1 else data, indent=1))
+        print_json(data[0] if len(data) == 1 else data)
         return
     from actmat.cli.summary import print_plan
 

@@ -14,16 +14,12 @@ from actmat.errors import RecipeError
 if TYPE_CHECKING:
     from actmat.recipe import Recipe
 
-__all__ = ["RecipeFlags", "statistics_of"]
+__all__ = ["RecipeFlags", "split_name", "statistics_of"]
 
 
 @dataclass(frozen=True)
 class RecipeFlags:
-    """Flags that describe recipes.
-
-    Args:
-        values: by field of `Recipe` and `ExpertRef`; None for a flag that is not given.
-    """
+    """Flags that describe recipes, by field of `Recipe` and `ExpertRef`; None for a flag that is not given."""
 
     values: Mapping[str, Any]
 
@@ -63,17 +59,23 @@ class RecipeFlags:
         return variants(recipe, methods, choices)
 
 
+def split_name(text: str) -> tuple[str, str]:
+    """`NAME=PLACE` as a pair; the name, which has no slash, is empty where none is given."""
+    name, equals, place = text.partition("=")
+    return (name, place) if equals and "/" not in name else ("", text)
+
+
 def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
     """Values of --statistics: a mapping if all are NAME=PATH, else the paths in their order.
 
     Raises:
         RecipeError: a name is given twice.
     """
-    pairs = [text.partition("=") for text in given]
-    by_name = all(equals and "/" not in name for name, equals, _ in pairs)
-    if by_name and len({name for name, _, _ in pairs}) < len(pairs):
+    pairs = [split_name(text) for text in given]
+    by_name = all(name for name, _ in pairs)
+    if by_name and len(dict(pairs)) < len(pairs):
         raise RecipeError("--statistics is given twice for one expert.")
-    return {name: path for name, _, path in pairs} if by_name else list(given)
+    return dict(pairs) if by_name else list(given)
 
 
 def _check_complete(given: Mapping[str, Any]) -> None:
@@ -93,10 +95,9 @@ def _experts(given: Sequence[str], weights: Sequence[float] | None) -> list[dict
         raise RecipeError(f"There are {len(given)} experts and {len(weights)} weights; give one --weight each.")
     experts: list[dict[str, Any]] = []
     for i, text in enumerate(given):
-        name, equals, path = text.partition("=")
-        named = bool(equals) and not Path(text).exists() and "/" not in name
-        expert: dict[str, Any] = {"path": path, "name": name} if named else {"path": text}
-        experts.append(expert | ({"weight": weights[i]} if weights else {}))
+        name, path = ("", text) if Path(text).exists() else split_name(text)
+        named = {"name": name} if name else {}
+        experts.append({"path": path, **named} | ({"weight": weights[i]} if weights else {}))
     return experts
 
 

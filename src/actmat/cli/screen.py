@@ -1,52 +1,73 @@
-"""Output of commands: consoles for stdout and stderr, progress bars, JSON."""
+"""Output of commands: consoles for stdout and stderr, tables, progress bars, JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TimeRemainingColumn
+from rich.table import Table
 
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
-
-__all__ = ["MergeProgress", "console", "counting", "note_console", "print_json"]
 
 console = Console(highlight=False)
 note_console = Console(stderr=True, highlight=False)
 
 
+def print_json(data: Any) -> None:
+    """Print data as JSON on stdout."""
+    typer.echo(json.dumps(data, indent=1))
+
+
+def plain_table(*columns: str, numbers: Collection[str] = ()) -> Table:
+    """A table without lines; columns named in `numbers` are aligned to the right and never broken."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        is_number = name in numbers
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    return table
+
+
+def first_to_last(names: Sequence[str]) -> str:
+    """`first ... last`, or the only one."""
+    return names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
+
+
+def progress_bar(*columns: str | ProgressColumn, quiet: bool = False) -> Progress:
+    """A bar on stderr that vanishes at its end; none if `quiet`, or where stderr is no terminal."""
+    return Progress(*columns, console=note_console, transient=True, disable=quiet or not note_console.is_terminal)
+
+
+@contextlib.contextmanager
+def counting(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar for work that counts tensors; yields a function of (done, total) that advances it."""
+    with progress_bar(quiet=quiet) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def showing_progress(doing: str = "merging", *, quiet: bool) -> Iterator[MergeProgress | None]:
+    """A bar over the tensors of a merge, or None if `quiet`."""
+    if quiet:
+        yield None
+        return
+    share, tensors = "{task.percentage:>3.0f}%", (MofNCompleteColumn(), "tensors")
+    with progress_bar("{task.description}", BarColumn(24), share, *tensors, TimeRemainingColumn()) as bar:
+        yield MergeProgress(bar, doing)
+
+
 class MergeProgress:
-    """A bar over the bytes of a merge, on stderr; implements `actmat.api.Progress`."""
+    """Shows a merge on a bar; implements `actmat.progress.Progress`."""
 
-    def __init__(self, doing: str = "merging") -> None:
-        self._doing = doing
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            MofNCompleteColumn(),
-            TextColumn("tensors"),
-            TimeRemainingColumn(),
-            console=note_console,
-            transient=True,
-            disable=not note_console.is_terminal,
-        )
+    def __init__(self, bar: Progress, doing: str) -> None:
+        self._bar, self._doing = bar, doing
         self._task: TaskID | None = None
-
-    def __enter__(self) -> MergeProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
         """Show the bar; say so when an interrupted run goes on."""
@@ -64,16 +85,3 @@ class MergeProgress:
         """Show that only the disk is still at work."""
         if self._task is not None:
             self._bar.update(self._task, description="flushing")
-
-
-@contextlib.contextmanager
-def counting(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr for work that counts tensors; yields a function of (done, total) that advances it."""
-    with Progress(console=note_console, transient=True, disable=not note_console.is_terminal) as bar:
-        task = bar.add_task(doing, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def print_json(data: Any) -> None:
-    """Print data as JSON on stdout."""
-    typer.echo(json.dumps(data, indent=1))

@@ -123,6 +123,9 @@ def collect(
     _one_of("--compute-dtype", measuring.compute_dtype, ("float32", "float64"))
     _one_of("--store-dtype", measuring.store_dtype or "float32", ("float32", "float64"))
     _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
+    from rich.progress import BarColumn, TimeRemainingColumn
+
+    from actmat.cli.screen import progress_bar
     from actmat.statistics import collect as measure
     from actmat.statistics.data import make_batches
     from actmat.statistics.models import load_model
@@ -132,7 +135,9 @@ def collect(
     options = reading.options(data)
     loaded = load_model(model, **asdict(loading))
     labels = measuring.fisher and measuring.fisher_labels == "given"
-    with _Bar(reading.samples, quiet=quiet) as progress:
+    amount = "{task.completed} samples, {task.fields[tokens]} tokens"
+    with progress_bar("measuring", BarColumn(24), amount, TimeRemainingColumn(), quiet=quiet) as bar:
+        task = bar.add_task("measuring", total=reading.samples, tokens=0)
         result = measure(
             loaded.model,
             make_batches(loaded, options, labels=labels),
@@ -140,7 +145,7 @@ def collect(
             adapter=loaded.adapter,
             out=out,
             overwrite=overwrite,
-            progress=progress,
+            progress=lambda samples, tokens: bar.update(task, completed=samples, tokens=tokens),
             **measuring.options(options),
         )
     if not quiet:
@@ -171,36 +176,6 @@ def show(path: Annotated[Path, typer.Argument(help="What 'actmat statistics coll
 
     with open_statistics(path) as opened:
         _print(path, opened.header, every=True)
-
-
-class _Bar:
-    """Progress bar on stderr over samples."""
-
-    def __init__(self, total: int | None, *, quiet: bool) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        from actmat.cli.screen import note_console
-
-        self._bar = Progress(
-            TextColumn("measuring"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed} samples, {task.fields[tokens]} tokens"),
-            TimeRemainingColumn(),
-            console=note_console,
-            transient=True,
-            disable=quiet or not note_console.is_terminal,
-        )
-        self._task = self._bar.add_task("measuring", total=total, tokens=0)
-
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, samples: int, tokens: int) -> None:
-        self._bar.update(self._task, completed=samples, tokens=tokens)
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:

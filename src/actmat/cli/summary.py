@@ -15,19 +15,14 @@ __all__ = ["print_plan", "print_summary"]
 def print_plan(plan: MergePlan, *, every: bool) -> None:
     """Groups of outputs with what happens to them and why; `every`: one line per output."""
     from rich.markup import escape
-    from rich.table import Table
 
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, first_to_last, plain_table
 
     to_adapter = plan.output == "adapter"
-    over = f"{len(plan.experts)} adapters, into an adapter" if to_adapter else (
-        f"{len(plan.experts)} experts of {escape(plan.recipe.base)}"
-    )  # fmt: skip
-    console.print(f"[bold]{plan.recipe.method}[/bold] over {over}")
-    table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("modules" if to_adapter else "tensors", justify="right")
-    table.add_column("action")
-    table.add_column("which, and why", overflow="fold")
+    over = "adapters, into an adapter" if to_adapter else f"experts of {escape(plan.recipe.base)}"
+    console.print(f"[bold]{plan.recipe.method}[/bold] over {len(plan.experts)} {over}")
+    counted = "modules" if to_adapter else "tensors"
+    table = plain_table(counted, "action", "which, and why", numbers=[counted])
     groups: dict[tuple[str, str], list[str]] = {}
     for item in plan.items:
         groups.setdefault((item.action, item.reason), []).append(item.name)
@@ -38,8 +33,8 @@ def print_plan(plan: MergePlan, *, every: bool) -> None:
         groups.setdefault(key, []).append(name)
     for (action, reason), names in groups.items():
         if not every or action == "keep":
-            shown = names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
-            table.add_row(str(len(names)), action, f"{escape(reason)}\n[dim]{escape(shown)}[/dim]")
+            shown = escape(first_to_last(names))
+            table.add_row(str(len(names)), action, f"{escape(reason)}\n[dim]{shown}[/dim]")
     console.print(table)
     console.print(_ranks(plan) if to_adapter else _counts(plan))
     console.print(_traffic(plan))
@@ -73,7 +68,7 @@ def _traffic(plan: MergePlan) -> str:
 
 
 def print_summary(report: MergeReport) -> None:
-    """Result of a merge: what was done, norms of an adapter, traffic, notes."""
+    """Result of a merge: what was done, norms of an adapter, traffic, notes, findings if it was diagnosed."""
     from rich.markup import escape
 
     from actmat.cli.screen import console
@@ -93,6 +88,10 @@ def print_summary(report: MergeReport) -> None:
         console.print(f"  note: {note}", markup=False)
     if not to_adapter and (nonfinite := sum(t["nonfinite"] for t in report.manifest["tensors"])):
         console.print(f"  note: {nonfinite} NaN or Inf entries of experts were treated as unchanged")
+    if report.diagnosis is not None:
+        from actmat.cli.diagnosis import print_checks
+
+        print_checks(report.diagnosis.checks)
 
 
 def _model_lines(report: MergeReport) -> list[str]:

@@ -64,8 +64,7 @@ def load_photographs() -> Photographs:
 def split_photographs(photographs: Photographs, *, n_validation: int, n_test: int, generator: torch.Generator) -> Split:
     """Cut at random into `n_test` and `n_validation` photographs, and all others to train on.
 
-    Photographs are split before any task looks at them: one that is in the test part of a task is in the test part
-    of all, so that no expert has seen, in any disguise, what another is tested on.
+    The cut comes before the tasks, so that no expert has seen, in any look, a photograph that another is tested on.
 
     Raises:
         ValueError: nothing would be left to train on.
@@ -74,26 +73,14 @@ def split_photographs(photographs: Photographs, *, n_validation: int, n_test: in
     if not 0 < n_held < len(photographs):
         raise ValueError(f"cannot hold out {n_held} of {len(photographs)} photographs")
     order_N = torch.randperm(len(photographs), generator=generator)
-    return Split(
-        train=photographs.take(order_N[n_held:]),
-        validation=photographs.take(order_N[n_test:n_held]),
-        test=photographs.take(order_N[:n_test]),
-    )
+    return Split(*(photographs.take(part) for part in (order_N[n_held:], order_N[n_test:n_held], order_N[:n_test])))
 
 
 def shift(image_HW: Tensor, down: int, right: int) -> Tensor:
     """The image moved by whole pixels; what leaves is lost, what comes in is black."""
     height, width = image_HW.shape
-    out_HW = torch.zeros_like(image_HW)
-    rows_to, rows_from = _overlap(height, down)
-    columns_to, columns_from = _overlap(width, right)
-    out_HW[rows_to, columns_to] = image_HW[rows_from, columns_from]
-    return out_HW
-
-
-def _overlap(size: int, step: int) -> tuple[slice, slice]:
-    """Target and source of the pixels that stay."""
-    return slice(max(step, 0), size + min(step, 0)), slice(max(-step, 0), size + min(-step, 0))
+    padded_HW = torch.nn.functional.pad(image_HW, (max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)))
+    return padded_HW[max(-down, 0) :, max(-right, 0) :][:height, :width]
 
 
 def moved_views(photographs: Photographs, n_views: int, generator: torch.Generator) -> Photographs:

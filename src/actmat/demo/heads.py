@@ -1,9 +1,9 @@
-"""Classification heads: fitted once on the features of the base, by a formula, and frozen from then on.
+"""Classification heads: fitted once on the features of the base, by a formula, and frozen; and answers given by them.
 
-Shapes: `N` examples, `D` features, `C` classes.
+Shapes: `N` examples, `H = W` pixels, `D` features, `C` classes.
 
-They take the part of the zero-shot heads that the vision experiments of the merging literature build from text: one
-head per task, shared by base, expert and merged models, so that all that differs between them is the encoder.
+One head per task is shared by base, expert and merged models, so that only the encoders differ; the vision experiments
+of the merging literature build such heads from text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["Head", "fit_head", "load_heads", "save_heads"]
+from actmat.demo.model import Encoder
+from actmat.demo.tasks import Examples
+
+__all__ = ["Head", "correct", "features", "fit_head", "load_heads", "majority_correct", "save_heads"]
+
+_BATCH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,7 @@ def fit_head(features_ND: Tensor, labels_N: Tensor, n_classes: int, *, ridge: fl
     far too flat as logits.
 
     Args:
-        features_ND: features of the base.
-        labels_N: int64 in `0..n_classes - 1`.
-        n_classes: number of rows of the head.
         ridge: regularisation relative to the mean variance of a feature, above 0.
-        scale: factor of the logits.
     """
     features_ND = features_ND.double()
     targets_NC = torch.nn.functional.one_hot(labels_N, n_classes).double()
@@ -58,6 +59,22 @@ def fit_head(features_ND: Tensor, labels_N: Tensor, n_classes: int, *, ridge: fl
     weight_CD = torch.linalg.solve(gram_DD, centred_ND.mT @ (targets_NC - mean_C)).mT
     bias_C = mean_C - weight_CD @ mean_D
     return Head((scale * weight_CD).float().contiguous(), (scale * bias_C).float())
+
+
+@torch.no_grad()
+def features(encoder: Encoder, images_NHW: Tensor) -> Tensor:
+    """`N H W -> N D`, without gradients, in batches that fit a cache."""
+    return torch.cat([encoder(batch) for batch in torch.split(images_NHW, _BATCH)])
+
+
+def correct(encoder: Encoder, head: Head, examples: Examples) -> Tensor:
+    """True for the examples that are answered rightly: bool `N`."""
+    return head(features(encoder, examples.images_NHW)).argmax(1) == examples.labels_N
+
+
+def majority_correct(train: Examples, test: Examples, n_classes: int) -> Tensor:
+    """The same for a model that always gives the most frequent answer of the training examples: bool `N`."""
+    return test.labels_N == torch.bincount(train.labels_N, minlength=n_classes).argmax()
 
 
 def save_heads(heads: Mapping[str, Head], path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Shapes: `N` images, `H = W` pixels, `P` patches, `L = P + 1` tokens, `D` hidden width, `C` channels of a patch.
 
-It is built like the transformers that people merge (one packed `in_proj_weight` per attention, biases, norms, a class
-token, a table of positions), and its folder holds `config.json` and `model.safetensors`: every command takes it.
+It has one packed `in_proj_weight` per attention, biases, norms, a class token and a table of positions; its folder
+holds `config.json` and `model.safetensors`, so that every command takes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from actmat.errors import CheckpointError
 
-__all__ = ["MODEL_TYPE", "Encoder", "EncoderConfig", "load_encoder", "new_encoder", "save_encoder"]
+__all__ = ["Encoder", "EncoderConfig", "load_encoder", "new_encoder", "save_encoder"]
 
 MODEL_TYPE = "actmat-demo-vit"
 _INITIAL_STD = 0.02
@@ -34,11 +34,6 @@ class EncoderConfig:
     intermediate_size: int = 128
     num_hidden_layers: int = 2
     num_attention_heads: int = 4
-
-    @property
-    def patches_per_side(self) -> int:
-        """Patches along one side of the image."""
-        return self.image_size // self.patch_size
 
 
 class Layer(nn.Module):
@@ -56,8 +51,7 @@ class Layer(nn.Module):
         """`N L D -> N L D`."""
         normed_NLD = self.attention_norm(x_NLD)
         x_NLD = x_NLD + self.attention(normed_NLD, normed_NLD, normed_NLD, need_weights=False)[0]
-        hidden_NLF = nn.functional.gelu(self.up_proj(self.mlp_norm(x_NLD)))
-        down_NLD: Tensor = self.down_proj(hidden_NLF)
+        down_NLD: Tensor = self.down_proj(nn.functional.gelu(self.up_proj(self.mlp_norm(x_NLD))))
         return x_NLD + down_NLD
 
 
@@ -67,9 +61,10 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
+        self._side = config.image_size // config.patch_size  # patches along one side of the image
         self.patch_proj = nn.Linear(config.patch_size**2, config.hidden_size)
         self.class_token = nn.Parameter(torch.randn(1, 1, config.hidden_size) * _INITIAL_STD)
-        self.position_embeddings = nn.Embedding(config.patches_per_side**2 + 1, config.hidden_size)
+        self.position_embeddings = nn.Embedding(self._side**2 + 1, config.hidden_size)
         nn.init.normal_(self.position_embeddings.weight, std=_INITIAL_STD)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
@@ -86,13 +81,13 @@ class Encoder(nn.Module):
 
     def _patches(self, images_NHW: Tensor) -> Tensor:
         """Cut into squares, in reading order: `N H W -> N P C`."""
-        n, side = self.config.patches_per_side, self.config.patch_size
+        n, side = self._side, self.config.patch_size
         squares = images_NHW.reshape(len(images_NHW), n, side, n, side).transpose(2, 3)
         return squares.reshape(len(images_NHW), n * n, side * side)
 
 
 def new_encoder(config: EncoderConfig, *, seed: int) -> Encoder:
-    """A freshly initialised encoder that depends on the seed alone; the global random state is left as it was."""
+    """A freshly initialised encoder that depends on the seed only; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Encoder(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from actmat.errors import OutputError
@@ -13,16 +12,12 @@ __all__ = ["DemoFolder", "claim_folder"]
 _MARK = ".actmat-demo"
 
 
-@dataclass(frozen=True, slots=True)
 class DemoFolder:
-    """Paths below the output folder."""
+    """Paths below the output folder: checkpoints, heads (outside of them, because they are not merged), all numbers."""
 
-    root: Path
-
-    @property
-    def base(self) -> Path:
-        """Checkpoint of the base."""
-        return self.root / "base"
+    def __init__(self, root: Path) -> None:
+        self.root, self.base = root, root / "base"
+        self.heads, self.results = root / "heads.safetensors", root / "results.json"
 
     def expert(self, task: str) -> Path:
         """Checkpoint of a task's expert."""
@@ -31,16 +26,6 @@ class DemoFolder:
     def merged(self, method: str) -> Path:
         """Checkpoint that a method has made."""
         return self.root / "merged" / method
-
-    @property
-    def heads(self) -> Path:
-        """All frozen heads; outside of the checkpoints, because they are not merged."""
-        return self.root / "heads.safetensors"
-
-    @property
-    def results(self) -> Path:
-        """All numbers."""
-        return self.root / "results.json"
 
 
 def claim_folder(root: Path, *, overwrite: bool) -> DemoFolder:
@@ -52,24 +37,23 @@ def claim_folder(root: Path, *, overwrite: bool) -> DemoFolder:
         OutputError: something is there already that may not be replaced, or the place cannot be written.
     """
     folder = DemoFolder(root)
-    if root.exists():
-        if not root.is_dir():
-            raise OutputError(f"{root} is a file; the demo needs a folder. Choose another place with --out.")
-        if any(root.iterdir()):
-            if not (root / _MARK).is_file():
-                raise OutputError(
-                    f"{root} is not empty and was not made by the demo, so it is left alone. "
-                    "Choose another place with --out."
-                )
-            if not overwrite:
-                raise OutputError(
-                    f"{root} holds an earlier demo. Give --overwrite to replace it, or another place with --out."
-                )
-            for made in (folder.base, root / "experts", root / "merged"):
-                if made.exists():
-                    shutil.rmtree(made)
-            for made in (folder.heads, folder.results):
-                made.unlink(missing_ok=True)
+    if root.exists() and not root.is_dir():
+        raise OutputError(f"{root} is a file; the demo needs a folder. Choose another place with --out.")
+    if root.exists() and any(root.iterdir()):
+        if not (root / _MARK).is_file():
+            raise OutputError(
+                f"{root} is not empty and was not made by the demo, so it is left alone. "
+                "Choose another place with --out."
+            )
+        if not overwrite:
+            raise OutputError(
+                f"{root} holds an earlier demo. Give --overwrite to replace it, or another place with --out."
+            )
+        for made in (folder.base, root / "experts", root / "merged"):
+            if made.exists():
+                shutil.rmtree(made)
+        for made in (folder.heads, folder.results):
+            made.unlink(missing_ok=True)
     try:
         root.mkdir(parents=True, exist_ok=True)
         (root / _MARK).touch()

@@ -2,9 +2,8 @@
 
 Shapes: `N` images, `H = W = 8` pixels.
 
-The experts of a real merge differ in what they look at and in what they are asked. Here all start from the same
-photographs, which a *look* makes different (negative, striped, jumbled, ...), so that the inputs of two tasks fill
-different directions of every layer; and a *question* gives the labels.
+All start from the same photographs. A *look* changes them (negative, striped, jumbled, ...), so that the inputs of two
+tasks fill different directions of every layer; a *question* gives the labels.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ QUESTIONS: dict[Question, int] = {"digit": 10, "parity": 2, "large": 2, "mod3": 
 
 
 def _inverted_where(pattern_HW: Tensor) -> Callable[[Tensor], Tensor]:
-    """Negative where the pattern is 1, as it is where the pattern is 0."""
+    """Negative where the pattern is 1, unchanged where it is 0."""
     return lambda images_NHW: (pattern_HW - images_NHW).abs()
 
 
@@ -99,29 +98,20 @@ LOOKS: dict[Look, Callable[[Tensor], Tensor]] = {
 def pose(photographs: Photographs, look: Look, question: Question, generator: torch.Generator) -> Examples:
     """Ask the question of photographs in this look. Only "turned" draws from the generator."""
     images_NHW, digits_N = photographs.images_NHW, photographs.digits_N
-    match question:
-        case "digit":
-            labels_N = digits_N
-        case "parity":
-            labels_N = digits_N % 2
-        case "large":
-            labels_N = (digits_N >= 5).long()
-        case "mod3":
-            labels_N = digits_N % 3
-        case "turned":
-            labels_N = torch.randint(4, (len(photographs),), generator=generator)
-            turned = [torch.rot90(image, turns) for image, turns in zip(images_NHW, labels_N.tolist(), strict=True)]
-            images_NHW = torch.stack(turned)
+    if question == "turned":
+        labels_N = torch.randint(4, (len(photographs),), generator=generator)
+        turned = [torch.rot90(image, turns) for image, turns in zip(images_NHW, labels_N.tolist(), strict=True)]
+        images_NHW = torch.stack(turned)
+    else:
+        labels_N = (digits_N >= 5).long() if question == "large" else digits_N % QUESTIONS[question]
     return Examples(LOOKS[look](images_NHW), labels_N)
 
 
 def pose_split(task: Task, split: Split, *, n_views: int, seed: int) -> TaskData:
     """The task on all three parts; training photographs come in `n_views` views, the others as they are."""
     train = moved_views(split.train, n_views, generator_for(seed, f"views {task.name}"))
-    parts = {"train": train, "validation": split.validation, "test": split.test}
-    return TaskData(
-        **{
-            part: pose(photographs, task.look, task.question, generator_for(seed, f"pose {task.name} {part}"))
-            for part, photographs in parts.items()
-        }
-    )
+
+    def posed(part: str, photographs: Photographs) -> Examples:
+        return pose(photographs, task.look, task.question, generator_for(seed, f"pose {task.name} {part}"))
+
+    return TaskData(posed("train", train), posed("validation", split.validation), posed("test", split.test))

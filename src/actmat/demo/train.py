@@ -2,13 +2,12 @@
 
 Shapes: `N` images, `H = W` pixels, `D` features.
 
-Every run computes in one thread. On a model this small threads win little inside an operation, and the order of
-additions, and so every bit of the result, would depend on their number; experts are trained side by side instead.
+Every run computes in one thread: the order of additions, and so every bit of the result, would depend on the number of
+threads, which win little on a model this small. Experts are trained side by side instead.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,7 +19,7 @@ from actmat.demo.model import Encoder, EncoderConfig, new_encoder
 from actmat.demo.tasks import LOOKS, Examples, pose
 from actmat.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
 
-__all__ = ["finetune", "finetune_in_place", "pretrain"]
+__all__ = ["finetune", "pretrain"]
 
 
 def pretrain(
@@ -54,30 +53,6 @@ def pretrain(
 
 
 def finetune(
-    base: Encoder,
-    head: Head,
-    examples: Examples,
-    schedule: Schedule,
-    *,
-    generator: torch.Generator,
-    on_step: OnStep = lambda: None,
-) -> Encoder:
-    """An expert: all weights of a copy of the base, trained on one task. The head takes no part in it.
-
-    Args:
-        base: left as it is.
-        head: the frozen head of the task.
-        examples: training examples of the task.
-        schedule: length and step size.
-        generator: order of the examples.
-        on_step: called after every step, from the calling thread.
-    """
-    expert = copy.deepcopy(base)
-    finetune_in_place(expert, head, examples, schedule, generator=generator, on_step=on_step)
-    return expert
-
-
-def finetune_in_place(
     expert: Encoder,
     head: Head,
     examples: Examples,
@@ -86,16 +61,12 @@ def finetune_in_place(
     generator: torch.Generator,
     on_step: OnStep = lambda: None,
     callbacks: Sequence[Callback] = (),
-) -> None:
-    """`finetune` of a model that is there already, for those who watch it meanwhile.
+) -> Encoder:
+    """Train all weights of a copy of the base, in place, on one task behind its frozen head; returns it.
 
     Args:
-        expert: a copy of the base, changed in place.
-        head: as in `finetune`.
-        examples: as in `finetune`.
-        schedule: as in `finetune`.
-        generator: as in `finetune`.
-        on_step: as in `finetune`.
+        generator: of the order of the examples.
+        on_step: called after every step, from the calling thread.
         callbacks: analyses of the run.
     """
 
@@ -107,5 +78,5 @@ def finetune_in_place(
                     logits_NC = head(expert(examples.images_NHW[index_N]))
                     yield nn.functional.cross_entropy(logits_NC, examples.labels_N[index_N])
 
-    n_steps = steps_of(schedule, len(examples))
-    descend(list(expert.parameters()), losses, n_steps, schedule, on_step, callbacks)
+    descend(list(expert.parameters()), losses, steps_of(schedule, len(examples)), schedule, on_step, callbacks)
+    return expert

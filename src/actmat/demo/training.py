@@ -1,4 +1,4 @@
-"""Training: schedules, seeds, and the loop that every experiment's base and experts go through."""
+"""Training: schedules, seeds, and the loop that trains every base and expert."""
 
 from __future__ import annotations
 
@@ -7,29 +7,17 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Callback",
-    "OnStep",
-    "Resume",
-    "Schedule",
-    "descend",
-    "generator_for",
-    "side_by_side",
-    "steps_of",
-    "warm_cosine",
-]
+__all__ = ["Callback", "OnStep", "Schedule", "descend", "generator_for", "side_by_side", "steps_of", "warm_cosine"]
 
 _WARM_UP = 0.1
 _LONGEST_GRADIENT = 1.0
 
 OnStep = Callable[[], object]
-
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -42,6 +30,18 @@ class Callback(Protocol):
 
     def after_step(self, step: int) -> None:
         """After the optimiser's step."""
+
+
+class Resumed(Protocol):
+    """The state of a training run that is kept from time to time."""
+
+    def load(self, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer) -> int:
+        """Put the state back; the number of steps that it holds, 0 without one."""
+
+    def keep(
+        self, step: int, n_steps: int, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer
+    ) -> None:
+        """Write the state if it is time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +90,13 @@ def descend(
     schedule: Schedule,
     on_step: OnStep = lambda: None,
     callbacks: Sequence[Callback] = (),
-    resume: Resume | None = None,
+    resume: Resumed | None = None,
 ) -> None:
     """AdamW on a stream of losses, each computed when it is asked for, at the weights of that moment.
 
     Args:
-        parameters: what is trained.
         losses: the stream from a given step on, `schedule.micro_batches` losses per step; their gradients are averaged.
-        n_steps: of the schedule's learning rate.
-        schedule: peak rate and decay.
         on_step: called after every step, for progress.
-        callbacks: analyses of the run.
-        resume: where the state of a long run is kept from time to time, and found again.
     """
     optimiser = torch.optim.AdamW(parameters, lr=schedule.learning_rate, weight_decay=schedule.weight_decay, fused=True)
     first = resume.load(parameters, optimiser) if resume else 0
@@ -128,58 +123,8 @@ def descend(
             resume.keep(step + 1, n_steps, parameters, optimiser)
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """The state of a training run on disk: weights, moments and number of steps, in one safetensors file.
-
-    Args:
-        path: of the file, replaced whole every time.
-        every: steps between two states.
-    """
-
-    path: Path
-    every: int = 500
-
-    def load(self, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer) -> int:
-        """Put the state back; the number of steps that it holds, 0 without one."""
-        from safetensors import safe_open
-
-        if not self.path.is_file():
-            return 0
-        with safe_open(self.path, framework="pt") as file, torch.no_grad():
-            step = int(file.metadata()["step"])
-            for i, parameter in enumerate(parameters):
-                parameter.copy_(file.get_tensor(f"weight.{i}"))
-                optimiser.state[parameter] = {
-                    "step": torch.tensor(float(step), device=parameter.device),
-                    "exp_avg": file.get_tensor(f"mean.{i}").to(parameter.device),
-                    "exp_avg_sq": file.get_tensor(f"square.{i}").to(parameter.device),
-                }
-        return step
-
-    def keep(
-        self, step: int, n_steps: int, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer
-    ) -> None:
-        """Write the state if it is time."""
-        from safetensors.torch import save_file
-
-        if step % self.every or step == n_steps:
-            return
-        tensors = {}
-        for i, parameter in enumerate(parameters):
-            state = optimiser.state[parameter]
-            tensors[f"weight.{i}"] = parameter.detach().contiguous()
-            tensors[f"mean.{i}"], tensors[f"square.{i}"] = state["exp_avg"], state["exp_avg_sq"]
-        aside = self.path.with_suffix(".new")
-        save_file(tensors, aside, metadata={"step": str(step)})
-        aside.replace(self.path)
-
-
 def side_by_side(work: Callable[[Item], Made], items: Iterable[Item], threads: int) -> list[Made]:
-    """`work` on every item in threads of their own (PyTorch's operations let others run); the first error is raised.
-
-    Each thread is told to compute in one thread: the number is otherwise that of the cores in a new thread.
-    """
+    """`work` on every item, each in a thread that computes with one thread; the first error is raised."""
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:

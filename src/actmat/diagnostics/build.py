@@ -33,8 +33,6 @@ WORST = 5
 NORM_FIELDS = ("norms", "base_norm", "merged_norm")
 
 Records = Mapping[str, Record]
-
-
 Source = Literal["merge", "diagnose", "adapters"]
 
 
@@ -46,12 +44,7 @@ def storage_dtypes(plan: MergePlan) -> list[str]:
 
 
 def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, seconds: float) -> Diagnosis:
-    """Rows, measures, summaries and checks, from the records of all items.
-
-    Args:
-        out: the output's folder, if there is one.
-        seconds: wall time of the run.
-    """
+    """Rows, measures, summaries and checks, from the records of all items; `out`: the output's folder, if any."""
     names = _names(plan)
     rows = tuple(_row(plan, plan.by_name[name], records) for name in names)
     observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
@@ -67,7 +60,6 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         twins=_twins(plan, records) if plan.output == "model" else (),
     )
     recipe = plan.recipe
-    written = out is not None
     measuring = math.fsum(o["seconds"] for o in observed.values())
     return Diagnosis(
         actmat=plan.versions["actmat"],
@@ -89,7 +81,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
             seconds=round(seconds, 3),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             bytes_read=plan.read_bytes,
-            bytes_written=plan.write_bytes if written else 0,
+            bytes_written=plan.write_bytes if out is not None else 0,
             stages=Stages(measure=round(measuring, 3)),
         ),
         tensors=rows,
@@ -107,11 +99,11 @@ def _names(plan: MergePlan) -> list[str]:
 def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
     record = records.get(item.tied_to or item.name)
     observed = record.observed if record is not None and item.tied_to is None else None
-    is_extra = not item.is_observed
-    call = None if is_extra else item.call
+    call = item.call if item.is_observed else None
     role = str(item.layout.role)
     if plan.output == "adapter":
         role = "tensor" if item.factors is None else item.factors.kind
+    norms = {k: observed[k] for k in NORM_FIELDS if k in observed} if observed else {}
     return TensorRow(
         name=item.name,
         role=role,
@@ -123,9 +115,8 @@ def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
         options=dict(call.options) if call else {},
         seconds=None if record is None else 0.0 if item.tied_to else round(record.seconds, 6),
         unchanged=item.call is None if record is None else record.unchanged,
-        stats={**(record.stats if record is not None else {}),
-               **{k: observed[k] for k in NORM_FIELDS if observed and k in observed}},
-    )  # fmt: skip
+        stats={**(record.stats if record is not None else {}), **norms},
+    )
 
 
 def _summary(label: str, t: int, measures: Sequence[Measure]) -> ExpertSummary:

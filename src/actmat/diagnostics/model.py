@@ -13,30 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from actmat.diagnostics.files import write_whole
 from actmat.errors import CheckpointError
-
-__all__ = [
-    "FORMAT",
-    "REPORT_NAME",
-    "AgreementRow",
-    "CheckResult",
-    "DataResidual",
-    "Diagnosis",
-    "ExpertRow",
-    "ExpertSummary",
-    "Measure",
-    "Severity",
-    "Spectrum",
-    "Stages",
-    "TensorRow",
-    "Totals",
-    "Verdict",
-    "WorstMatrix",
-    "measures_from_json",
-    "read_diagnosis",
-    "write_diagnosis",
-]
 
 FORMAT: Literal[1] = 1
 """Version of the layout."""
@@ -185,12 +162,7 @@ class ExpertSummary(_Strict):
 class AgreementRow(_Strict):
     """Distance of the merged model's answers from one expert's on unlabelled inputs; 0 and 0: the same answers.
 
-    Args:
-        expert: its name.
-        data: source of the inputs.
-        disagreement: share of predictions whose most probable class differs.
-        divergence: mean of `KL(expert || merged)` in nats.
-        predictions: number that was compared.
+    Share of predictions whose most probable class differs; mean of `KL(expert || merged)` in nats.
     """
 
     expert: str
@@ -202,13 +174,9 @@ class AgreementRow(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class DataResidual(_Strict):
-    """Distance of the merged model from one expert on the inputs of the expert's layers.
+    """Distance of the merged model from one expert on the inputs of the expert's layers, see `diagnostics.on_data`.
 
-    Args:
-        expert: its name.
-        statistics: source of the Gram matrices of these inputs.
-        residual: see `diagnostics.on_data`; 0: as the expert, 1: as the base; None: it changed nothing on its inputs.
-        matrices: number of merged matrices with a Gram matrix.
+    Residual 0: as the expert, 1: as the base; None: it changed nothing on its inputs. `matrices` have a Gram matrix.
     """
 
     expert: str
@@ -278,10 +246,6 @@ class Diagnosis(_Strict):
     def from_json(cls, data: str | bytes | Mapping[str, Any], *, where: str = "the report") -> Diagnosis:
         """Read strictly: no unknown field, no missing one, no number that is not finite, no vector of another length.
 
-        Args:
-            data: JSON text, or the result of `to_json`.
-            where: name of the file, for errors.
-
         Raises:
             CheckpointError: not such a report; lists all problems.
         """
@@ -309,9 +273,10 @@ def _without_retired(text: str | bytes) -> str | bytes:
         fields = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    if not isinstance(fields, dict):
-        return text
-    return json.dumps({name: value for name, value in fields.items() if name != "forecast" or value is not None})
+    if isinstance(fields, dict) and fields.get("forecast", "") is None:
+        del fields["forecast"]
+        return json.dumps(fields)
+    return text
 
 
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
@@ -350,9 +315,7 @@ def read_diagnosis(path: str | Path) -> Diagnosis:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / REPORT_NAME
+    file = _report_file(path)
     try:
         text = file.read_bytes()
     except OSError as error:
@@ -369,8 +332,18 @@ def write_diagnosis(diagnosis: Diagnosis, path: str | Path) -> Path:
     Raises:
         OSError: writing failed.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / REPORT_NAME
     text = json.dumps(diagnosis.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return write_whole(file, f"{text}\n".encode())
+    return write_whole(_report_file(path), f"{text}\n".encode())
+
+
+def write_whole(file: Path, data: bytes) -> Path:
+    """Write a file, and its folder if need be; readers see the old file or the new one, never a part."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.part")
+    unfinished.write_bytes(data)
+    unfinished.replace(file)
+    return file
+
+
+def _report_file(path: str | Path) -> Path:
+    return Path(path) / REPORT_NAME if Path(path).is_dir() else Path(path)

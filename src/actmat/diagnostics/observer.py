@@ -40,12 +40,7 @@ WORKSPACE_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Implements `engine.observer.ObserverFactory`.
-
-    Args:
-        seed: of the recipe, for the probes.
-        exact: measure everything without probes.
-    """
+    """Implements `engine.observer.ObserverFactory`. The recipe's seed is for the probes; `exact`: without probes."""
 
     seed: int
     exact: bool = False
@@ -73,11 +68,7 @@ class Observers:
 
 
 def check_mutes(recipes: Iterable[Recipe]) -> None:
-    """Refuse muted codes that no check has.
-
-    Raises:
-        RecipeError: lists all.
-    """
+    """Refuse muted codes that no check has, with a RecipeError that lists all."""
     check_codes(tuple(dict.fromkeys(code for r in recipes for code in r.mute)))
 
 
@@ -88,13 +79,7 @@ def sums_plainly(call: MethodCall) -> bool:
 
 
 class ItemObserver:
-    """Implements `engine.observer.Observer`.
-
-    Args:
-        item: its plan.
-        seed: of the recipe, for the probes.
-        exact: measure everything without probes.
-    """
+    """Implements `engine.observer.Observer`, with the settings of `Observers`."""
 
     def __init__(self, item: Item, seed: int, *, exact: bool = False) -> None:
         assert item.call is not None
@@ -140,9 +125,7 @@ class ItemObserver:
 
     def _kept(self, stats: Mapping[str, Any], label: str) -> Kept | None:
         found = stats.get("parts", {}).get(label, {}) if label else stats
-        if "cutoff" not in found or "rank" not in found:
-            return None
-        return Kept(int(found["rank"]), float(found["cutoff"]))
+        return Kept(int(found["rank"]), float(found["cutoff"])) if {"cutoff", "rank"} <= found.keys() else None
 
     def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:
         if not any(numbers["norms"]):

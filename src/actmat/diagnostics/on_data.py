@@ -46,8 +46,6 @@ def data_residuals(
 
     Args:
         plan: of the merge that made `merged`.
-        inputs: opened; experts without statistics have no row.
-        merged: opened.
         progress: called with tensors done and of how many.
 
     Raises:

@@ -9,6 +9,7 @@ import yaml
 
 from actmat.methods import get_method
 from actmat.plan.model import MergePlan, count_actions
+from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
 
 __all__ = ["model_card"]
@@ -18,45 +19,41 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 def model_card(plan: MergePlan) -> str:
     """Markdown with a YAML head: `base_model`, `tags: [merge]`, the recipe, what was done."""
-    recipe = plan.recipe
-    head, title, table, done = _of_adapter(plan) if plan.output == "adapter" else _of_model(plan)
+    recipe, is_adapter = plan.recipe, plan.output == "adapter"
+    head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan)
     method = get_method(recipe.method)
-    thing = "module" if plan.output == "adapter" else "tensor"
-    with_what = (
-        "with norms and the error of the\ntruncation; `actmat verify` checks the hashes."
-        if plan.output == "adapter"
-        else "with hashes of all inputs and of the\noutput; `actmat verify` checks them."
+    thing, with_what = (
+        ("module", "with norms and the error of the\ntruncation; `actmat verify` checks the hashes.")
+        if is_adapter
+        else ("tensor", "with hashes of all inputs and of the\noutput; `actmat verify` checks them.")
     )
-    lines = [
-        "---",
-        yaml.safe_dump(head, sort_keys=False).strip(),
-        "---",
-        "",
-        f"# {title}",
-        "",
-        method.summary,
-        "",
-        f"    {method.equation}",
-        "",
-        f"Reference: {method.reference}.",
-        "",
-        *table,
-        "",
-        done,
-        "",
-        *(["## Recipe", ""] if plan.output == "model" else []),
-        "```yaml",
-        recipe_yaml(recipe).strip(),
-        "```",
-        "",
-        f"`actmat_manifest.json` tells for every {thing} what was done and why, {with_what} "
-        f"Made with actmat {plan.versions['actmat']}.",
-        "",
-    ]
-    return "\n".join(lines)
+    made = f"Made with actmat {plan.versions['actmat']}."
+    recipe_title = "" if is_adapter else "## Recipe\n\n"
+    return f"""---
+{yaml.safe_dump(head, sort_keys=False).strip()}
+---
+
+# {title}
+
+{method.summary}
+
+    {method.equation}
+
+Reference: {method.reference}.
+
+{table}
+
+{done}
+
+{recipe_title}```yaml
+{recipe_yaml(recipe).strip()}
+```
+
+`actmat_manifest.json` tells for every {thing} what was done and why, {with_what} {made}
+"""
 
 
-def _of_model(plan: MergePlan) -> tuple[dict[str, Any], str, list[str], str]:
+def _of_model(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
     """Metadata, title, table of inputs, and a sentence on what was done."""
     recipe = plan.recipe
     inputs = [recipe.base, *(e.path for e in recipe.experts)]
@@ -70,17 +67,12 @@ def _of_model(plan: MergePlan) -> tuple[dict[str, Any], str, list[str], str]:
         "copy": "copied from the base",
         "tie": "tied to another tensor",
     }
-    table = [
-        "| | checkpoint | weight |",
-        "|---|---|---|",
-        f"| base | {recipe.base} | |",
-        *(f"| {e.label} | {e.path} | {e.weight:g} |" for e in recipe.experts),
-    ]
+    table = f"| | checkpoint | weight |\n|---|---|---|\n| base | {recipe.base} | |\n{_expert_rows(recipe)}"
     done = "Tensors: " + ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.items).items() if n) + "."
     return head, f"Merge of {len(recipe.experts)} experts with {recipe.method}", table, done
 
 
-def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, list[str], str]:
+def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
     recipe = plan.recipe
     assert plan.adapter_config is not None
     head = {
@@ -88,11 +80,11 @@ def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, list[str], str]:
         "library_name": "peft",
         "tags": ["merge", "actmat", "lora"],
     }
-    table = [
-        "| adapter | from | weight |",
-        "|---|---|---|",
-        *(f"| {e.label} | {e.path} | {e.weight:g} |" for e in recipe.experts),
-    ]
+    table = f"| adapter | from | weight |\n|---|---|---|\n{_expert_rows(recipe)}"
     top = max((m.pair.rank for m in plan.modules), default=0)
     done = f"{len(plan.modules)} modules of rank up to {top}, scaling 1."
     return head, f"Merge of {len(recipe.experts)} adapters with {recipe.method}", table, done
+
+
+def _expert_rows(recipe: Recipe) -> str:
+    return "\n".join(f"| {e.label} | {e.path} | {e.weight:g} |" for e in recipe.experts)

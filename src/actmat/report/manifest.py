@@ -17,7 +17,7 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.plan.model import InputSummary, Item, MergePlan
 
-__all__ = ["FORMAT", "build_manifest", "read_manifest", "total_error", "write_manifest"]
+__all__ = ["build_manifest", "expert_hashes", "input_location", "read_manifest", "total_error", "write_manifest"]
 
 FORMAT = 1
 """Version of the manifest's layout; see docs/formats/manifest.md."""
@@ -40,12 +40,11 @@ def build_manifest(
     not, give the same.
 
     Args:
-        plan: what was to be done.
         records: item -> its record; tied tensors have that of the tensor they are tied to.
         experts: opened; adapters are recorded with the hashes of all that they store.
         out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
         seconds: wall time of the run that finished it.
-        files: files copied from the inputs.
+        files: copied from the inputs.
     """
     is_adapter = plan.output == "adapter"
     tensors = _written_tensors(plan, records) if is_adapter else [_tensor_row(plan, i, records) for i in plan.items]
@@ -54,6 +53,10 @@ def build_manifest(
         "files": {s.file: s.size for s in plan.shards},
     }
     output |= {"relative_error": total_error(records)} if is_adapter else {"copied_files": list(files)}
+    adapter: dict[str, Any] = {}
+    if is_adapter:
+        modules = [_module_row(item) | {"stats": records[item.name].stats} for item in plan.items]
+        adapter = {"kept": dict(plan.kept), "modules": modules}
     return {
         "actmat_manifest": FORMAT,
         **({"kind": "adapter"} if is_adapter else {}),
@@ -66,7 +69,7 @@ def build_manifest(
         **({"statistics": [dict(s) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
         "notes": list(plan.notes),
-        **({"kept": dict(plan.kept), "modules": _module_rows(plan, records)} if is_adapter else {}),
+        **adapter,
         "tensors": tensors,
         "timing": {
             "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -86,7 +89,7 @@ def total_error(records: Mapping[str, Record]) -> float:
 
 
 def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> dict[str, Any]:
-    """Plan and record of one tensor of a model."""
+    """One tensor of a model: its plan and its record."""
     record = records[item.tied_to or item.name]
     row: dict[str, Any] = {
         "name": item.name,
@@ -116,32 +119,26 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
     return row | {"input_hashes": {"base": record.base_hash} | hashes}
 
 
-def _module_rows(plan: MergePlan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
-    return [_module_row(item) | {"stats": records[item.name].stats} for item in plan.items]
-
-
 def _module_row(item: Item) -> dict[str, Any]:
-    """Plan of one module of an adapter, or of a tensor trained in full."""
-    row: dict[str, Any] = {"name": item.name}
-    if item.factors is not None:
-        row["kind"] = item.factors.kind
-    row["shape"] = list(item.shape)
-    if item.factors is not None:
-        row |= {
-            "expert_ranks": list(item.factors.ranks),
-            "exact_rank": item.factors.exact_rank,
-            "rank": item.factors.rank,
-        }
-    row |= {"action": item.action, "reason": item.reason}
-    if item.factors is not None:
-        row["factored"] = item.form == "factored"
-    row["outputs"] = [s.name for s in item.outputs]
-    if item.factors is not None:
-        if item.factors.blocks:
-            row["blocks"] = {b.name: [b.start, b.stop] for b in item.factors.blocks}
-        assert item.call is not None
-        row |= item.call.to_json()
-    return row
+    """The plan of one module of an adapter, or of a tensor trained in full."""
+    done = {"action": item.action, "reason": item.reason}
+    outputs, factors = [s.name for s in item.outputs], item.factors
+    if factors is None:
+        return {"name": item.name, "shape": list(item.shape), **done, "outputs": outputs}
+    assert item.call is not None
+    return {
+        "name": item.name,
+        "kind": factors.kind,
+        "shape": list(item.shape),
+        "expert_ranks": list(factors.ranks),
+        "exact_rank": factors.exact_rank,
+        "rank": factors.rank,
+        **done,
+        "factored": item.form == "factored",
+        "outputs": outputs,
+        **({"blocks": {b.name: [b.start, b.stop] for b in factors.blocks}} if factors.blocks else {}),
+        **item.call.to_json(),
+    }
 
 
 def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
@@ -193,9 +190,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     path = directory / MANIFEST_NAME
     if not path.is_file():
-        raise CheckpointError(
-            f"{directory} has no {MANIFEST_NAME}: it is no merge made by actmat, or the file was removed."
-        )
+        reason = "it is no merge made by actmat, or the file was removed."
+        raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: {reason}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -206,3 +202,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if missing := REQUIRED - manifest.keys():
         raise CheckpointError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}.")
     return manifest
+
+
+def expert_hashes(manifest: Mapping[str, Any], name: str) -> dict[str, str]:
+    """Stored name -> hash of every tensor that was read from an expert; of an adapter, of all that it stores."""
+    t = [e["name"] for e in manifest["experts"]].index(name)
+    if "hashes" in manifest["experts"][t]:
+        return dict(manifest["experts"][t]["hashes"])
+    rows = (r for r in manifest["tensors"] if "sources" in r and name in r["input_hashes"])
+    return {r["sources"][t]: r["input_hashes"][name] for r in rows}
+
+
+def input_location(entry: Mapping[str, Any], out: Path) -> str:
+    """Present location of an input: relative to the output if it is there, else as it was given."""
+    near = out / entry["from_here"] if "from_here" in entry else None
+    return os.path.normpath(near) if near is not None and near.exists() else str(entry["location"])

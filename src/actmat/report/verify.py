@@ -12,8 +12,7 @@ from actmat.checkpoints.hashing import ContentHash, hash_names
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
 from actmat.experts.resolve import is_adapter, open_adapter
-from actmat.report.inputs import expert_hashes, input_location
-from actmat.report.manifest import read_manifest
+from actmat.report.manifest import expert_hashes, input_location, read_manifest
 
 __all__ = ["Verification", "verify"]
 
@@ -22,13 +21,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of a verification; `ok` when nothing differs.
-
-    Args:
-        tensors: output tensors whose bytes were hashed.
-        inputs: names of the inputs that were checked.
-        problems: every difference as a sentence.
-    """
+    """Number of output tensors that were hashed, names of the inputs that were checked, every difference found."""
 
     tensors: int
     inputs: tuple[str, ...]

@@ -6,23 +6,17 @@ from pathlib import Path
 
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
 
-__all__ = ["PAGE_NAME", "write_report"]
-
-PAGE_NAME = "report.html"
+__all__ = ["write_report"]
 
 
 def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
-    """Write both files into a directory; or one file: the page if its name ends in .html, else the JSON.
+    """Write both files into a directory, or one file: the page if its name ends in .html, else the JSON.
 
-    Returns:
-        The written files; each is whole or not there.
-
-    Raises:
-        OSError: writing failed.
+    Returns the written files; each is whole or not there. Raises OSError.
     """
     from actmat.report.html import write_html
 
     file = Path(path)
     if file.is_dir():
-        return [write_diagnosis(diagnosis, file), write_html(diagnosis, file / PAGE_NAME)]
+        return [write_diagnosis(diagnosis, file), write_html(diagnosis, file / "report.html")]
     return [write_html(diagnosis, path) if file.suffix == ".html" else write_diagnosis(diagnosis, path)]

@@ -24,14 +24,9 @@ def run_checks(facts: Facts, mute: Collection[str] = ()) -> tuple[CheckResult, .
 
 
 def check_codes(codes: Collection[str]) -> None:
-    """Refuse codes that no check has.
-
-    Raises:
-        RecipeError: lists all of them.
-    """
+    """Refuse codes that no check has, with a RecipeError that lists all of them."""
     known = [c.code for c in CHECKS]
-    wrong = [
-        f"there is no check '{c}'.{did_you_mean(c, known)} Codes: {', '.join(known)}" for c in codes if c not in known
-    ]
+    listed = ", ".join(known)
+    wrong = [f"there is no check '{c}'.{did_you_mean(c, known)} Codes: {listed}" for c in codes if c not in known]
     if wrong:
         raise RecipeError("The recipe mutes checks that do not exist.", wrong)

@@ -20,13 +20,10 @@ PARALLEL = 0.8
 
 
 def _is_base(facts: Facts) -> Outcome:
-    still = [
-        label
-        for t, label in enumerate(facts.labels)
-        if facts.total_norm(t) == 0 and not any(n["norms"][t] for n in facts.norms.values())
-    ]
-    if still:
-        names = ", ".join(f"'{s}'" for s in still)
+    tables = facts.norms.values()
+    zero = [facts.total_norm(t) == 0 and not any(n["norms"][t] for n in tables) for t in range(len(facts.labels))]
+    if any(zero):
+        names = ", ".join(f"'{label}'" for label, is_zero in zip(facts.labels, zero, strict=True) if is_zero)
         return found(
             f"{names}: no merged tensor differs from the base. The expert adds nothing, and still counts in a mean; "
             "check its path, or leave it out"
@@ -37,11 +34,8 @@ def _is_base(facts: Facts) -> Outcome:
 def _same_expert(facts: Facts) -> Outcome:
     if len(facts.labels) < 2:
         return not_applicable("there is one expert")
-    twins = [
-        f"'{facts.labels[s]}' and '{facts.labels[t]}'"
-        for s, t in combinations(range(len(facts.labels)), 2)
-        if _equal(facts, s, t)
-    ]
+    pairs = combinations(range(len(facts.labels)), 2)
+    twins = [f"'{facts.labels[s]}' and '{facts.labels[t]}'" for s, t in pairs if _equal(facts, s, t)]
     if twins:
         return found(
             f"{'; '.join(twins)}: the same deltas in every matrix. One checkpoint is given twice, and counts twice; "
@@ -61,9 +55,7 @@ def _foreign(facts: Facts) -> Outcome:
     sizes = [facts.median_relative_norm(t) for t in range(len(facts.labels))]
     if all(s is None for s in sizes):
         return not_applicable("there are no base weights to compare with")
-    far = [
-        (label, size) for label, size in zip(facts.labels, sizes, strict=True) if size is not None and size > FOREIGN
-    ]
+    far = [(label, s) for label, s in zip(facts.labels, sizes, strict=True) if s is not None and s > FOREIGN]
     if far:
         names = "; ".join(f"'{label}' by {size:.2g} of its norm (median)" for label, size in far)
         first = facts.labels.index(far[0][0])

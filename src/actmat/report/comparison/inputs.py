@@ -7,7 +7,7 @@ from typing import Any
 
 from actmat.errors import AlignmentError
 from actmat.report.comparison.outputs import items_of, makes_adapter
-from actmat.report.inputs import expert_hashes
+from actmat.report.manifest import expert_hashes
 
 __all__ = ["matched_experts"]
 

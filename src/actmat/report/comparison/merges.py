@@ -1,33 +1,39 @@
-"""Compare two outputs of `actmat merge`."""
+"""Compare two outputs of `actmat merge`: their tensors, manifests and reports."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.diagnostics.model import REPORT_NAME, read_diagnosis
+from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_diagnosis
 from actmat.errors import CheckpointError, MergeError
 from actmat.report.comparison.inputs import matched_experts
-from actmat.report.comparison.model import Comparison, TensorDifference
+from actmat.report.comparison.model import (
+    CheckDifference,
+    Comparison,
+    ResidualDifference,
+    SettingDifference,
+    TensorDifference,
+)
 from actmat.report.comparison.outputs import Output, open_output
-from actmat.report.comparison.reports import check_differences, method_of, residual_differences, setting_differences
 from actmat.report.comparison.tensors import difference, factored_sums, stored_sums
-from actmat.report.inputs import input_location
-from actmat.report.manifest import read_manifest
+from actmat.report.manifest import input_location, read_manifest
 
 __all__ = ["compare"]
+
+ExpertNames = Sequence[tuple[str, str]]
 
 
 def compare(
     first: str | Path, second: str | Path, *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Comparison:
-    """Compare two outputs of `actmat merge`; memory is bounded whatever the size of a tensor.
+    """Compare two outputs of `actmat merge`, models or adapters; memory is bounded whatever the size of a tensor.
 
     Args:
-        first, second: directories of merged models, or of merged adapters.
         progress: called with the number of tensors compared so far, and of all.
 
     Raises:
@@ -46,14 +52,14 @@ def compare(
     base = manifests[0]["base"]
     return Comparison(
         outs=outs,
-        methods=(method_of(manifests[0]), method_of(manifests[1])),
+        methods=(_method_of(manifests[0]), _method_of(manifests[1])),
         base=None if base is None else base["location"],
         experts=tuple(experts),
-        settings=tuple(setting_differences(*manifests, experts)),
+        settings=tuple(_setting_differences(*manifests, experts)),
         tensors=tuple(tensors),
         diagnosed=(report_one is not None, report_two is not None),
-        residuals=residual_differences(report_one, report_two, experts) if report_one and report_two else (),
-        checks=check_differences(report_one, report_two) if report_one and report_two else (),
+        residuals=_residual_differences(report_one, report_two, experts) if report_one and report_two else (),
+        checks=_check_differences(report_one, report_two) if report_one and report_two else (),
         notes=tuple(notes),
     )
 
@@ -111,3 +117,56 @@ def _opened_base(outputs: tuple[Output, Output], notes: list[str]) -> Iterator[C
     if reasons:
         notes.append(f"the base was not read, so distances are not relative to deltas: {reasons[0]}")
     yield None
+
+
+def _method_of(manifest: Mapping[str, Any]) -> str:
+    """Name of the merge's method."""
+    return str(manifest["recipe"].get("method", "actmat"))
+
+
+def _setting_differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], experts: ExpertNames
+) -> Iterator[SettingDifference]:
+    """Fields that differ: of recipes without locations and names of inputs (their contents agree), versions, device."""
+    mine = _flat(first, {a: a for a, _ in experts})
+    other = _flat(second, {b: a for a, b in experts})
+    for field in dict.fromkeys([*mine, *other]):
+        if mine.get(field) != other.get(field):
+            yield SettingDifference(field, mine.get(field), other.get(field))
+
+
+def _flat(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    recipe = {k: v for k, v in manifest["recipe"].items() if k not in ("base", "experts", "method")}
+    out: dict[str, Any] = {"method": _method_of(manifest)}
+    for field, value in recipe.items():
+        out |= {f"{field}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {field: value}
+    labels = [names[e["name"]] for e in manifest["experts"]]
+    listed = manifest["recipe"].get("experts", [])
+    out["order of experts"] = ", ".join(labels)
+    out |= {f"weight of {n}": e.get("weight", 1.0) for n, e in zip(labels, listed, strict=True)}
+    out |= {f"version of {k}": v for k, v in manifest["versions"].items()}
+    return out | {"device": manifest.get("device", "cpu")}
+
+
+def _residual_differences(first: Diagnosis, second: Diagnosis, experts: ExpertNames) -> tuple[ResidualDifference, ...]:
+    """Residuals of the experts that both reports have."""
+    one, two = ({s.name: s.residual for s in r.experts_summary} for r in (first, second))
+    return tuple(ResidualDifference(a, one[a], two[b]) for a, b in experts if a in one and b in two)
+
+
+def _check_differences(first: Diagnosis, second: Diagnosis) -> tuple[CheckDifference, ...]:
+    """Checks with other outcomes, in the order of their codes."""
+    one, two = ({c.code: c for c in r.checks} for r in (first, second))
+    titles = {c.code: c.title for c in (*second.checks, *first.checks)}
+    found = (CheckDifference(c, titles[c], _outcome(one.get(c)), _outcome(two.get(c))) for c in sorted(titles))
+    return tuple(c for c in found if c.first != c.second)
+
+
+def _outcome(check: CheckResult | None) -> str | None:
+    """`issue found, 3 tensors`, `clear`; None for a check that is not in the report."""
+    if check is None:
+        return None
+    if check.verdict != "found":
+        return check.verdict.replace("_", " ")
+    tensors = f", {check.count} tensor{'s' if check.count != 1 else ''}" if check.count else ""
+    return f"{check.severity} found{tensors}"

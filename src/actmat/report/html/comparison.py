@@ -8,15 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from actmat.report.comparison import Comparison, TensorDifference
+from actmat.report.html.charts import Cell, largest_strips, strips
 from actmat.report.html.document import document, write_document
-from actmat.report.html.elements import bullets, columns_table, section, stacked_table, tensor_link, tiles
+from actmat.report.html.elements import (
+    Child,
+    Markup,
+    bullets,
+    caveat,
+    columns_table,
+    el,
+    join,
+    plural,
+    section,
+    shape_text,
+    stacked_table,
+    tensor_link,
+    tiles,
+)
 from actmat.report.html.figures import TENTHS, figure, heat_legend
 from actmat.report.html.layers import kind_of_name
-from actmat.report.html.markup import Child, Markup, el, join
 from actmat.report.html.scales import number, residual_text
-from actmat.report.html.strips import Cell, largest_strips, strips
 from actmat.report.html.tensors import Column, big_table
-from actmat.report.html.words import caveat, plural, shape_text
 from actmat.version import __version__
 
 __all__ = ["render_comparison", "write_comparison"]

@@ -8,24 +8,18 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from actmat.diagnostics.files import write_whole
+from actmat.diagnostics.model import write_whole
 from actmat.errors import OutputError
-from actmat.report.html.markup import Child, Markup, el
+from actmat.report.html.elements import Child, Markup, el
 from actmat.version import __version__
 
 __all__ = ["document", "write_document"]
 
 
 def document(title: str, subtitle: Child, sections: Sequence[tuple[str, str, Markup | None]], *, made: str) -> str:
-    """A whole document.
+    """A whole document of sections: anchor, short name for the navigation, content; those without one are left out.
 
     The content security policy allows one script, by its hash, even if a text escaped its element.
-
-    Args:
-        title: of the page and of the window.
-        subtitle: one line below it.
-        sections: anchor, short name for the navigation, content; those without content are left out.
-        made: program and date, for the foot.
     """
     style, script = _asset("style.css"), _asset("script.js")
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -63,12 +57,7 @@ def _asset(name: str) -> str:
 
 
 def write_document(text: str, path: str | Path) -> Path:
-    """Write a document to a file, whole or not at all; halves of surrogate pairs become `?`.
-
-    Raises:
-        OutputError: it is a directory.
-        OSError: writing failed.
-    """
+    """Write a document to a file, whole or not at all; halves of surrogate pairs become `?`, a directory is refused."""
     file = Path(path)
     if file.is_dir():
         raise OutputError(

@@ -1,23 +1,83 @@
-"""Elements that sections are made of: headings, lists, tables, links, text to copy."""
+"""HTML by construction: every text that is not `Markup` is escaped, every element is closed.
+
+`el("p", "a < b", class_="x")` gives `<p class="x">a &lt; b</p>`, as `Markup`, which other elements take as it is.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from actmat.report.html.markup import Child, Markup, el
+from markupsafe import Markup as Markup
+from markupsafe import escape
 
-__all__ = [
-    "bullets",
-    "code_block",
-    "columns_table",
-    "head_row",
-    "scrollable",
-    "section",
-    "stacked_table",
-    "table",
-    "tensor_link",
-    "tiles",
-]
+Child = str | int | Markup | None
+
+_VOID = frozenset({"meta", "rect", "path", "line", "input", "wbr"})
+_IN_SCRIPT = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+
+
+def el(tag: str, *children: Child, **attributes: str | float | bool | None) -> Markup:
+    """One element with children: texts (escaped), elements, or None for nothing.
+
+    Attributes lose an underscore at the end, others turn into dashes; None and False leave one out, True has no value.
+    """
+    opening = "".join(_attribute(name, value) for name, value in attributes.items())
+    if tag in _VOID:
+        return Markup(f"<{tag}{opening}>" if tag in {"meta", "input", "wbr"} else f"<{tag}{opening}/>")
+    return Markup(f"<{tag}{opening}>{join(children)}</{tag}>")
+
+
+def _attribute(name: str, value: str | float | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = name.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escape(value)}"'
+
+
+def join(children: Iterable[Child]) -> Markup:
+    """Several children as one; texts are escaped."""
+    return Markup("").join(escape(c) for c in children if c is not None)
+
+
+def data_block(name: str, data: Any) -> Markup:
+    """Data for the script, in an element that no browser executes and no string can end.
+
+    `<`, `>` and `&` are written as JSON escapes, so that `</script>` or `<!--` in a name stays part of a string.
+    """
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_IN_SCRIPT)
+    return Markup(f'<script type="application/json" id="{escape(name)}">{text}</script>')
+
+
+CAVEAT = (
+    "The residual ρ checks the solution: whether the merged weights do what the rule asked of them on each expert's "
+    "own directions. It is not a forecast of quality. A small ρ does not promise a good model, nor does a large one "
+    "forbid it; only an evaluation on your tasks can tell."
+)
+"""Every table and figure of residuals shows it."""
+
+
+def caveat(role: str | None = None) -> Markup:
+    """The caveat as a paragraph."""
+    return el("p", CAVEAT, class_="caveat", role=role)
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def listed(words: Sequence[str], most: int = 8) -> str:
+    """`a, b and c`; words beyond `most` are counted."""
+    if len(words) > most:
+        return f"{', '.join(words[:most])} and {len(words) - most} more"
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """`64×32`, or `scalar`."""
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def section(name: str, title: str, *children: Child, lead: Child = None) -> Markup:

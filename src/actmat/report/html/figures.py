@@ -8,23 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from actmat.report.html.elements import columns_table
-from actmat.report.html.markup import Child, Markup, el
+from actmat.report.html.elements import Child, Markup, columns_table, el
 from actmat.report.html.scales import EXPERT_COLOURS, Axis, tick_indices
-
-__all__ = [
-    "TENTHS",
-    "expert_class",
-    "figure",
-    "frame",
-    "heat_legend",
-    "layer_labels",
-    "line_legend",
-    "numbers",
-    "plot",
-    "x_labels",
-    "y_labels",
-]
 
 TENTHS = tuple(f"q{i}" for i in range(10))
 """Colour classes of the tenths from 0 to 1."""
@@ -43,15 +28,8 @@ def numbers(head: Iterable[Child], rows: Iterable[Iterable[Child]], *, caption: 
 
 def plot(shapes: Iterable[Child], *, width: float, height: float, label: str, class_: str = "plot") -> Markup:
     """The stretched SVG of a plot area."""
-    return el(
-        "svg",
-        *shapes,
-        class_=class_,
-        viewBox=f"0 0 {width:g} {height:g}",
-        preserveAspectRatio="none",
-        role="img",
-        aria_label=label,
-    )
+    box = f"0 0 {width:g} {height:g}"
+    return el("svg", *shapes, class_=class_, viewBox=box, preserveAspectRatio="none", role="img", aria_label=label)
 
 
 def frame(area: Markup, left: Markup, below: Markup, *, x_title: Child) -> Markup:

@@ -12,18 +12,6 @@ from dataclasses import dataclass
 
 from actmat.diagnostics.model import Matrix, Measure, Vector
 
-__all__ = [
-    "Layer",
-    "kind_of",
-    "kind_of_name",
-    "kinds",
-    "layers_of",
-    "overall_cosine",
-    "overall_share",
-    "residual_over",
-    "root_sum",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:

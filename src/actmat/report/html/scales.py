@@ -6,20 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "EXPERT_COLOURS",
-    "Axis",
-    "diverging",
-    "log_axis",
-    "number",
-    "percent",
-    "positive_axis",
-    "residual_level",
-    "residual_text",
-    "sequential",
-    "tick_indices",
-]
-
 EXPERT_COLOURS = 8
 """Colours of the palette (Okabe and Ito, distinct with every common colour blindness); further experts have dashes."""
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.diagnostics.model import Diagnosis, Measure
-from actmat.report.html.elements import section, table
-from actmat.report.html.markup import Markup, data_block, el, join
+from actmat.report.html.elements import Markup, data_block, el, join, plural, section, shape_text, table
 from actmat.report.html.scales import number
-from actmat.report.html.words import plural, shape_text
 
 __all__ = ["DETAILED", "PAGE_ROWS", "Column", "big_table", "tensors"]
 

@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.data import load_photographs, split_photographs
 from actmat.demo.heads import Head, load_heads
 from actmat.demo.model import Encoder, EncoderConfig, load_encoder
 from actmat.demo.output import DemoFolder
-from actmat.demo.settings import DemoSettings
-from actmat.demo.tasks import TASKS, Examples, Task, TaskData, pose_split
+from actmat.demo.run import DemoSettings, load_data
+from actmat.demo.tasks import TASKS, Examples, Task, TaskData
 from actmat.demo.training import Schedule, generator_for
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat_experiments.analyses.correlation import CorrelationResult, correlation
@@ -103,18 +102,12 @@ def load_demo(folder: Path) -> DemoModels:
         }
     )
     seed = int(stored["seed"])
-    split = split_photographs(
-        load_photographs(),
-        n_validation=settings.n_validation,
-        n_test=settings.n_test,
-        generator=generator_for(seed, "split"),
-    )
     return DemoModels(
         folder=place,
         seed=seed,
         settings=settings,
         heads=load_heads(place.heads),
-        data={t.name: pose_split(t, split, n_views=settings.n_views, seed=seed) for t in TASKS},
+        data=load_data(settings, seed)[1],
         merged=tuple(row["name"] for row in stored["rows"] if row["kind"] == "merged"),
     )
 

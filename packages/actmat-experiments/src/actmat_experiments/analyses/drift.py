@@ -167,7 +167,7 @@ def drift(
         CheckpointError: no demo there.
         RecipeError: an unknown task or layer.
     """
-    from actmat.demo.train import finetune_in_place
+    from actmat.demo.train import finetune
     from actmat.demo.training import generator_for, steps_of
     from actmat_experiments.core import one_thread
 
@@ -192,7 +192,7 @@ def drift(
     with contextlib.ExitStack() as stack:
         stack.callback(monitor.detach)
         stack.enter_context(one_thread())
-        finetune_in_place(
+        finetune(
             expert,
             models.heads[task],
             examples,

@@ -18,12 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.data import load_photographs, split_photographs
-from actmat.demo.evaluate import features
-from actmat.demo.heads import Head, fit_head
+from actmat.demo.heads import Head, features, fit_head
 from actmat.demo.model import Encoder, EncoderConfig
-from actmat.demo.settings import DemoSettings
-from actmat.demo.tasks import TASKS, Examples, TaskData, pose_split
+from actmat.demo.run import DemoSettings, load_data
+from actmat.demo.tasks import TASKS, Examples, TaskData
 from actmat.demo.train import finetune, pretrain
 from actmat.demo.training import Schedule, descend, generator_for, steps_of
 from actmat_experiments.core import collect, unpack
@@ -156,23 +154,18 @@ class Trained:
 def train(family: Family, seed: int) -> Trained:
     """Everything from the seed alone."""
     settings = family.settings
-    split = split_photographs(
-        load_photographs(),
-        n_validation=settings.n_validation,
-        n_test=settings.n_test,
-        generator=generator_for(seed, "split"),
-    )
+    split, data = load_data(settings, seed)
     base = pretrain(settings.encoder, split.train, settings.pretraining, seed=seed)
-    experts, heads, data = {}, {}, {}
+    experts, heads = {}, {}
     for task in TASKS:
-        posed = data[task.name] = pose_split(task, split, n_views=settings.n_views, seed=seed)
+        posed = data[task.name]
         found = features(base, posed.train.images_NHW)
         head = heads[task.name] = fit_head(
             found, posed.train.labels_N, task.n_classes, ridge=settings.ridge, scale=settings.logit_scale
         )
         order = generator_for(seed, f"finetuning {task.name}")
         if family.regime == "full":
-            expert = finetune(base, head, posed.train, settings.finetuning, generator=order)
+            expert = finetune(copy.deepcopy(base), head, posed.train, settings.finetuning, generator=order)
         else:
             expert = finetune_lowrank(base, head, posed.train, settings.finetuning, rank=family.rank, generator=order)
         experts[task.name] = expert

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from actmat import merge_matrices
-from actmat.demo.evaluate import correct
-from actmat.demo.evaluate import features as encode
+from actmat.demo.heads import correct
+from actmat.demo.heads import features as encode
 from actmat.demo.model import Encoder
 from actmat_experiments.core import METHODS, get_method, one_thread, output_features
 from actmat_experiments.forecast.features import Leading, activation_features, energies, features

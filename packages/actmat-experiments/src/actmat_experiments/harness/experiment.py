@@ -15,10 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actmat.demo.merging import Candidate, merge_candidates
 from actmat.demo.training import side_by_side
 from actmat_experiments.harness.cache import Cache, code_digest, library_versions
-from actmat_experiments.harness.merging import SCALES, best_scale, merging_code, needs_statistics
+from actmat_experiments.harness.merging import (
+    SCALES,
+    Candidate,
+    best_scale,
+    merge_candidates,
+    merging_code,
+    needs_statistics,
+)
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.study import Answers, Subject

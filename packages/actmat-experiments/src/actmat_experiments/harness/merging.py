@@ -7,9 +7,11 @@ tuned one is chosen on the validation parts of the tasks, never on what is repor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from actmat.demo.merging import Candidate, choose_methods
+from actmat.demo.merging import choose_methods
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.core import METHODS, get_method
 from actmat_experiments.harness.cache import code_digest
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCALES",
+    "Candidate",
     "best_scale",
     "candidates",
+    "merge_candidates",
     "merging_code",
     "needs_statistics",
     "rescaled",
@@ -28,6 +32,29 @@ __all__ = [
 
 SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
 """Factors of the merged delta that tuning tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One merged model: a rule with options, under the name that tables show.
+
+    Args:
+        name: row of the table, and name of the folder.
+        method: the rule.
+        options: of the rule; what is left out has its default.
+        scale: `W* = W_0 + scale * D*`.
+        fields: further fields of the recipe (`scope`, `pool`, `postprocess`, ...).
+    """
+
+    name: str
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scale: float = 1.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def at(self, scale: float) -> Candidate:
+        """The same rule at another scale."""
+        return replace(self, scale=scale)
 
 
 _VARIANTS = {
@@ -69,6 +96,63 @@ def candidates(
         left_out |= _NOT_COMPARED
     rows = [Candidate(n.rpartition(":")[2], n) for n in names]
     return rows + [c for n, c in variants.items() if wanted is None or n in wanted], left_out
+
+
+def merge_candidates(
+    base: Path,
+    experts: Mapping[str, Path],
+    rows: Sequence[Candidate],
+    outs: Mapping[str, Path],
+    *,
+    seed: int = 0,
+    threads: int | None = None,
+    device: str = "cpu",
+    statistics: Mapping[str, Path] | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """Merge by the engine, all rows in one reading of the inputs, as `actmat merge` would.
+
+    Not flushed to the disk one by one: an experiment that loses power is run again.
+
+    Args:
+        base: checkpoint.
+        experts: name -> checkpoint or adapter, in the order of the merge.
+        rows: what to make.
+        outs: name of the row -> folder to write, missing or empty.
+        seed: of random rules.
+        threads: tensors at work side by side; changes no number.
+        device: where matrix rules compute.
+        statistics: name of the expert -> folder of its statistics, for the rules that need some.
+
+    Returns:
+        Name of the row -> names of the tensors that its rule has merged; `scale` acts on these alone.
+    """
+    from actmat.api import run_recipes
+    from actmat.recipe import make_recipe
+    from actmat.settings import RunSettings
+
+    measured = statistics or {}
+    recipes = [
+        make_recipe(
+            {
+                "base": str(base),
+                "experts": [
+                    {"path": str(path), "name": name, "statistics": str(measured.get(name, ""))}
+                    for name, path in experts.items()
+                ],
+                "method": row.method,
+                "options": dict(row.options),
+                "scale": row.scale,
+                "seed": seed,
+                "to": "model",
+                "out": str(outs[row.name]),
+                **row.fields,
+            }
+        )
+        for row in rows
+    ]
+    reports = run_recipes(recipes, RunSettings(threads=threads, device=device, durable=False))
+    acted = [tuple(item.name for item in report.plan.items if item.action == "merge") for report in reports]
+    return {row.name: names for row, names in zip(rows, acted, strict=True)}
 
 
 def needs_statistics(rows: Sequence[Candidate]) -> bool:

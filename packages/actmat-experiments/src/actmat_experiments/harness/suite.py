@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actmat.demo.merging import Candidate
 from actmat_experiments.harness.experiment import Experiment
-from actmat_experiments.harness.merging import candidates
+from actmat_experiments.harness.merging import Candidate, candidates
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS, run_study

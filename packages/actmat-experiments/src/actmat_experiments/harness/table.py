@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
 
-from actmat.demo.intervals import Interval, over_tasks, wilson_interval
+from actmat.demo.intervals import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import REFERENCES, ScaleKind, Score
 
 __all__ = ["Figure", "Line", "average_table", "markdown", "markdown_table", "new_table", "summarise", "task_table"]
@@ -23,7 +24,7 @@ class Line:
 
     Args:
         tasks: task -> share of right answers, mean over seeds; its interval is that of the test items.
-        average: over tasks and seeds, see `intervals.over_tasks`.
+        average: over tasks and seeds, see `over_tasks`.
         normalised: mean over seeds and tasks of the share divided by the expert's; None without experts.
         seeds: seed -> average over tasks.
         scales: the scales that the seeds were merged at.
@@ -38,6 +39,23 @@ class Line:
     seeds: Mapping[int, float]
     scales: Sequence[float] = ()
     paper: float | None = None
+
+
+def over_tasks(shares_ST: Sequence[Sequence[float]], n_items_T: Sequence[int]) -> Interval:
+    """Mean over tasks with test sets of their own, and over seeds: `m +- z sqrt(v_test + v_seed)`.
+
+    `v_test = sum_t p_t (1 - p_t) / n_t / T^2` with `p_t` the mean over seeds, which all answer the same items;
+    `v_seed = s^2 / S` with `s` the standard deviation of the seeds' averages, 0 for one seed: then the interval says
+    nothing about how another training run would have turned out.
+    """
+    n_tasks, n_seeds = len(n_items_T), len(shares_ST)
+    mean_T = [sum(row[t] for row in shares_ST) / n_seeds for t in range(n_tasks)]
+    mean = sum(mean_T) / n_tasks
+    v_test = sum(p * (1 - p) / n for p, n in zip(mean_T, n_items_T, strict=True)) / n_tasks**2
+    averages = [sum(row) / n_tasks for row in shares_ST]
+    v_seed = 0.0 if n_seeds == 1 else sum((a - mean) ** 2 for a in averages) / (n_seeds - 1) / n_seeds
+    half = Z_95 * math.sqrt(max(0.0, v_test) + v_seed)
+    return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))
 
 
 def summarise(scores: Sequence[Score], tasks: Sequence[str], paper: Figure | None = None) -> list[Line]:

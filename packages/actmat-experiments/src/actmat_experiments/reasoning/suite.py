@@ -12,10 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from actmat.demo.merging import Candidate, merge_candidates
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
-from actmat_experiments.harness.merging import candidates, merging_code, needs_statistics
+from actmat_experiments.harness.merging import Candidate, candidates, merge_candidates, merging_code, needs_statistics
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.report import stored_scores
 from actmat_experiments.harness.results import REFERENCES, Score, append_scores

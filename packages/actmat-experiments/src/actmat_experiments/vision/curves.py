@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.demo.merging import Candidate
 from actmat.demo.training import generator_for
 from actmat_experiments.analyses import angles
 from actmat_experiments.analyses.estimates import CosineResult
 from actmat_experiments.core import open_statistics
 from actmat_experiments.harness.experiment import Counts, Experiment
+from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.suite import Experiments, run_experiments
 from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.backbones import read_tensors

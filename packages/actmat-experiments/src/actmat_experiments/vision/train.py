@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from actmat.demo.heads import Head
-from actmat.demo.training import Callback, OnStep, Resume, Schedule, descend, generator_for, steps_of
+from actmat.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
 from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.training import Resume
 from actmat_experiments.vision.backbones import Backbone, ClipHead
 from actmat_experiments.vision.images import Examples, ImageTask
 

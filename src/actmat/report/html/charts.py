@@ -1,17 +1,18 @@
-"""Lines over layers, and spectra as falling curves."""
+"""Lines over layers, spectra as falling curves, and heat maps with one strip per row and one cell per layer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from actmat.diagnostics.model import Spectrum
+from actmat.report.html.elements import Child, Markup, el
 from actmat.report.html.figures import frame, layer_labels, plot, x_labels, y_labels
-from actmat.report.html.markup import Child, Markup, el
 from actmat.report.html.scales import Axis, number
 
-__all__ = ["Line", "curve", "layer_lines", "scree"]
+__all__ = ["Cell", "Line", "Strip", "largest_strips", "layer_lines", "scree", "strips"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +104,63 @@ def _height(points: Sequence[tuple[float, float]], share: float) -> float:
         if share <= x1:
             return y1 if x1 == x0 else y0 + (y1 - y0) * (share - x0) / (x1 - x0)
     return points[-1][1] if points else 0.0
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell: its colour class and its tool tip."""
+
+    colour: str
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """One row, with `label` to its left and `total` to its right."""
+
+    label: Child
+    name: str
+    cells: Sequence[Cell | None]
+    total: Child = None
+
+
+def strips(rows: Sequence[Strip], columns: Sequence[str], *, x_title: str, total_title: str | None = None) -> Markup:
+    """Rows over common columns; a cell that is None stays empty."""
+    wide = len(columns)
+    body: list[Child] = []
+    for row in rows:
+        cells = (
+            el("rect", class_=c.colour, x=i, y=0, width=1, height=1, data_tip=c.tip)
+            for i, c in enumerate(row.cells)
+            if c is not None
+        )
+        body += [
+            el("div", row.label, class_="strip-label"),
+            plot(cells, width=wide, height=1, label=f"{row.name}, one cell per column", class_="strip"),
+            el("div", row.total, class_="strip-total"),
+        ]
+    empty = el("div")
+    head = [el("div", class_="strip-label"), empty, el("div", total_title, class_="strip-total")]
+    below = [empty, layer_labels(columns), empty, empty, el("div", x_title, class_="x-title"), empty]
+    return el("div", *head, *body, *below, class_="strips")
+
+
+def largest_strips(
+    kinds: Iterable[tuple[str, Sequence[Item]]],
+    depths: Sequence[int | None],
+    *,
+    depth: Callable[[Item], int | None],
+    value: Callable[[Item], float],
+    cell: Callable[[Item], Cell],
+    text: Callable[[float], str],
+) -> list[Strip]:
+    """One row per kind, one cell per depth: the item of the largest value there, and the largest of all as total."""
+    rows = []
+    for kind, items in kinds:
+        largest = (max((i for i in items if depth(i) == d), key=value, default=None) for d in depths)
+        cells = [None if i is None else cell(i) for i in largest]
+        rows.append(Strip(el("code", kind), kind, cells, text(max(map(value, items)))))
+    return rows
