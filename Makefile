@@ -14,18 +14,21 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FL
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint clean
+.PHONY: help demo test examples lint clean
 
 help:  ## this list
-	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp  ## install what the demo needs and run it
 	$(BIN)/actmat demo
 
-test: lint  ## install everything, check style and types, run all tests
+test: lint examples  ## install everything, check style and types, run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-lint: $(VENV)/dev.stamp  ## style and types alone
+examples: $(VENV)/dev.stamp  ## run the examples in docstrings
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src/actmat
+
+lint: $(VENV)/dev.stamp  ## only style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

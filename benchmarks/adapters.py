@@ -259,7 +259,7 @@ def real(folder: Path, dense: Sequence[str] = DENSE) -> list[dict[str, Any]]:
                         "group": group.name,
                         "adapters": len(adapters),
                         "method": method,
-                        "form": "low rank" if all(m.factored for m in report.plan.modules) else "dense",
+                        "form": "low rank" if all(m.form == "factored" for m in report.plan.modules) else "dense",
                         "modules": len(stats),
                         "rank": max(m.rank for m in report.plan.modules),
                         "written_b": (out / "adapter_model.safetensors").stat().st_size,

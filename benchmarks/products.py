@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.chunks import Stacked
-from actmat.linalg.products import PRODUCT, Products
+from actmat.linalg.inner import PRODUCT, Products
 from benchmarks.common import markdown, once, timed, torch_threads, write_result
 
 COLUMNS = ("tensors", "apart", "how", "ns_per_entry", "times_float64", "cosine_error")

@@ -25,7 +25,7 @@ from actmat.report import build_manifest, model_card, write_manifest
 from actmat.report.write import write_report
 from actmat.settings import RunSettings
 
-__all__ = ["StagedOutput", "check_outputs", "check_room", "staged_outputs"]
+__all__ = ["StagedOutput", "check_outputs", "staged_outputs"]
 
 
 @dataclass
@@ -128,7 +128,7 @@ def staged_outputs(
     After an error of ours nothing is kept: the same command would fail again, another would not use what is done.
 
     Raises:
-        OutputError: another process writes the same output, or the folder cannot be written.
+        OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
     """
     with contextlib.ExitStack() as stack:
         stages = [Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)]
@@ -137,6 +137,7 @@ def staged_outputs(
             journals.append(stage.open())
             stack.callback(stage.close)
         try:
+            _check_room(stages, plans)
             outputs = []
             for stage, plan, journal in zip(stages, plans, journals, strict=True):
                 writer = ShardWriter(stage.path, plan.shards, durable=settings.durable)
@@ -182,17 +183,15 @@ def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite:
         raise OutputError("The output cannot be written there.", problems)
 
 
-def check_room(outputs: Sequence[StagedOutput]) -> None:
+def _check_room(stages: Sequence[Staging], plans: Sequence[MergePlan]) -> None:
     """Refuse a disk without room for all outputs that go there; what an interrupted run left counts.
 
     Raises:
         OutputError: too little; says how many bytes are wanted and how many there are.
     """
     by_disk: dict[int, list[tuple[Staging, int]]] = {}
-    for output in outputs:
-        if output.stage is not None:
-            row = (output.stage, output.plan.write_bytes)
-            by_disk.setdefault(output.stage.path.stat().st_dev, []).append(row)
+    for stage, plan in zip(stages, plans, strict=True):
+        by_disk.setdefault(stage.path.stat().st_dev, []).append((stage, plan.write_bytes))
     for rows in by_disk.values():
         there = sum(f.stat().st_blocks * 512 for stage, _ in rows for f in stage.path.iterdir() if f.is_file())
         with disk_errors(rows[0][0].path):

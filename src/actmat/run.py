@@ -26,7 +26,7 @@ from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsEr
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.resolve import is_adapter, open_expert
-from actmat.output import StagedOutput, check_outputs, check_room, staged_outputs
+from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
 from actmat.plan.statistics import declared_kinds, opened_statistics
@@ -135,7 +135,6 @@ def run_recipes(
         observers = Observers(recipes[0].seed, settings.exact) if settings.diagnose else None
         resources = share_resources(plans, settings.device, settings.max_memory, settings.threads, observers)
         with staged_outputs(outs, plans, settings) as outputs:
-            check_room(outputs)
             resumed = [len(o.done) for o in outputs]
             progress.started(plans, sum(resumed), resources.workers)
             _check_values(inputs)

@@ -30,7 +30,7 @@ def test_experts_suffice_in_python(pair: list[Path], tmp_path: Path) -> None:
     assert [i.name for i in report.plan.items] == [i.name for i in plan.items]
     assert verify(tmp_path / "out").ok
     diagnosis = actmat.diagnose(experts=pair)
-    assert {m.name for m in diagnosis.matrices} == {i.name for i in plan.items}
+    assert {m.name for m in diagnosis.measures} == {i.name for i in plan.items}
 
 
 def test_a_base_goes_first_by_position(pair: list[Path], tmp_path: Path) -> None:

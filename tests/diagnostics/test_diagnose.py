@@ -147,6 +147,7 @@ def test_unchanged_and_copied_tensors_are_rows_without_measures(family: Family) 
     found = actmat.diagnose(family.base, family.experts, keep=[UP0], **FAST)
     assert not {Q0, UP0} & {m.name for m in found.measures}
     rows = {r.name: r for r in found.tensors}
+    assert (rows[UP0].action, rows[UP0].unchanged, rows[UP0].seconds) == ("copy", True, None), "it is not even read"
     assert (rows[Q0].unchanged, rows[UP0].action, rows[UP0].method) == (True, "copy", None)
     assert next(c for c in found.checks if c.code == "AM205").tensors == (Q0,)
     assert rows["model.norm.weight"].stats["norms"][0] > 0
@@ -364,9 +365,8 @@ def test_measuring_stays_within_the_estimate(shape: tuple[int, int], reused: boo
         base_dtype="float32",
         sources=(Source("w", "stored", "float32", 4 * merged.value.numel()),) * experts,
     )
-    assert (
-        peak <= Observers(seed=0).memory(item, 4) - 4 * experts * merged.value.numel()
-    )  # the deltas are there already
+    there = 4 * experts * merged.value.numel()  # the deltas
+    assert peak <= Observers(seed=0).memory(item, 4) - there
 
 
 def test_too_little_memory_is_told_with_the_measuring(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +21,18 @@ from torch import Tensor
 import actmat
 from actmat import methods as methods_module
 from actmat.api import plan as plan_merge
+from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.needs import generator_for
+from actmat.engine.observer import NoWriter
+from actmat.engine.resources import Resources
+from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.tensor import TensorMerge
-from actmat.errors import NumericalError
+from actmat.engine.units import Unit, plan_units
+from actmat.errors import CheckpointError, NumericalError
 from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
 from actmat.plan import parts as parts_module
+from actmat.recipe import make_recipe
+from actmat.run import opened_inputs, plans_of
 
 
 @pytest.fixture
@@ -333,3 +342,52 @@ def test_several_workers_begin_with_the_largest_tensors(family: Family, monkeypa
     sizes.clear()
     merge(family, method="average", scope="all", threads=2)
     assert sizes == sorted(in_order, reverse=True) != in_order
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_bad_values_are_told_before_errors_that_later_tensors_raise(
+    turn: int, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a tensor with NaN is found, the others are only read: no method is called that could fail."""
+
+    def fails(deltas: Sequence[Tensor], *, weights: Sequence[float] | None = None) -> Merged:
+        first, *_ = (delta.clone() for delta in deltas)
+        if first.shape == inputs(family, UP0)[0].shape:
+            raise NumericalError("it did not converge")
+        return Merged(first)
+
+    use(monkeypatch, rule(fails, acts_on="matrix"))
+    first = min(load_file(family.base / "model.safetensors"))
+    assert first < UP0, "tensors are merged in the order of storage"
+    family.change(family.experts[0], lambda t: t[first].view(-1)[:2].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=f"'{first}' of expert 'expert0' has 2 values"):
+        merge(family, method="probe", out=family.root / f"out{turn}")
+
+
+def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are written: a later run need not do it again."""
+    real, failed, began = Session.merge, threading.Event(), []
+
+    def merging(session: Session, unit: Unit) -> UnitResult:
+        began.append(unit.name)
+        if len(began) == 1:
+            while len(began) < 2:
+                time.sleep(0.001)
+            failed.set()
+            raise KeyboardInterrupt
+        assert failed.wait(10)
+        time.sleep(0.1)
+        return real(session, unit)
+
+    monkeypatch.setattr(Session, "merge", merging)
+    recipe = make_recipe({"base": str(family.base), "experts": [str(e) for e in family.experts]})
+    found: list[str] = []
+    with opened_inputs([recipe]) as opened:
+        plans = tuple(plans_of([recipe], opened))
+        executor = ThreadExecutor(opened, [NoWriter()], Resources(2, 1 << 33))
+        spec = SessionSpec(plans, str(family.base), (), (None,))
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the loop raises after it gave results
+            for result in executor.run(spec, plan_units(plans, [()], None)):
+                found.append(result.unit.name)
+    assert len(began) == 2
+    assert found == began[1:]

@@ -22,6 +22,9 @@ LONG: dict[str, str] = {}
 """Function of more than `LONGEST_FUNCTION` lines -> reason."""
 
 WIDE: dict[str, str] = {
+    "actmat_experiments.adamerging.learn": "keyword arguments of a public function",
+    "actmat_experiments.commands.experiment.run": "a parameter is a flag",
+    "actmat_experiments.commands.experiment.study": "a parameter is a flag",
     "actmat.api.agreement.agreement": "keyword arguments of a public function",
     "actmat.methods.actmat.rule": "options of a method are parameters of its function",
     "actmat.methods.knots.merge": "options of a method are parameters of its function",

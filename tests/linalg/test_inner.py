@@ -7,8 +7,7 @@ import torch
 from tests.helpers.experts import OnePass
 
 from actmat.linalg.chunks import SHORT_CHUNK
-from actmat.linalg.inner import inner_products, one_pass_sum, weighted_sum
-from actmat.linalg.products import MANY
+from actmat.linalg.inner import MANY, inner_products, one_pass_sum, weighted_sum
 
 SIZES = [0, 1, SHORT_CHUNK - 1, SHORT_CHUNK, SHORT_CHUNK + 1, 2 * SHORT_CHUNK + 5]
 

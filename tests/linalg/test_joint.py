@@ -7,7 +7,7 @@ import torch
 from tests.helpers.spectra import random_deltas, random_lowrank, with_spectrum
 from tests.tolerances import relative_error
 
-from actmat.linalg.joint import joint_basis
+from actmat.linalg.singular import joint_basis
 
 
 @pytest.mark.parametrize("shape", [(10, 14), (14, 10), (40, 6)])

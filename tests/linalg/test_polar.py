@@ -7,8 +7,8 @@ import torch
 from tests.helpers.spectra import graded, orthonormal, random_deltas, with_spectrum
 from tests.tolerances import relative_error
 
-from actmat.linalg import polar as polar_module
-from actmat.linalg.polar import polar_factor
+from actmat.linalg import singular as polar_module
+from actmat.linalg.singular import polar_factor
 
 SHAPES = [(12, 12), (8, 30), (30, 8), (20, 14)]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actmat.linalg import products as module
+from actmat.linalg import inner as module
 from actmat.linalg.chunks import Stacked
-from actmat.linalg.products import MANY, PRODUCT, RUN, Products
+from actmat.linalg.inner import MANY, PRODUCT, RUN, Products
 
 
 def rows(count: int, size: int, seed: int = 0) -> Tensor:

@@ -68,7 +68,7 @@ def test_several_outputs_must_fit_together(family: Family, monkeypatch: pytest.M
 
 
 def test_a_disk_that_fills_up_meanwhile(family: Family, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actmat.run.check_room", lambda outputs: None)
+    monkeypatch.setattr("actmat.output._check_room", lambda stages, plans: None)
     refused(family, small_disk / "out", says="the disk is full")
 
 

@@ -41,21 +41,13 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch dtype of a dtype name.
-
-    >>> torch_dtype("bfloat16")
-    torch.bfloat16
-    """
+    """torch dtype of a dtype name."""
     return DTYPES[name][0]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape and dtype of one stored tensor, and the file that holds it; no data.
-
-    >>> TensorSpec("model.norm.weight", (16, 4), "bfloat16", "model.safetensors").nbytes
-    128
-    """
+    """Name, shape and dtype of one stored tensor, and the file that holds it; no data."""
 
     name: str  # key in the checkpoint
     shape: tuple[int, ...]  # sizes, slowest axis first
@@ -102,13 +94,7 @@ class FileIdentity:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHandle:
-    """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Strings only.
-
-    >>> import dataclasses, json
-    >>> handle = CheckpointHandle("/models/base", "safetensors", "./base")
-    >>> CheckpointHandle(**json.loads(json.dumps(dataclasses.asdict(handle)))) == handle
-    True
-    """
+    """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Strings only."""
 
     address: str  # absolute path of a folder or file, or `hf://org/name@commit`
     format: str  # name of the format
@@ -143,11 +129,7 @@ class Checkpoint(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str) -> Tensor:
-        """The whole tensor: CPU, contiguous, storage dtype, memory of its own.
-
-        Raises:
-            CheckpointError: the file ended early or changed since it was opened; names tensor and file.
-        """
+        """The whole tensor: CPU, contiguous, storage dtype, memory of its own."""
 
     @abc.abstractmethod
     def read_into(self, name: str, start: int, out: memoryview) -> None:
@@ -160,11 +142,7 @@ class Checkpoint(abc.ABC):
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
 
     def handle(self) -> CheckpointHandle:
-        """Address from which another process can open this checkpoint again.
-
-        Raises:
-            CheckpointError: the tensors are not in storage that another process could open.
-        """
+        """Address from which another process can open this checkpoint again; an error if in memory."""
         raise CheckpointError(
             f"{self.location}: tensors in memory cannot be opened by another process. Fix: save them (save_pretrained, "
             "safetensors.torch.save_file) and give the folder or file."

@@ -32,9 +32,5 @@ FOREIGN = {
 
 
 def foreign_format(name: str) -> str:
-    """Description of a file in a format that is not read, by its suffix; empty for any other file.
-
-    >>> foreign_format("flax_model.msgpack")
-    'a Flax checkpoint'
-    """
+    """Description of a file in a format that is not read, by its suffix; empty for any other file."""
     return next((text for suffix, text in FOREIGN.items() if name.endswith(suffix)), "")

@@ -51,11 +51,7 @@ def _subject(tensor: str, label: str) -> str:
 
 
 def file_identity(path: Path) -> FileIdentity:
-    """Identity of a local file now.
-
-    Raises:
-        CheckpointError: the file is missing or inaccessible.
-    """
+    """Identity of a local file now."""
     try:
         status = path.stat()
     except OSError as error:
@@ -64,13 +60,10 @@ def file_identity(path: Path) -> FileIdentity:
 
 
 class FileReader:
-    """Files by label (the name in messages and specs), read at offsets.
+    """Files by label (the name in messages and specs), read at offsets; `keep_open` idle descriptors are kept.
 
-    The state of a file is recorded when it is first opened; every read checks that it is unchanged.
-
-    Args:
-        files: label -> path.
-        keep_open: number of idle descriptors that are kept.
+    The state of a file is recorded when it is first opened. Every read raises `CheckpointError` if the file is missing,
+    unreadable, shorter than it was, or changed.
     """
 
     def __init__(self, files: Mapping[str, Path], keep_open: int = KEEP_OPEN) -> None:
@@ -103,11 +96,7 @@ class FileReader:
         return bytes(out)
 
     def read_into(self, label: str, offset: int, out: memoryview, *, tensor: str = "") -> None:
-        """Fill `out` from `offset` on. `tensor` is named in errors.
-
-        Raises:
-            CheckpointError: the file is missing, unreadable, shorter than it was, or changed.
-        """
+        """Fill `out` from `offset` on. `tensor` is named in errors."""
         opened = self._take(label)  # no context manager: this is called for every chunk of a merge
         try:
             done, total = 0, len(out)

@@ -30,11 +30,7 @@ MAX_JSON_BYTES = 200_000_000
 
 
 def read_json_object(path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """Content of a JSON file whose value is an object; `unique` refuses a key given twice.
-
-    Raises:
-        CheckpointError: unreadable, too large, not UTF-8, not JSON, nested too deeply, or not an object.
-    """
+    """Content of a JSON file whose value is an object; `unique` refuses a key given twice."""
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
@@ -59,11 +55,7 @@ def read_config(directory: Path | None) -> Mapping[str, Any] | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """`weight_map` (tensor name -> file name) of a `*.index.json`.
-
-    Raises:
-        CheckpointError: with every entry that is not a plain file name.
-    """
+    """`weight_map` (tensor name -> plain file name) of a `*.index.json`."""
     weight_map = read_json_object(path, unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -80,11 +72,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def member(folder: Path, name: str) -> Path:
-    """Path of a file of the folder; a link may lead out of it only to the blobs of the hub cache it lies in.
-
-    Raises:
-        CheckpointError: not a plain name, missing, or a link out of the folder.
-    """
+    """Path of a file of the folder; a link may lead out of it only to the blobs of the hub cache it lies in."""
     if not _is_plain_name(name):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a plain file name")
     path = folder / name
@@ -104,12 +92,7 @@ def member(folder: Path, name: str) -> Path:
 def join_shards(
     shards: Mapping[str, Mapping[str, TensorSpec]], weight_map: Mapping[str, str] | None, *, location: str
 ) -> dict[str, TensorSpec]:
-    """Specs of all files in order, checked against each other and against the index.
-
-    Raises:
-        CheckpointError: a tensor in two files, only in the index, only in a shard, or in another shard than the
-            index says.
-    """
+    """Specs of all files in order; every disagreement between files, or with the index, is an error."""
     specs: dict[str, TensorSpec] = {}
     problems: list[str] = []
     for label, shard in shards.items():
@@ -148,11 +131,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """`repr` of a value, cut: a hostile name must not flood the terminal.
-
-    >>> shown("w" * 1000)[-8:]
-    'wwwww...'
-    """
+    """`repr` of a value, cut: a hostile name must not flood the terminal."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:120]}..."
 

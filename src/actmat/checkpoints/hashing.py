@@ -47,9 +47,6 @@ def hash_names(pairs: Iterable[tuple[str, str]]) -> str:
     """Hash of a whole checkpoint: XXH3-128 over `name NUL digest LF` of its tensors, sorted by name.
 
     Independent of shards, file order and storage layout: two checkpoints with equal tensors have equal hashes.
-
-    >>> hash_names([("a", "1"), ("b", "2")]) == hash_names([("b", "2"), ("a", "1")])
-    True
     """
     total = ContentHash()
     for name, digest in sorted(pairs):

@@ -43,16 +43,7 @@ class Header:
 
 
 def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: str) -> Header:
-    """Read and check the header of a file through `read_at(offset, length)` (of a local file, or HTTP ranges).
-
-    >>> text = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
-    >>> data = len(text).to_bytes(8, "little") + text + bytes(8)
-    >>> read_header(lambda offset, n: data[offset : offset + n], len(data), file="model.safetensors").specs["w"].shape
-    (2,)
-
-    Raises:
-        CheckpointError: with every problem found, each naming the tensor.
-    """
+    """Read and check a header through `read_at(offset, length)`, of a file or HTTP ranges; lists every problem."""
     length = header_length(read_at(0, min(PREFIX_BYTES, file_size)), file_size, file=file)
     if sys.byteorder != "little":
         raise CheckpointError(f"{file}: safetensors files are little-endian, this machine is not; use another one")
@@ -76,14 +67,7 @@ def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: s
 
 
 def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
-    """Length of the JSON text, checked against the size of the file and the cap.
-
-    >>> header_length((16).to_bytes(8, "little"), 1000, file="model.safetensors")
-    16
-
-    Raises:
-        CheckpointError: not a safetensors file, or cut off inside the header.
-    """
+    """Length of the JSON text, checked against the size of the file and the cap."""
     if len(prefix) < PREFIX_BYTES or file_size < PREFIX_BYTES:
         raise CheckpointError(
             f"{file}: expected a safetensors file, found {file_size} bytes, less than its 8-byte length. {LIKELY}"

@@ -164,11 +164,7 @@ class HubRepository(Source):
 
 
 def open_repository(repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None) -> HubRepository:
-    """Pin the revision (default `main`) and list its files, from the hub or, offline, from the cache.
-
-    Raises:
-        CheckpointError: no such repository or revision, no access, unreachable, or offline and not cached.
-    """
+    """Pin the revision (default `main`) and list its files, from the hub or, offline, from the cache."""
     location = repo_id if revision is None else f"{repo_id}@{revision}"
     wanted = revision or constants.DEFAULT_REVISION
     if ".." in wanted:

@@ -45,20 +45,12 @@ class HeldTensors(Checkpoint):
 
 
 class MemoryCheckpoint(HeldTensors):
-    """Tensors of a mapping, copied when they are read (to the CPU), never before.
+    """Tensors of a mapping, on any device and of any strides, copied to the CPU when they are read, never before.
 
     They must not be written to while the checkpoint is in use. Parameters are read as plain tensors.
 
     >>> MemoryCheckpoint({"w": torch.ones(2), "v": torch.zeros(3)}).read("w")
     tensor([1., 1.])
-
-    Args:
-        tensors: name -> strided tensor of a known dtype on any device; strides may be anything.
-        location: its name in messages.
-        config: content of `config.json`.
-
-    Raises:
-        CheckpointError: with every entry that is not such a tensor.
     """
 
     def __init__(
@@ -82,11 +74,7 @@ class MemoryCheckpoint(HeldTensors):
 
 
 def tensor_specs(tensors: Mapping[Any, Any], file: str, *, location: str) -> dict[str, TensorSpec]:
-    """Specs of a mapping that should hold named tensors.
-
-    Raises:
-        CheckpointError: with every entry that is not a strided tensor of a dtype in `DTYPES` with data behind it.
-    """
+    """Specs of a mapping of names to tensors; every entry that is not a dense tensor of a known dtype is listed."""
     specs: dict[str, TensorSpec] = {}
     problems: list[str] = []
     for name, value in tensors.items():
@@ -115,12 +103,7 @@ def _fault(name: Any, value: Any) -> str:
 
 
 def shared_storage(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> first name of the tensor with the same memory, shape, strides and dtype.
-
-    >>> shared = torch.ones(2)
-    >>> shared_storage({"embed": shared, "head": shared, "copy": shared.clone()})
-    {'head': 'embed'}
-    """
+    """Name -> first name of the tensor with the same memory, shape, strides and dtype."""
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():

@@ -38,9 +38,6 @@ def quantisation_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
     """One line per sign of quantisation, each with an example and the fix; empty for an ordinary checkpoint.
 
     Signs: a `quantization_config` in the config, names that quantisers write, float8 tensors.
-
-    >>> quantisation_problems({}, {"quantization_config": {"quant_method": "gptq"}})[0][:47]
-    'config.json declares quantised weights (gptq). '
     """
     problems: list[str] = []
     declared = _declared(config)

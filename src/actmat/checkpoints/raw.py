@@ -20,14 +20,7 @@ MAX_DID_YOU_MEAN = 2000
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive.
-
-    >>> list(raw_bytes(torch.tensor([1, 258], dtype=torch.int16)))
-    [1, 0, 2, 1]
-
-    Raises:
-        ValueError: the tensor is not contiguous or not on the CPU.
-    """
+    """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"expected a contiguous CPU tensor, found strides {tensor.stride()} on {tensor.device}")
     nbytes = tensor.numel() * tensor.itemsize
@@ -47,11 +40,6 @@ def copy_range(tensor: Tensor, start: int, out: memoryview) -> None:
     """Copy the row-major bytes `start : start + len(out)` of a CPU tensor of any strides into `out`.
 
     Of a tensor that is not contiguous, only the rows of the first axis in that range are copied.
-
-    >>> out = bytearray(2)
-    >>> copy_range(torch.arange(6, dtype=torch.uint8).reshape(2, 3).t(), 2, memoryview(out))
-    >>> list(out)
-    [1, 4]
     """
     length = len(out)
     if length == 0:
@@ -64,11 +52,7 @@ def copy_range(tensor: Tensor, start: int, out: memoryview) -> None:
 
 
 def find_spec(checkpoint: Checkpoint, name: str) -> TensorSpec:
-    """Spec of a tensor.
-
-    Raises:
-        CheckpointError: no such tensor; offers the name nearest to it.
-    """
+    """Spec of a tensor; if there is none, the error offers the name nearest to it."""
     spec = checkpoint.specs.get(name)
     if spec is None:
         near = did_you_mean(name, checkpoint.specs) if len(checkpoint.specs) <= MAX_DID_YOU_MEAN else ""
@@ -77,11 +61,7 @@ def find_spec(checkpoint: Checkpoint, name: str) -> TensorSpec:
 
 
 def check_range(spec: TensorSpec, start: int, out: memoryview) -> None:
-    """Check the arguments of `read_into`.
-
-    Raises:
-        ValueError: bytes outside the tensor, or a buffer that is not plain writable bytes.
-    """
+    """Raise `ValueError` for bytes outside the tensor, or a buffer that is not plain writable bytes."""
     if out.readonly or out.itemsize != 1 or not out.c_contiguous:
         raise ValueError("read_into needs a writable, contiguous memoryview of one-byte items: use .cast('B')")
     if start < 0 or start + len(out) > spec.nbytes:

@@ -25,16 +25,12 @@ HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][
 def open_checkpoint(
     location: str | Path | Mapping[str, Tensor] | Checkpoint, *, cache_dir: str | Path | None = None
 ) -> Checkpoint:
-    """Open what `location` names; reads headers, no tensor.
+    """Open a folder, file, hub id, tensors by name, or an open checkpoint (returned as it is); reads headers only.
 
     >>> import torch
     >>> with open_checkpoint({"w": torch.ones(2, 3)}) as checkpoint:
     ...     checkpoint.specs["w"].shape
     (2, 3)
-
-    Args:
-        location: folder, file, hub id, tensors by name, or an open checkpoint (returned as it is).
-        cache_dir: hub cache, the default one if None.
 
     Raises:
         CheckpointError: not found, of an unsupported format, damaged, or an adapter.
@@ -48,22 +44,14 @@ def open_checkpoint(
 
 
 def open_handle(handle: CheckpointHandle) -> Checkpoint:
-    """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage.
-
-    Raises:
-        CheckpointError: gone, damaged, or of a format that this process does not know.
-    """
+    """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage."""
     source = find_source(handle.address, cache_dir=handle.cache_dir or None)
     source.location = handle.location
     return format_named(handle.format).open(source)
 
 
 def find_source(location: str | Path, *, cache_dir: str | Path | None = None) -> Source:
-    """The folder, file or hub repository that `location` names.
-
-    Raises:
-        CheckpointError: nothing there.
-    """
+    """The folder, file or hub repository that `location` names."""
     text = str(location)
     if not text or "\0" in text:
         raise CheckpointError(f"expected a folder, a weight file or a hub id, found {text!r}")

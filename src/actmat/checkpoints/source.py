@@ -57,19 +57,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self, name: str) -> Path:
-        """Path of a file, downloaded first where it is not local.
-
-        Raises:
-            CheckpointError: missing, or not allowed.
-        """
+        """Path of a file, downloaded first where it is not local."""
 
     @abc.abstractmethod
     def weight_map(self, index: str) -> dict[str, str]:
-        """Tensor name -> file name, from an index file; every file named there exists.
-
-        Raises:
-            CheckpointError: with every file that is missing or outside the source.
-        """
+        """Tensor name -> file name, from an index file; every file named there exists."""
 
     @abc.abstractmethod
     def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
@@ -85,12 +77,7 @@ class Source(abc.ABC):
 
 
 class LocalSource(Source):
-    """A folder or a file on this machine.
-
-    Args:
-        path: folder, weight file or index file.
-        location: what the user called it; the path if None.
-    """
+    """A folder, weight file or index file on this machine."""
 
     def __init__(self, path: Path, location: str | None = None) -> None:
         self.location = str(path) if location is None else location
@@ -142,12 +129,7 @@ class LocalSource(Source):
 
 
 class StoredCheckpoint(Checkpoint):
-    """Base of checkpoints in files: config, identity, sidecars and handle come from the source.
-
-    Args:
-        source: the files.
-        labels: names of the weight files.
-    """
+    """Base of checkpoints in files: config, identity, sidecars and handle come from the source."""
 
     format: ClassVar[str]
     """Name of the `Format` that opens it."""

@@ -28,7 +28,7 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.engine.statistics import FOREIGN, check_probes, foreign_tensors
 from actmat.errors import StatisticsError
-from actmat.linalg.layer_error import output_energy
+from actmat.linalg.outputs import output_energy
 from actmat.plan.model import Item, MergePlan
 from actmat.plan.parts import Part, cut
 

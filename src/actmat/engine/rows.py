@@ -18,7 +18,7 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import TensorReader, same_bits
 from actmat.linalg.chunks import Stacked
-from actmat.linalg.products import PRODUCT
+from actmat.linalg.inner import PRODUCT
 from actmat.plan.parts import Part
 
 __all__ = ["RowChunk", "RowDeltas"]

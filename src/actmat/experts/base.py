@@ -10,7 +10,6 @@ import abc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import torch
@@ -24,46 +23,33 @@ from actmat.linalg.lowrank import LowRank
 __all__ = ["AdapterHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
 
 SourceKind = Literal["stored", "formed", "zero"]
+"""stored: `W_t` is in storage, to be reduced by `W_0`; formed: a product of factors, or what is added to a bias; zero:
+the expert does not change the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The form in which an expert gives the delta of one tensor of the base; no data.
+    """The form in which an expert gives the delta of one tensor of the base; no data."""
 
-    Args:
-        name: the tensor, as the expert calls it.
-        kind: `stored`: `W_t` is in storage, to be reduced by `W_0`; `formed`: a product of factors, or what is added
-            to a bias; `zero`: the expert does not change the tensor.
-        dtype: dtype name of `W_t` (that of the base for what is formed or zero).
-        nbytes: bytes read for it.
-        rank: of a product of factors, else 0.
-    """
-
-    name: str
+    name: str  # as the expert calls it
     kind: SourceKind
-    dtype: str
-    nbytes: int
-    rank: int = 0
+    dtype: str  # of `W_t`; that of the base for what is formed or zero
+    nbytes: int  # bytes read for it
+    rank: int = 0  # of a product of factors, else 0
 
 
 class Expert(abc.ABC):
     """Deltas of the tensors of one base, read or formed on request. Thread-safe for reading. Use as a context manager.
 
-    Attributes:
-        location: what the user called it, for messages.
-        kind: for records only.
-        specs: the tensors that it can give, by its own names (an adapter: those of its base, one name per tied group).
-        n_tensors: number of tensors in storage, for summaries.
-        nbytes: their bytes.
-        adapter: the factors, for outputs that are adapters; None for a full checkpoint.
+    `specs` are the tensors that it can give, by its own names (an adapter: those of its base, one name per tied group).
     """
 
-    location: str
-    kind: Literal["model", "adapter"]
+    location: str  # what the user called it, for messages
+    kind: Literal["model", "adapter"]  # for records only
     specs: Mapping[str, TensorSpec]
-    n_tensors: int
+    n_tensors: int  # in storage, for summaries
     nbytes: int
-    adapter: Adapter | None = None
+    adapter: Adapter | None = None  # the factors, for outputs that are adapters
 
     @abc.abstractmethod
     def source(self, name: str) -> Source:
@@ -91,10 +77,8 @@ class Expert(abc.ABC):
         """The delta of a formed source with a rank, or of a zero source, as a product. The default serves the latter.
 
         Args:
-            name: the tensor.
             shape: `*batch O I` of the wanted product, a convolution's kernel flattened into `I`. A zero source gives a
                 product of zeros of this shape, of rank 1; a formed source has its own.
-            dtype: of the factors.
         """
         if self.source(name).kind != "zero":
             self._refuse(name, "factored")
@@ -110,11 +94,7 @@ class Expert(abc.ABC):
         return None
 
     def check_values(self, label: str) -> list[str]:
-        """One sentence for each stored tensor with NaN or Inf, where all are read on opening (adapters).
-
-        Args:
-            label: name of the expert in the sentences.
-        """
+        """One sentence, which names the expert `label`, for each NaN or Inf tensor where all are read on opening."""
         return []
 
     @property
@@ -148,9 +128,7 @@ class Expert(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _spec(self, name: str) -> TensorSpec:
@@ -171,7 +149,6 @@ class Family:
     """One kind of adapters, an entry of `resolve.FAMILIES`. Its functions are a module's own, so that it pickles.
 
     Args:
-        name: for messages.
         claims: `claims(location)` is true where such an adapter is; reads no tensor of a full checkpoint.
         open: `open(location, base)` gives an adapter fitted to its base; `CheckpointError` with all problems if it
             does not fit.
@@ -189,10 +166,7 @@ class Family:
 class AdapterHandle:
     """Address from which `resolve.open_handle` opens an adapter again, also in another process; picklable.
 
-    Args:
-        location: of the adapter; a relative path is one of the working directory.
-        family: that opens it.
-        base: that it was fitted to; None without one.
+    A relative `location` is one of the working directory; `base` is what the adapter was fitted to.
     """
 
     location: str

@@ -40,12 +40,9 @@ __all__ = ["ExpertConformance", "StoredExpert"]
 
 @dataclass(frozen=True)
 class StoredExpert:
-    """A base and an expert in storage.
+    """A full checkpoint and an expert in storage.
 
-    Args:
-        base: location of a full checkpoint.
-        expert: location of the expert.
-        tuned: the fine-tuned tensors `W_t` by the names of the base, of a dtype in which `W_0 + D_t` can be compared.
+    `tuned` are the fine-tuned tensors `W_t` by the names of the base, of a dtype in which `W_0 + D_t` can be compared.
     """
 
     base: Path

@@ -41,7 +41,6 @@ def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: 
     Source(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
 
     Args:
-        location: an adapter, or whatever `open_checkpoint` takes.
         base: what the deltas are added to; not needed afterwards. None opens an adapter for its factors only.
 
     Raises:

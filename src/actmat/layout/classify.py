@@ -10,9 +10,8 @@ import re
 from dataclasses import replace
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout.fused import GATED, QKV, RECURRENT, TRANSPOSED_PARAMETER, linear_layout
-from actmat.layout.stacked import is_stacked, stacked_layout
-from actmat.layout.towers import Tower
+from actmat.layout.families import Tower
+from actmat.layout.fused import GATED, QKV, RECURRENT, TRANSPOSED_PARAMETER, is_stacked, linear_layout, stacked_layout
 from actmat.layout.types import Role, TensorLayout
 
 __all__ = ["classify", "owner_of"]
@@ -52,16 +51,14 @@ _HEAD = re.compile(
     r"decoder|output_projection"
 )
 _ROUTER = re.compile(r"gate|router|wg|shared_expert_gate")
+_MATRIX_PARAMETER = re.compile(r"[qkv]_proj_weight|(?:gate|up|down)_proj|[wv]\d")
 _LONGEST_UNNAMED_KERNEL = 16
 
 
 def owner_of(name: str) -> tuple[str, str, bool]:
     """The layer that a tensor belongs to, the tensor's name in it, and whether an index stands between them.
 
-    >>> owner_of("h.0.attn.c_attn.weight"), owner_of("codebooks.3.weight")
-    (('c_attn', 'weight', False), ('codebooks', 'weight', True))
-    >>> owner_of("attn.in_proj_weight")  # a bare parameter is its own layer
-    ('in_proj_weight', '', False)
+    `h.0.attn.c_attn.weight`: `c_attn`, `weight`; a bare parameter is its own layer: `attn.in_proj_weight`.
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if len(parts) > 2 and parts[-2] == "weight" and parts[-1] in ("original0", "original1", "original"):
@@ -74,13 +71,7 @@ def owner_of(name: str) -> tuple[str, str, bool]:
 
 
 def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) -> TensorLayout:
-    """Layout of one tensor.
-
-    Args:
-        spec: name, shape and dtype.
-        partner: stored shape of its partner layer (`fused.PARTNERS`), if there is one.
-        tower: its part of the model.
-    """
+    """Layout of one tensor, given the stored shape of its partner layer (`fused.PARTNERS`), if there is one."""
     owner, leaf, indexed = owner_of(spec.name)
     shape = spec.shape
     if not spec.is_floating:
@@ -99,35 +90,22 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
         return stacked_layout(owner, shape, partner, tower)
     if len(shape) >= 3:
         return _convolution_or_unknown(spec, owner, leaf)
-    if not leaf and _SCALE.fullmatch(owner):
-        return TensorLayout(Role.VECTOR, f"2-D scale or decay, by the name {owner}")
-    if not leaf and not _is_matrix_parameter(owner, tower):
-        return TensorLayout(
-            Role.VECTOR, f"2-D parameter named {owner}, of unknown use: entry by entry unless the recipe sets its role"
-        )
+    if not leaf and (_SCALE.fullmatch(owner) or not _is_matrix_parameter(owner, tower)):
+        return _scale_or_unknown("2-D parameter", owner, leaf)
     layout = linear_layout(owner, not leaf, shape, partner, tower)
     word = "output head, " if _HEAD.fullmatch(owner) else "router of a mixture, " if _ROUTER.fullmatch(owner) else ""
     return replace(layout, reason=word + layout.reason)  # people look for heads and routers in a plan
 
 
 def _is_table(owner: str, tower: Tower) -> bool:
-    if owner in tower.family.tables:
-        return True
-    if _NOT_A_TABLE.fullmatch(owner):
-        return False
-    return _TOKEN.fullmatch(owner) is not None or _TABLE.fullmatch(owner) is not None
+    named = _TOKEN.fullmatch(owner) or _TABLE.fullmatch(owner)
+    return owner in tower.family.tables or (named is not None and not _NOT_A_TABLE.fullmatch(owner))
 
 
 def _is_matrix_parameter(owner: str, tower: Tower) -> bool:
     """Return True for names of bare 2-D parameters that are linear maps."""
-    return (
-        owner in QKV
-        or owner in GATED
-        or owner in tower.family.transposed
-        or TRANSPOSED_PARAMETER.fullmatch(owner) is not None
-        or RECURRENT.fullmatch(owner) is not None
-        or re.fullmatch(r"[qkv]_proj_weight|(?:gate|up|down)_proj|[wv]\d", owner) is not None
-    )
+    patterns = (TRANSPOSED_PARAMETER, RECURRENT, _MATRIX_PARAMETER)
+    return owner in {*QKV, *GATED, *tower.family.transposed} or any(p.fullmatch(owner) for p in patterns)
 
 
 def _vector_or_token(shape: tuple[int, ...], owner: str, leaf: str) -> TensorLayout:
@@ -149,12 +127,14 @@ def _convolution_or_unknown(spec: TensorSpec, owner: str, leaf: str) -> TensorLa
         depthwise = ", depthwise (one input channel per group)" if shape[1] == 1 else ""
         kernel = " x ".join(map(str, shape[2:]))
         return TensorLayout(Role.CONVOLUTION, f"{len(shape)}-D weight, kernel {kernel}{depthwise}")
+    return _scale_or_unknown(f"{len(shape)}-D tensor", owner, leaf)
+
+
+def _scale_or_unknown(what: str, owner: str, leaf: str) -> TensorLayout:
     if not leaf and _SCALE.fullmatch(owner):
-        return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale or decay, by the name {owner}")
-    return TensorLayout(
-        Role.VECTOR,
-        f"{len(shape)}-D tensor named {owner}, of unknown use: entry by entry unless the recipe sets its role",
-    )
+        return TensorLayout(Role.VECTOR, f"{what.split()[0]} scale or decay, by the name {owner}")
+    why = f"{what} named {owner}, of unknown use: entry by entry unless the recipe sets its role"
+    return TensorLayout(Role.VECTOR, why)
 
 
 def _buffer_reason(spec: TensorSpec, leaf: str) -> str:

@@ -1,19 +1,25 @@
-"""Tables of architecture families whose layouts do not follow from names and shapes.
+"""Architecture families whose layouts do not follow from names and shapes, and the towers of a model.
 
 The entries were read from the families' modelling code and hold for their checkpoints on disk. A family without an
-entry is decided by names and shapes (`classify.py`, `fused.py`, `stacked.py`); PLAIN lists the families for which this
-has been checked.
+entry is decided by names and shapes (`classify.py`, `fused.py`); PLAIN lists those for which this has been checked.
+
+A tower (text, vision, audio) has a config and a family of its own: multimodal configs nest one config per tower, and
+the head counts that split a packed projection must come from the right one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from actmat.layout.packing import first_int
 from actmat.layout.types import Orientation
 
-__all__ = ["FAMILIES", "NO_EXCEPTIONS", "PLAIN", "TIED_BY_DEFAULT", "Family", "recognise"]
+__all__ = ["FAMILIES", "PLAIN", "TIED_BY_DEFAULT", "Family", "Tower", "Towers", "recognise", "text_config_of"]
+
+Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +36,6 @@ class Family:
 
 NO_EXCEPTIONS = Family()
 _CONV1D = Family(transposed=frozenset({"c_attn", "c_proj", "c_fc", "q_attn"}))
-_PER_HEAD = Family(packed={"query_key_value": "per_head"})
-_GROUPED = Family(packed={"qkv_proj": "grouped_query"})
 _STATE_SPACE = Family(packed={"in_proj": "whole: a state-space mixer packs its input, gate and step sizes here"})
 _GATED_DELTA = Family(
     packed={
@@ -41,20 +45,11 @@ _GATED_DELTA = Family(
     }
 )
 
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": _CONV1D,
-    "gpt-sw3": _CONV1D,
-    "openai-gpt": _CONV1D,
-    "imagegpt": _CONV1D,
-    "decision_transformer": _CONV1D,
-    "clvp_decoder": _CONV1D,
+_GROUPS: Mapping[str, Family] = {
+    "gpt2 gpt-sw3 openai-gpt imagegpt decision_transformer clvp_decoder": _CONV1D,
     "jais": Family(transposed=frozenset({"c_attn", "c_proj", "c_fc", "c_fc2"})),
     "gpt_bigcode": Family(packed={"c_attn": "bigcode"}),
-    "gpt_neox": _PER_HEAD,
-    "gpt_neox_japanese": _PER_HEAD,
-    "bloom": _PER_HEAD,
-    "persimmon": _PER_HEAD,
-    "fuyu": _PER_HEAD,
+    "gpt_neox gpt_neox_japanese bloom persimmon fuyu": Family(packed={"query_key_value": "per_head"}),
     "falcon": Family(packed={"query_key_value": "falcon"}),
     "RefinedWeb": Family(packed={"query_key_value": "per_kv_group"}),
     "RefinedWebModel": Family(packed={"query_key_value": "falcon"}),
@@ -63,45 +58,22 @@ FAMILIES: Mapping[str, Family] = {
     "codegen": Family(packed={"qkv_proj": "codegen"}),
     "minimax": Family(packed={"qkv_proj": "per_head"}),
     "deberta": Family(packed={"in_proj": "per_head"}),
-    "phi3": _GROUPED,
-    "phi4_multimodal": _GROUPED,
+    "phi3 phi4_multimodal": Family(packed={"qkv_proj": "grouped_query"}),
     "phi4_multimodal_audio": Family(gate_up="halves_up_first"),
     "dbrx": Family(packed={"Wqkv": "grouped_query"}),
-    "mpt": Family(packed={"Wqkv": "thirds"}),
-    "modernbert": Family(packed={"Wqkv": "thirds"}),
+    "mpt modernbert": Family(packed={"Wqkv": "thirds"}),
     "internlm2": Family(packed={"wqkv": "per_kv_group"}),
-    "qwen3_5": _GATED_DELTA,
-    "qwen3_5_text": _GATED_DELTA,
-    "qwen3_5_moe": _GATED_DELTA,
-    "qwen3_5_moe_text": _GATED_DELTA,
-    "qwen3_next": _GATED_DELTA,
-    "mamba": _STATE_SPACE,
-    "mamba2": _STATE_SPACE,
-    "falcon_mamba": _STATE_SPACE,
-    "falcon_h1": _STATE_SPACE,
-    "bamba": _STATE_SPACE,
-    "jamba": _STATE_SPACE,
-    "zamba": _STATE_SPACE,
-    "zamba2": _STATE_SPACE,
-    "nemotron_h": _STATE_SPACE,
-    "granitemoehybrid": _STATE_SPACE,
+    "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next": _GATED_DELTA,
+    "mamba mamba2 falcon_mamba falcon_h1 bamba jamba zamba zamba2 nemotron_h granitemoehybrid": _STATE_SPACE,
     # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor
     "gpt_oss": Family(experts="IO", gate_up="alternating"),
     # the same alternation, on disk only (w13_weight)
-    "inkling_mm_model": Family(gate_up="alternating"),
-    "inkling_text": Family(gate_up="alternating"),
-    "inkling2": Family(gate_up="alternating"),
-    "inkling2_text": Family(gate_up="alternating"),
-    "llama4": Family(experts="IO"),
-    "llama4_text": Family(experts="IO"),
-    "aria": Family(experts="IO"),
-    "aria_text": Family(experts="IO"),
-    "qwen3_vl_moe": Family(experts="IO"),
-    "qwen3_vl_moe_text": Family(experts="IO"),
+    "inkling_mm_model inkling_text inkling2 inkling2_text": Family(gate_up="alternating"),
+    "llama4 llama4_text aria aria_text qwen3_vl_moe qwen3_vl_moe_text": Family(experts="IO"),
     # the router is transposed on disk, the experts are separate linear layers
-    "ernie4_5_vl_moe": Family(transposed=frozenset({"gate", "weight_1"})),
-    "ernie4_5_vl_moe_text": Family(transposed=frozenset({"gate", "weight_1"})),
+    "ernie4_5_vl_moe ernie4_5_vl_moe_text": Family(transposed=frozenset({"gate", "weight_1"})),
 }
+FAMILIES = {model_type: family for names, family in _GROUPS.items() for model_type in names.split()}
 """`model_type` -> its exceptions."""
 
 _PLAIN = """
@@ -130,44 +102,17 @@ whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod yoso youtu zamba zamba2
 TIED_BY_DEFAULT = frozenset(_TIED_BY_DEFAULT.split())
 """Families whose output head shares the token embedding where their config does not mention `tie_word_embeddings`."""
 
-_CLASS_PREFIXES: tuple[tuple[str, str], ...] = (
-    ("GPTNeoXJapanese", "gpt_neox_japanese"),
-    ("GPTNeoX", "gpt_neox"),
-    ("GPTBigCode", "gpt_bigcode"),
-    ("GPT2", "gpt2"),
-    ("GptOss", "gpt_oss"),
-    ("Falcon", "falcon"),
-    ("RWForCausalLM", "RefinedWebModel"),
-    ("Bloom", "bloom"),
-    ("Persimmon", "persimmon"),
-    ("CodeGen", "codegen"),
-    ("Phi3", "phi3"),
-    ("Dbrx", "dbrx"),
-    ("MPT", "mpt"),
-    ("Mpt", "mpt"),
-    ("ModernBert", "modernbert"),
-    ("InternLM2", "internlm2"),
-    ("ChatGLM", "chatglm"),
-    ("Llama4", "llama4"),
-    ("Llama", "llama"),
-    ("Mixtral", "mixtral"),
-    ("Mistral", "mistral"),
-    ("Qwen2Moe", "qwen2_moe"),
-    ("Qwen2", "qwen2"),
-    ("Bert", "bert"),
-    ("T5", "t5"),
-    ("CLIP", "clip"),
-    ("ViT", "vit"),
-)
-"""Start of a class name in `architectures` -> model type, for configs without `model_type`."""
+_CLASS_PREFIXES = """
+GPTNeoXJapanese:gpt_neox_japanese GPTNeoX:gpt_neox GPTBigCode:gpt_bigcode GPT2:gpt2 GptOss:gpt_oss Falcon:falcon
+RWForCausalLM:RefinedWebModel Bloom:bloom Persimmon:persimmon CodeGen:codegen Phi3:phi3 Dbrx:dbrx MPT:mpt Mpt:mpt
+ModernBert:modernbert InternLM2:internlm2 ChatGLM:chatglm Llama4:llama4 Llama:llama Mixtral:mixtral Mistral:mistral
+Qwen2Moe:qwen2_moe Qwen2:qwen2 Bert:bert T5:t5 CLIP:clip ViT:vit
+"""
+"""Start of a class name in `architectures`, and its model type, for configs without `model_type`."""
 
 
-def recognise(config: Mapping[str, Any] | None) -> str | None:
-    """The `model_type` of a config, or that of its first architecture, or None.
-
-    >>> recognise({"architectures": ["LlamaForCausalLM"]})
-    'llama'
-    """
+def recognise(config: Config | None) -> str | None:
+    """The `model_type` of a config, or that of its first architecture, or None."""
     if config is None:
         return None
     model_type = config.get("model_type")
@@ -175,7 +120,63 @@ def recognise(config: Mapping[str, Any] | None) -> str | None:
         return model_type
     architectures = config.get("architectures")
     if isinstance(architectures, (list, tuple)) and architectures and isinstance(architectures[0], str):
-        for prefix, family in _CLASS_PREFIXES:
-            if architectures[0].startswith(prefix):
-                return family
+        known = (pair.split(":") for pair in _CLASS_PREFIXES.split())
+        return next((family for prefix, family in known if architectures[0].startswith(prefix)), None)
     return None
+
+
+_TEXT_KEYS = ("text_config", "llm_config", "language_config", "decoder")
+_TOWERS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("vision_config", re.compile(r"(?:^|\.)(?:visual|vision\w*|image_encoder|vit)\.")),
+    ("audio_config", re.compile(r"(?:^|\.)(?:audio\w*|speech_encoder)\.")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """One tower of a model."""
+
+    config: Config  # its config, completed by the entries of the enclosing config
+    family: Family = NO_EXCEPTIONS  # the exceptions of its family (none for a family without an entry)
+    listed: bool = False  # True if `FAMILIES` has an entry, so that `family` is complete
+
+    @property
+    def hidden(self) -> int | None:
+        """Width of the residual stream, if the config has it."""
+        return first_int(self.config, "hidden_size", "d_model", "n_embd")
+
+
+class Towers:
+    """The towers of a model, looked up by tensor name."""
+
+    def __init__(self, config: Config | None) -> None:
+        top: Config = config or {}
+        self._text = _tower(top, text_config_of(top))
+        self._others = [
+            (pattern, _tower({}, sub)) for key, pattern in _TOWERS if isinstance(sub := _nested(top, key), Mapping)
+        ]
+
+    def of(self, name: str) -> Tower:
+        """The tower of the tensor `name`."""
+        return next((tower for pattern, tower in self._others if pattern.search(name)), self._text)
+
+
+def text_config_of(config: Config) -> Config | None:
+    """The nested config of the language model, if there is one."""
+    return next((sub for key in _TEXT_KEYS if isinstance(sub := _nested(config, key), Mapping)), None)
+
+
+def _nested(config: Config, key: str) -> Any:
+    """`config[key]`, also below the `thinker_config` of the omni models."""
+    if key in config:
+        return config[key]
+    thinker = config.get("thinker_config")
+    return thinker.get(key) if isinstance(thinker, Mapping) else None
+
+
+def _tower(outer: Config, inner: Config | None) -> Tower:
+    for config in (inner, outer):
+        family = FAMILIES.get(recognise(config) or "")
+        if family is not None:
+            return Tower({**outer, **(inner or {})}, family, listed=True)
+    return Tower({**outer, **(inner or {})})

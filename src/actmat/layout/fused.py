@@ -1,10 +1,14 @@
-"""Layout of 2-D weights of linear layers: their orientation, and the linear maps packed in their rows.
+"""Layout of linear maps: their orientation, and the maps packed in the rows of one tensor or stacked in three axes.
 
 The family decides where it has an entry, else name and shape together: three times as many rows as columns under a
 name like `qkv`, or twice as many rows as the partner layer (`down_proj` for `gate_up_proj`) has inputs. Where the
 shape does not fit the name, the tensor stays one matrix, and the reason says so.
 
-Shapes: `O` out_features, `I` in_features, `F` width of a gated feed-forward layer.
+Libraries stack the experts of a mixture differently: Mixtral-like modules hold `E x 2F x H` and `E x H x F`, GPT-OSS
+and Llama 4 the transposes, and Qwen3-VL-MoE transposes when it saves. The pair of shapes decides. With
+`gate_up (E, a, b)` and `down (E, c, d)`, `OI` means `a = 2d, b = c` and `IO` means `a = d, b = 2c`: never both.
+
+Shapes: `O` out_features, `I` in_features, `E` experts, `H` hidden size, `F` width of a gated layer or an expert.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from actmat.layout.families import Tower
 from actmat.layout.packing import SCHEMES, Packing, attention_of
-from actmat.layout.towers import Tower
 from actmat.layout.types import Orientation, Role, TensorLayout
 
-__all__ = ["GATED", "PARTNERS", "QKV", "gate_and_up", "linear_layout"]
+__all__ = ["GATED", "PARTNERS", "QKV", "is_stacked", "linear_layout", "stacked_layout"]
 
 Shape = tuple[int, ...]
 
@@ -78,23 +82,19 @@ def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | No
         parameter: True for a bare parameter, False for a layer's `weight`.
         shape: stored shape.
         partner: stored shape of its partner layer (`PARTNERS`), if there is one.
-        tower: config and family of its part of the model.
+        tower: its part of the model.
     """
     orientation, how = _orientation(owner, parameter, shape, partner, tower)
     rows, cols = shape if orientation == "OI" else shape[::-1]
     packing = _packing(owner, rows, cols, partner, tower)
     why = f"{how}name ends in {owner}"
-    if packing is None:
-        return TensorLayout(Role.LINEAR, f"linear layer, {why}", orientation)
-    if isinstance(packing, str):
-        return TensorLayout(Role.LINEAR, f"linear layer left whole: {packing}; {why}", orientation)
-    blocks = packing.blocks(rows)
-    if blocks is None:
+    if isinstance(packing, Packing):
+        if (blocks := packing.blocks(rows)) is not None:
+            return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {rows} rows, {why}", orientation, blocks)
         expected = packing.words + (f" of {packing.unit} rows each" if packing.unit else "")
-        return TensorLayout(
-            Role.LINEAR, f"linear layer left whole: {expected} do not fit its {rows} rows; {why}", orientation
-        )
-    return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {rows} rows, {why}", orientation, blocks)
+        packing = f"{expected} do not fit its {rows} rows"
+    whole = f" left whole: {packing};" if packing else ","
+    return TensorLayout(Role.LINEAR, f"linear layer{whole} {why}", orientation)
 
 
 def _packing(owner: str, rows: int, cols: int, partner: Shape | None, tower: Tower) -> Packing | str | None:
@@ -113,15 +113,15 @@ def _packing(owner: str, rows: int, cols: int, partner: Shape | None, tower: Tow
     if owner in GATED and partner is not None and len(partner) == 2:
         width = partner[1]  # the inputs of down_proj
         if rows == 2 * width:
-            return gate_and_up(owner, rows, tower)
+            return _gate_and_up(owner, rows, tower)
         if owner == "gate_up_proj":
             return f"its {rows} rows are not twice the {width} inputs of {GATED[owner]}"
     elif owner == "gate_up_proj":
-        return gate_and_up(owner, rows, tower)
+        return _gate_and_up(owner, rows, tower)
     return None
 
 
-def gate_and_up(owner: str, rows: int, tower: Tower) -> Packing | str:
+def _gate_and_up(owner: str, rows: int, tower: Tower) -> Packing | str:
     """The two halves of a gated layer's input projection, called gate and up where their order is known."""
     if owner in GATE_FIRST:
         return SCHEMES[tower.family.gate_up](rows, tower.config)
@@ -179,8 +179,65 @@ def _gpt2_orientation(owner: str, shape: Shape, partner: Shape | None, tower: To
     if tower.listed:
         return ("IO", "stored I x O (Conv1D), ") if owner in tower.family.transposed else ("OI", "")
     if owner in ("c_fc", "c_proj") and shape[0] != shape[1]:
-        widens = shape[1] > shape[0]
-        if widens == (owner == "c_fc"):
+        if (shape[1] > shape[0]) == (owner == "c_fc"):
             return "IO", f"stored I x O (as {shape[0]} x {shape[1]} can only be a Conv1D), "
         return "OI", ""
     return "OI", "square, taken as nn.Linear, "
+
+
+UP = frozenset({*GATED, "up_proj", "gate_proj", "w1"})
+DOWN = frozenset({*GATED.values(), "down_proj"})
+_STACKED_ANYWHERE = frozenset(
+    {"gate_up_proj", "gate_and_up_projs", "down_projs", "w13_weight", "w2_weight", "input_linear", "output_linear"}
+)
+_EXPERTS = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
+
+
+def is_stacked(name: str, owner: str, shape: Shape) -> bool:
+    """Return True for a 3-D tensor whose name is that of stacked experts."""
+    return len(shape) == 3 and (owner in _STACKED_ANYWHERE or (_EXPERTS.search(name) is not None))
+
+
+def stacked_layout(owner: str, shape: Shape, partner: Shape | None, tower: Tower) -> TensorLayout:
+    """Layout of a 3-D stack of weights; `owner` names its layer or parameter (`gate_up_proj`, `down_proj`, ...)."""
+    up, down = (shape, partner) if owner in UP else (partner, shape)
+    orientation, how = _stack_orientation(owner, shape, up, down, tower)
+    rows = shape[1] if orientation == "OI" else shape[2]
+    stored = "E x O x I" if orientation == "OI" else "E x I x O"
+    why = f"{shape[0]} stacked experts stored {stored} ({how}), name ends in {owner}"
+    packing = _stack_packing(owner, rows, orientation, up, down, tower)
+    if isinstance(packing, Packing) and (blocks := packing.blocks(rows)) is not None:
+        return TensorLayout(Role.STACKED_EXPERTS, f"packed {packing.words}, {rows} rows, {why}", orientation, blocks)
+    return TensorLayout(Role.STACKED_EXPERTS, why, orientation)
+
+
+def _stack_orientation(
+    owner: str, shape: Shape, up: Shape | None, down: Shape | None, tower: Tower
+) -> tuple[Orientation, str]:
+    if up is not None and down is not None and len(up) == len(down) == 3:
+        (_, a, b), (_, c, d) = up, down
+        readings: dict[tuple[int, int], Orientation] = {(d, 2 * c): "IO", (2 * d, c): "OI"}
+        if (a, b) in readings:
+            return readings[a, b], "its shape and its partner's agree on no other reading"
+    hidden = tower.hidden
+    _, first, second = shape
+    if hidden is not None and first != second and hidden in (first, second) and owner in (UP | DOWN):
+        inputs_last = (second == hidden) == (owner in UP)
+        return ("OI" if inputs_last else "IO"), f"hidden size {hidden}"
+    if tower.listed:
+        return tower.family.experts, "as this family stores them"
+    return "OI", "shape and config leave it open, taken as in most families"
+
+
+def _stack_packing(
+    owner: str, rows: int, orientation: Orientation, up: Shape | None, down: Shape | None, tower: Tower
+) -> Packing | str | None:
+    """Gate and up, for a layer whose name allows both and whose rows are twice the inputs of its partner."""
+    if owner not in GATED:
+        return None
+    if down is not None and len(down) == 3:
+        if rows != 2 * (down[2] if orientation == "OI" else down[1]):
+            return None
+    elif owner not in ("gate_up_proj", "gate_and_up_projs", "w13_weight"):
+        return None
+    return _gate_and_up(owner, rows, tower)

@@ -26,11 +26,7 @@ __all__ = ["Located", "Slice", "locate", "names_on_disk"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A tensor on disk, and its part of the tensor in memory: expert `index` of a stack, rows `start:stop`.
-
-    >>> Slice("experts.1.up.weight", index=1, start=0, stop=2).of(torch.zeros(3, 4, 5)).shape
-    torch.Size([2, 5])
-    """
+    """A tensor on disk, and its part of the tensor in memory: expert `index` of a stack, rows `start:stop`."""
 
     name: str
     index: int | None = None
@@ -54,29 +50,23 @@ class Located:
 def locate(
     base: Checkpoint, groups: Sequence[Sequence[str]], optional: Iterable[str] = ()
 ) -> tuple[dict[str, Located], str]:
-    """Locate names in a base.
+    """The names located in a base, and the reason why others may not have been.
 
-    Args:
-        base: the checkpoint.
-        groups: alternative names of one tensor each; one of each group is wanted.
-        optional: names that may be missing.
-
-    Returns:
-        The names that were located, and the reason why others may not have been.
+    One name of each of the `groups` of alternative names is wanted; `optional` ones may be missing.
     """
     names = [*(n for group in groups for n in group), *optional]
     why = ""
     found = {n: _whole(base.specs[n]) for n in names if n in base.specs}
-    if not _complete(groups, found):
+
+    def complete() -> bool:
+        return all(any(n in found for n in group) for group in groups)
+
+    if not complete():
         found = _by_prefix(base.specs, names) | found
-    if not _complete(groups, found):
+    if not complete():
         converted, why = _converted(base)
         found = {n: converted[n] for n in names if n in converted} | found
     return found, why
-
-
-def _complete(groups: Sequence[Sequence[str]], found: Mapping[str, Located]) -> bool:
-    return all(any(n in found for n in group) for group in groups)
 
 
 def _whole(spec: TensorSpec) -> Located:
@@ -119,12 +109,9 @@ def _converted(base: Checkpoint) -> tuple[dict[str, Located], str]:
 
 
 def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tuple[dict[str, Located], str]:
-    """Every tensor of a checkpoint by its name in memory, as transformers 5 loads this model.
+    """Every tensor of a checkpoint by its name in memory, as transformers 5 loads this `PreTrainedModel`.
 
-    Args:
-        base: the checkpoint.
-        model: a `transformers.PreTrainedModel`.
-        state: its state dict, of which only the keys are used.
+    Only the keys of `state`, its state dict, are used. The text is the reason why tensors were left out, if any were.
     """
     from transformers import conversion_mapping, core_model_loading
 
@@ -139,20 +126,18 @@ def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tup
         )
         groups.setdefault(renamed, []).append((name, pattern))
     out: dict[str, Located] = {}
-    refused: dict[str, None] = {}
+    why = ""
     for renamed, members in groups.items():
         pattern = members[0][1]
         if pattern is None:
             out[renamed] = _whole(base.specs[members[0][0]])
             continue
         converter = of_pattern[pattern]
-        if not _only_stacks(converter):
-            refused[renamed] = None
-            continue
-        out[renamed] = _stacked(base.specs, members, converter.source_patterns)
-    if refused:
-        return out, f"transformers rearranges {next(iter(refused))} beyond stacking; such tensors are not mapped"
-    return out, ""
+        if _only_stacks(converter):
+            out[renamed] = _stacked(base.specs, members, converter.source_patterns)
+        elif not why:
+            why = f"transformers rearranges {renamed} beyond stacking; such tensors are not mapped"
+    return out, why
 
 
 def _only_stacks(converter: Any) -> bool:

@@ -27,11 +27,7 @@ _AXES: Mapping[Role, tuple[int, int | None]] = {
 def apply_overrides(
     layouts: dict[str, TensorLayout], specs: Mapping[str, TensorSpec], overrides: Sequence[RoleOverride]
 ) -> None:
-    """Replace, in place, the layout of every tensor that an override matches; the first that matches wins.
-
-    Raises:
-        RecipeError: listing every override that matches no tensor, and every tensor that one does not fit.
-    """
+    """Replace, in place, the layout of every tensor that an override matches; the first that matches wins."""
     if not overrides:
         return
     rules: list[tuple[Callable[[str], bool], RoleOverride]] = [(compile_pattern(o.match), o) for o in overrides]

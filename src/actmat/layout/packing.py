@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from actmat.layout.types import Block
@@ -22,11 +23,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`groups` equal groups of rows, each holding the `parts` (name, size in units) in order.
-
-    >>> Packing((("q", 2), ("k", 1)), unit=8).blocks(24)
-    (Block(name='q', start=0, stop=16, groups=1), Block(name='k', start=16, stop=24, groups=1))
-    """
+    """`groups` equal groups of rows, each holding the `parts` (name, size in units) in order."""
 
     parts: tuple[tuple[str, int], ...]  # names and relative sizes
     groups: int = 1  # number of equal groups
@@ -40,12 +37,9 @@ class Packing:
         unit, rest = divmod(rows, self.groups * per_group)
         if rest or unit == 0 or (self.unit is not None and self.unit != unit):
             return None
-        out: list[Block] = []
-        start = 0
-        for name, size in self.parts:
-            out.append(Block(name, start, start + size * unit, self.groups))
-            start += size * unit
-        return tuple(out)
+        ends = [unit * end for end in accumulate((size for _, size in self.parts), initial=0)]
+        named = zip(self.parts, ends, ends[1:], strict=False)
+        return tuple(Block(name, start, stop, self.groups) for (name, _), start, stop in named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +52,9 @@ class Attention:
 
 
 def first_int(config: Config, *keys: str) -> int | None:
-    """The first of these entries that is a positive integer.
-
-    >>> first_int({"n_head": 0, "num_heads": 4}, "n_head", "num_heads")
-    4
-    """
-    for key in keys:
-        value = config.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
+    """The first of these entries that is a positive integer."""
+    values = (config.get(key) for key in keys)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
 def attention_of(config: Config) -> Attention | None:
@@ -76,11 +63,10 @@ def attention_of(config: Config) -> Attention | None:
     hidden = first_int(config, "hidden_size", "n_embd", "d_model", "n_embed", "embed_dim")
     if heads is None:
         return None
-    head_dim = first_int(config, "head_dim", "kv_channels", "d_kv")
+    derived = hidden // heads if hidden is not None and hidden % heads == 0 else None
+    head_dim = first_int(config, "head_dim", "kv_channels", "d_kv") or derived
     if head_dim is None:
-        if hidden is None or hidden % heads:
-            return None
-        head_dim = hidden // heads
+        return None
     nested = config.get("attn_config")
     kv_heads = first_int(config, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
     if kv_heads is None and isinstance(nested, Mapping):

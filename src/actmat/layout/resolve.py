@@ -9,11 +9,10 @@ from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.classify import classify, owner_of
-from actmat.layout.families import FAMILIES, PLAIN, recognise
+from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
 from actmat.layout.fused import PARTNERS, RECURRENT
 from actmat.layout.overrides import apply_overrides
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, ties_embeddings
-from actmat.layout.towers import Towers, text_config_of
 from actmat.layout.types import LayoutMap, Role, RoleOverride, TensorLayout
 
 __all__ = ["resolve_layout"]
@@ -28,17 +27,13 @@ def resolve_layout(
 ) -> LayoutMap:
     """Role, orientation and packed blocks of every tensor, each with its reason, and the ties of a checkpoint.
 
-    The user's overrides come first, then the exceptions of the architecture family, then names and shapes. No tensor
-    is read. Layers that differ only in their numbers are decided once, so that the cost is linear.
+    The user's overrides come first (the first whose pattern matches a tensor decides on it), then the exceptions of the
+    architecture family, then names and shapes. No tensor is read. Layers that differ only in their numbers are decided
+    once, so that the cost is linear.
 
     >>> spec = TensorSpec("h.0.mlp.fc1.weight", (8, 4), "float32", "")
     >>> resolve_layout({spec.name: spec}, None).tensors[spec.name].reason
     'linear layer, name ends in fc1'
-
-    Args:
-        specs: name -> spec, as in `Checkpoint.specs`.
-        config: parsed `config.json`, or None.
-        overrides: roles set by the recipe; the first whose pattern matches a tensor decides on it.
 
     Raises:
         RecipeError: an override matches nothing or does not fit a tensor; all such problems at once.

@@ -7,48 +7,30 @@ config no tensors are tied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout.families import TIED_BY_DEFAULT, recognise
-from actmat.layout.towers import text_config_of
+from actmat.layout.families import TIED_BY_DEFAULT, recognise, text_config_of
 
 __all__ = ["OUTPUT_HEADS", "find_ties", "is_output_head", "is_token_table", "tied_partner", "ties_embeddings"]
 
 Config = Mapping[str, Any]
 
-OUTPUT_HEADS = (
-    "lm_head.weight",
-    "embed_out.weight",
-    "cls.predictions.decoder.weight",
-    "predictions.decoder.weight",
-    "lm_head.decoder.weight",
-    "generator_lm_head.weight",
-    "vocab_projector.weight",
-    "proj_out.weight",
-    "output_projection.weight",
-    "pred_layer.proj.weight",
-    "lm_loss.weight",
-    "decoder.weight",
-    "output.weight",
-)
+_OUTPUT_HEADS = """
+lm_head.weight embed_out.weight cls.predictions.decoder.weight predictions.decoder.weight lm_head.decoder.weight
+generator_lm_head.weight vocab_projector.weight proj_out.weight output_projection.weight pred_layer.proj.weight
+lm_loss.weight decoder.weight output.weight
+"""
+OUTPUT_HEADS = _OUTPUT_HEADS.split()
 """Ends of names of output heads over the vocabulary."""
 
-TOKEN_TABLES = (
-    "shared.weight",
-    "embed_tokens.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-    "tokens_embed.weight",
-    "embed_in.weight",
-    "word_embedding.weight",
-    "embeddings.weight",
-    "embedding.weight",
-    "transformer.w.weight",
-)
+_TOKEN_TABLES = """
+shared.weight embed_tokens.weight wte.weight word_embeddings.weight tok_embeddings.weight tokens_embed.weight
+embed_in.weight word_embedding.weight embeddings.weight embedding.weight transformer.w.weight
+"""
+TOKEN_TABLES = _TOKEN_TABLES.split()
 """Ends of names of token embeddings."""
 
 _HEAD_BIASES = (
@@ -56,12 +38,7 @@ _HEAD_BIASES = (
     ("predictions.decoder.bias", "predictions.bias"),
     ("lm_head.decoder.bias", "lm_head.bias"),
 )
-_SHARED_BY = (
-    "text_encoder.embed_tokens.weight",
-    "text_decoder.embed_tokens.weight",
-    "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight",
-)
+_SHARED_BY = [f"{part}.embed_tokens.weight" for part in ("text_encoder", "text_decoder", "encoder", "decoder")]
 
 # Their encoder and decoder share one embedding in any case; `tie_word_embeddings` is about the head.
 _T5_LIKE = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop"})
@@ -70,11 +47,7 @@ _HEAD_OF_ITS_OWN = frozenset({"mt5", "umt5"})
 
 
 def ties_embeddings(config: Config | None) -> bool:
-    """True if the config, or by default the family, ties the output head to the token embedding.
-
-    >>> ties_embeddings({"model_type": "gpt2"}), ties_embeddings({"model_type": "llama"})
-    (True, False)
-    """
+    """True if the config, or by default the family, ties the output head to the token embedding."""
     if config is None:
         return False
     family = recognise(config)
@@ -105,19 +78,12 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
     """The stored tensor that holds the values of `name`, where `name` is tied and not stored itself.
 
     Needed to align a checkpoint that stores `lm_head.weight` with one, saved by another tool, that does not.
-
-    >>> tied_partner("lm_head.weight", ["transformer.wte.weight"], {"model_type": "gpt2"})
-    'transformer.wte.weight'
     """
     names = list(stored)
     index = _NamesByEnd([*names, name])
     source = _source(name, index, config)
-    if source is not None:
-        return source
-    for other in names:  # only the head is stored
-        if _source(other, index, config) == name:
-            return other
-    return None
+    # else only the head may be stored
+    return source or next((other for other in names if _source(other, index, config) == name), None)
 
 
 def is_output_head(name: str) -> bool:
@@ -162,7 +128,7 @@ def _source(
             tables = [table for table in tables if specs[table].shape == specs[name].shape]
         return _nearest(name, tables) if ties_embeddings(config) else None
     for end, target in _HEAD_BIASES:
-        if name == end or name.endswith("." + end):
+        if _end(name, [end]):
             bias = name.removesuffix(end) + target
             return bias if bias in stored.biases and ties_embeddings(config) else None
     return None
@@ -179,8 +145,5 @@ def _nearest(head: str, tables: list[str]) -> str | None:
     return min(tables, key=rank, default=None)
 
 
-def _end(name: str, ends: tuple[str, ...]) -> str | None:
-    for end in ends:
-        if name.endswith(end) and (len(name) == len(end) or name[-len(end) - 1] == "."):
-            return end
-    return None
+def _end(name: str, ends: Sequence[str]) -> str | None:
+    return next((end for end in ends if name.endswith(end) and f".{name}".endswith(f".{end}")), None)

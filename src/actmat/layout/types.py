@@ -73,9 +73,8 @@ class TensorLayout:
         if self.role is Role.CONVOLUTION:
             return [tensor.flatten(1)]
         matrix = tensor.mT if self.orientation == "IO" else tensor
-        if not self.blocks:
-            return [matrix]
-        return [_take(matrix, block) for block in self.blocks]
+        rows = [_grouped(matrix, b.groups)[..., b.start : b.stop, :].flatten(-3, -2) for b in self.blocks]
+        return rows or [matrix]
 
     def from_matrices(self, matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Inverse of `to_matrices`: pack the matrices into a contiguous tensor of the stored `shape`."""
@@ -85,7 +84,8 @@ class TensorLayout:
             out = matrices[0].new_empty(tuple(shape))
             view = out.mT if self.orientation == "IO" else out
             for block, matrix in zip(self.blocks, matrices, strict=True):
-                _put(view, block, matrix)
+                rows = _grouped(view, block.groups)[..., block.start : block.stop, :]
+                rows.copy_(_grouped(matrix, block.groups))
             return out
         matrix = matrices[0].mT if self.orientation == "IO" else matrices[0]
         return matrix.contiguous()
@@ -93,19 +93,6 @@ class TensorLayout:
     def matrix_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """Shapes of `to_matrices`, without data."""
         return [tuple(m.shape) for m in self.to_matrices(torch.empty(tuple(shape), device="meta"))]
-
-
-def _take(matrix: Tensor, block: Block) -> Tensor:
-    if block.groups == 1:
-        return matrix[..., block.start : block.stop, :]
-    return _grouped(matrix, block.groups)[..., block.start : block.stop, :].flatten(-3, -2)
-
-
-def _put(view: Tensor, block: Block, matrix: Tensor) -> None:
-    if block.groups == 1:
-        view[..., block.start : block.stop, :] = matrix
-    else:
-        _grouped(view, block.groups)[..., block.start : block.stop, :] = _grouped(matrix, block.groups)
 
 
 def _grouped(matrix: Tensor, groups: int) -> Tensor:

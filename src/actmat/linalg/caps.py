@@ -17,7 +17,7 @@ from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.lapack import Retries, economy_svd, only_singular_values, retry_stats
 from actmat.linalg.lowrank import LowRank, frobenius_norm, orthogonal_core
 
-__all__ = ["NormCap", "cap_delta", "cap_lowrank", "norm_of_average"]
+__all__ = ["NormCap", "cap_delta", "cap_lowrank"]
 
 NormCap = Literal["mean", "sum", "average"] | float
 """The mean or the sum of the experts' norms, that many times their mean, or the norm of the experts' average."""
@@ -42,17 +42,10 @@ def cap_delta(
 
     Raises:
         NumericalError: a decomposition did not converge.
-
-    >>> value, stats = cap_delta(torch.tensor([6.0, 8.0]), [torch.tensor([3.0, 4.0])], norm_cap="mean")
-    >>> value.tolist(), stats
-    ([3.0, 4.0], {'norm_before_cap': 10.0, 'norm_cap': 5.0})
     """
     stats: dict[str, float | str] = {}
     if singular_value_cap is not None and merged.ndim >= 2:
-        largest, retries = 0.0, Retries()
-        for delta in deltas:
-            found, new = only_singular_values(delta)
-            largest, retries = max(largest, float(found[..., 0].amax())), retries + new
+        largest, retries = _largest_singular_value(deltas)
         limit = singular_value_cap * largest
         u, s, vh, new = economy_svd(merged)
         capped = int((s > limit).sum())
@@ -60,11 +53,11 @@ def cap_delta(
         if capped:
             merged = (u * s.clamp(max=limit).unsqueeze(-2)) @ vh
     if norm_cap is not None:
-        limit = norm_of_average(deltas) if norm_cap == "average" else _limit(map(frobenius_norm64, deltas), norm_cap)
-        factor, record = _norm_factor(frobenius_norm64(merged), limit)
-        stats.update(record)
-        if factor < 1.0:
-            merged = merged * factor
+        limit = _norm_of_average(deltas) if norm_cap == "average" else _limit(map(frobenius_norm64, deltas), norm_cap)
+        norm = frobenius_norm64(merged)
+        stats.update(norm_before_cap=norm, norm_cap=limit)
+        if norm > limit:
+            merged = merged * (limit / norm)
     return merged, stats
 
 
@@ -79,16 +72,10 @@ def cap_lowrank(
 
     With a cap on singular values the result is `b = Q_b U min(s, c)`, `a = (Q_a V)^T` of rank `min(P, Q)`, capped or
     not; a cap on the norm is a factor of `b`. float64 inside. Cost `O((O + I) R^2 + R^3)` for each pair.
-
-    Raises:
-        NumericalError: a decomposition did not converge.
     """
     stats: dict[str, float | str] = {}
     if singular_value_cap is not None:
-        largest, retries = 0.0, Retries()
-        for delta in deltas:
-            found, new = only_singular_values(orthogonal_core(delta)[0])
-            largest, retries = max(largest, float(found[..., 0].amax())), retries + new
+        largest, retries = _largest_singular_value(orthogonal_core(delta)[0] for delta in deltas)
         limit = singular_value_cap * largest
         core_PQ, left_OP, right_IQ = orthogonal_core(merged)
         u, s, vh, new = economy_svd(core_PQ)
@@ -101,19 +88,15 @@ def cap_lowrank(
             limit = frobenius_norm(every) / len(deltas)
         else:
             limit = _limit(map(frobenius_norm, deltas), norm_cap)
-        factor, record = _norm_factor(frobenius_norm(merged), limit)
-        stats.update(record)
-        if factor < 1.0:
-            merged = LowRank(merged.b_OR * factor, merged.a_RI)
+        norm = frobenius_norm(merged)
+        stats.update(norm_before_cap=norm, norm_cap=limit)
+        if norm > limit:
+            merged = LowRank(merged.b_OR * (limit / norm), merged.a_RI)
     return merged, stats
 
 
-def norm_of_average(deltas: Sequence[Tensor]) -> float:
-    """`||sum_t D_t / T||_F`, summed in float64 without a float64 copy of a whole delta.
-
-    >>> norm_of_average([torch.tensor([3.0, 0.0]), torch.tensor([3.0, 8.0])])
-    5.0
-    """
+def _norm_of_average(deltas: Sequence[Tensor]) -> float:
+    """`||sum_t D_t / T||_F`, summed in float64 without a float64 copy of a whole delta."""
     flats_TN = [delta.reshape(-1) for delta in deltas]
     squares = 0.0
     for start in range(0, flats_TN[0].numel(), _CHUNK):
@@ -130,6 +113,9 @@ def _limit(norms: Iterable[float], cap: Literal["mean", "sum"] | float) -> float
     return sum(norms) if cap == "sum" else mean if cap == "mean" else cap * mean
 
 
-def _norm_factor(norm: float, limit: float) -> tuple[float, dict[str, float | str]]:
-    """The factor, at most 1, that brings `norm` down to the limit, and its record."""
-    return (limit / norm if norm > limit else 1.0), {"norm_before_cap": norm, "norm_cap": limit}
+def _largest_singular_value(matrices: Iterable[Tensor]) -> tuple[float, Retries]:
+    largest, retries = 0.0, Retries()
+    for matrix in matrices:
+        found, new = only_singular_values(matrix)
+        largest, retries = max(largest, float(found[..., 0].amax())), retries + new
+    return largest, retries

@@ -103,22 +103,12 @@ def chunk_size(device: torch.device) -> int:
 
 
 def chunks_of(flat_N: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """`(start, view)` of the consecutive chunks of a 1-D tensor.
-
-    >>> [(start, len(chunk)) for start, chunk in chunks_of(torch.zeros(CHUNK_ENTRIES + 3))]
-    [(0, 524288), (524288, 3)]
-    """
-    size = chunk_size(flat_N.device)
-    for start in range(0, flat_N.numel(), size):
-        yield start, flat_N[start : start + size]
+    """`(start, view)` of the consecutive chunks of a 1-D tensor."""
+    return ((start, chunk_P) for start, (chunk_P,) in walk([flat_N]))
 
 
 def walk(deltas: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    """`(start, chunks_TP)`: the same run of entries of every flattened delta, in storage order.
-
-    >>> [(start, [c.tolist() for c in chunks]) for start, chunks in walk([torch.ones(2), torch.zeros(2)])]
-    [(0, [[1.0, 1.0], [0.0, 0.0]])]
-    """
+    """`(start, chunks_TP)`: the same run of entries of every flattened delta, in storage order."""
     if isinstance(deltas, Streamed):
         yield from deltas.walk()
         return

@@ -9,6 +9,7 @@ Shapes: `M` rows, `N` columns (or the side of a symmetric matrix), `R = min(M, N
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,16 +18,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, bu
 
 from actmat.errors import NumericalError
 
-__all__ = [
-    "EconomySVD",
-    "Eigen",
-    "Retries",
-    "economy_svd",
-    "eigh",
-    "only_eigenvalues",
-    "only_singular_values",
-    "retry_stats",
-]
+__all__ = ["Retries", "economy_svd", "eigh", "only_eigenvalues", "only_singular_values", "retry_stats"]
 
 Retries = tuple[str, ...]
 """Retries after a first failure, in order: "float64", "jitter". Empty if the first attempt converged."""
@@ -57,69 +49,38 @@ def eigh(sym_NN: Tensor) -> Eigen:
 
     Raises:
         NumericalError: an entry is not finite, or no attempt converged.
-
-    >>> eigh(torch.tensor([[2.0, 0.0], [0.0, 1.0]])).values_N.tolist()
-    [1.0, 2.0]
     """
-    (values, vectors), retries = _with_retries(sym_NN, _eigh, "symmetric eigendecomposition")
+    (values, vectors), retries = _with_retries(sym_NN, torch.linalg.eigh, "symmetric eigendecomposition")
     return Eigen(values, vectors, retries)
 
 
 def economy_svd(a_MN: Tensor) -> EconomySVD:
-    """`a = u diag(s) vh` with all `R = min(M, N)` singular triplets, in the dtype of the input.
-
-    Raises:
-        NumericalError: an entry is not finite, or no attempt converged.
-
-    >>> economy_svd(torch.tensor([[3.0, 0.0], [0.0, 4.0]])).s_R.tolist()
-    [4.0, 3.0]
-    """
-    (u, s, vh), retries = _with_retries(a_MN, _svd, "singular value decomposition")
+    """`a = u diag(s) vh` with all `R = min(M, N)` singular triplets, in the dtype of the input; errors as `eigh`."""
+    svd = partial(torch.linalg.svd, full_matrices=False)
+    (u, s, vh), retries = _with_retries(a_MN, svd, "singular value decomposition")
     return EconomySVD(u, s, vh, retries)
 
 
 def only_eigenvalues(sym_NN: Tensor) -> tuple[Tensor, Retries]:
-    """All eigenvalues of a symmetric matrix, ascending, with the retries and the errors of `eigh`."""
-    (values,), retries = _with_retries(sym_NN, _eigvalsh, "symmetric eigendecomposition")
+    """All eigenvalues of a symmetric matrix, ascending; retries and errors as `eigh`."""
+    (values,), retries = _with_retries(sym_NN, torch.linalg.eigvalsh, "symmetric eigendecomposition")
     return values, retries
 
 
 def only_singular_values(a_MN: Tensor) -> tuple[Tensor, Retries]:
-    """All `R = min(M, N)` singular values, descending, with the retries and the errors of `economy_svd`."""
-    (s,), retries = _with_retries(a_MN, _svdvals, "singular value decomposition")
+    """All `R = min(M, N)` singular values, descending; retries and errors as `eigh`."""
+    (s,), retries = _with_retries(a_MN, torch.linalg.svdvals, "singular value decomposition")
     return s, retries
 
 
 def retry_stats(retries: Iterable[str]) -> dict[str, str]:
-    """Entry of a tensor's record: `retries` names the kinds of retries; empty without any.
-
-    >>> retry_stats(["jitter", "float64", "jitter"]), retry_stats([])
-    ({'retries': 'float64, jitter'}, {})
-    """
+    """Entry of a tensor's record: `retries` names the kinds of retries; empty without any."""
     names = sorted(set(retries))
     return {"retries": ", ".join(names)} if names else {}
 
 
-def _eigh(matrix: Tensor) -> Sequence[Tensor]:
-    values, vectors = torch.linalg.eigh(matrix)
-    return values, vectors
-
-
-def _eigvalsh(matrix: Tensor) -> Sequence[Tensor]:
-    return (torch.linalg.eigvalsh(matrix),)
-
-
-def _svd(matrix: Tensor) -> Sequence[Tensor]:
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    return u, s, vh
-
-
-def _svdvals(matrix: Tensor) -> Sequence[Tensor]:
-    return (torch.linalg.svdvals(matrix),)
-
-
 def _with_retries(
-    matrix: Tensor, attempt: Callable[[Tensor], Sequence[Tensor]], what: str
+    matrix: Tensor, attempt: Callable[[Tensor], Tensor | Sequence[Tensor]], what: str
 ) -> tuple[Sequence[Tensor], Retries]:
     """First success of: as given, in float64 (if it was not), in float64 with a graded diagonal jitter.
 
@@ -133,19 +94,15 @@ def _with_retries(
             "check the experts of this tensor, or compute in float64."
         )
     dtype, retries = matrix.dtype, []
-    for retry in ("", "float64", "jitter"):
-        if retry == "float64":
-            if dtype == torch.float64:
-                continue
-            matrix = matrix.double()
-        elif retry == "jitter":
-            matrix = _jittered(matrix)
+    for retry in ("", "jitter") if dtype == torch.float64 else ("", "float64", "jitter"):
         if retry:
+            matrix = matrix.double() if retry == "float64" else _jittered(matrix)
             retries.append(retry)
         try:
-            factors = attempt(matrix)
+            found = attempt(matrix)
         except LinAlgError:
             continue
+        factors = [found] if isinstance(found, Tensor) else found
         if all(bool(torch.isfinite(factor).all()) for factor in factors):
             return [factor.to(dtype) for factor in factors], tuple(retries)
     raise NumericalError(

@@ -29,12 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The matrix `b_OR @ a_RI` (any scaling, such as LoRA's alpha / r, already folded in).
-
-    >>> delta = LowRank(torch.ones(3, 1), torch.ones(1, 4))
-    >>> tuple(delta.shape), delta.rank
-    ((3, 4), 1)
-    """
+    """The matrix `b_OR @ a_RI` (any scaling, such as LoRA's alpha / r, already folded in)."""
 
     b_OR: Tensor
     a_RI: Tensor
@@ -80,11 +75,6 @@ def common_bases(deltas: Sequence[LowRank]) -> CommonBases:
     dependent, QR fills up with arbitrary orthonormal columns and the cores are zero there).
     Any method that commutes with orthogonal changes of basis on both sides may then be applied to the cores.
     Cost `O((O + I) r'^2)` with `r' = sum_t R_t`.
-
-    >>> delta = LowRank(torch.ones(3, 1), torch.ones(1, 4))
-    >>> bases = common_bases([delta, delta])
-    >>> torch.allclose(bases.lift(bases.cores_PQ[0]).dense(), delta.dense())
-    True
     """
     p_OP = torch.linalg.qr(torch.cat([d.b_OR for d in deltas], dim=-1)).Q
     q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
@@ -93,22 +83,13 @@ def common_bases(deltas: Sequence[LowRank]) -> CommonBases:
 
 
 def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank:
-    """`sum_t w_t D_t` as `[w_1 b_1, ...] @ [a_1; ...]`, of rank `sum_t R_t` at most.
-
-    >>> delta = LowRank(torch.ones(2, 1), torch.ones(1, 2))
-    >>> weighted_sum([delta, delta], [1.0, 2.0]).dense().tolist()
-    [[3.0, 3.0], [3.0, 3.0]]
-    """
+    """`sum_t w_t D_t` as `[w_1 b_1, ...] @ [a_1; ...]`, of rank `sum_t R_t` at most."""
     b_OR = torch.cat([d.b_OR * w for d, w in zip(deltas, weights, strict=True)], dim=-1)
     return LowRank(b_OR, torch.cat([d.a_RI for d in deltas], dim=-2))
 
 
 def frobenius_norm(delta: LowRank) -> float:
-    """`||b a||_F` from the triangular factors of `b` and `a^T`, in float64, over all batch elements.
-
-    >>> round(frobenius_norm(LowRank(torch.ones(4, 1), torch.ones(1, 4))), 12)
-    4.0
-    """
+    """`||b a||_F` from the triangular factors of `b` and `a^T`, in float64, over all batch elements."""
     return float(torch.linalg.norm(orthogonal_core(delta)[0]))
 
 
@@ -138,10 +119,8 @@ def truncate(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Truncated:
     root = s_K[..., :rank].sqrt().unsqueeze(-2)
     b_OR = (left_OP @ u_PK[..., :rank]) * root
     a_RI = ((right_IQ @ vh_KQ.mT[..., :rank]) * root).mT
-    missing = rank - a_RI.shape[-2]
-    if missing > 0:
-        b_OR = torch.nn.functional.pad(b_OR, (0, missing))
-        a_RI = torch.nn.functional.pad(a_RI, (0, 0, 0, missing))
+    missing = max(0, rank - a_RI.shape[-2])
+    b_OR, a_RI = torch.nn.functional.pad(b_OR, (0, missing)), torch.nn.functional.pad(a_RI, (0, 0, 0, missing))
     top = s_K.amax(-1, keepdim=True) if s_K.shape[-1] else s_K
     found = int(((s_K > rtol * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
     dtype = delta.b_OR.dtype

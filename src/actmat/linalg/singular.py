@@ -1,41 +1,112 @@
-"""Common parts of the singular-vector methods: rank slots, joint orthogonalisation, isotropic spectra.
+"""Common parts of the singular-vector methods: polar factors, rank slots, isotropic spectra, a joint column basis.
 
-Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular triplets of one expert, `J = T * K` of all,
-`M`, `N`, `S` as in `linalg.polar`. Leading batch axes are allowed. Everything is float64 inside; callers round once,
-at the end.
+The polar factor of `A = U diag(s) V^T` is `U V^T` over the triplets with `s_i > rtol * s_1`: a partial isometry,
+determined by `A`, the nearest matrix whose singular values are all one (or zero). For full column rank it equals
+`A (A^T A)^(-1/2)`, Loewdin's symmetric orthogonalisation. Directions beyond the numerical range are left at zero; an
+orthonormal completion of them would be LAPACK's choice, not the data's.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular triplets of one expert, `J = T * K` of all, `R`
+directions of the joint basis; `M` rows and `N` columns of any matrix, `S = min(M, N)`. Leading batch axes are allowed.
+Everything is float64 inside; callers round once, at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries
-from actmat.linalg.polar import Polar, polar_factor
-from actmat.linalg.svd import RANK_RTOL, ThinSVD
+from actmat.linalg.svd import (
+    RANK_RTOL,
+    ThinSVD,
+    accuracy_of,
+    column_slices,
+    gram_is_enough,
+    gram_spectrum,
+    numerical_range,
+    orthogonal_svd,
+    row_gram,
+    short_gram,
+    thin_svd,
+)
 
-__all__ = ["isotropic", "join", "orthogonalised_sum", "slots_per_expert"]
+__all__ = ["JointBasis", "Polar", "isotropic", "join", "joint_basis", "orthogonalised_sum", "polar_factor"]
+
+EXACT_GRAM_CONDITION = 10.0
+"""Largest condition number at which `A (A^T A)^(-1/2)` loses no more than two digits of float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Polar:
+    """`factor_MN = U V^T` (float64), the singular values of `A` (descending, zeros beyond `rank`), and `retries`."""
+
+    factor_MN: Tensor
+    s_S: Tensor
+    rank: Tensor
+    retries: Retries = ()
+
+
+def polar_factor(
+    matrix_MN: Tensor, *, accuracy: torch.dtype | None = None, rtol: float = RANK_RTOL, complete: bool = False
+) -> Polar:
+    """`U V^T` over the numerical range of `A = U diag(s) V^T`.
+
+    The route through the short Gram matrix `G = E diag(l) E^T` computes `E diag(l^(-1/2)) E^T A` (`A E .. E^T` for a
+    tall `A`): the basis `E` is multiplied back, without which the columns would come out rotated. Its error is
+    `eps64 kappa^2` on the kept range. It is taken for float32 accuracy (see `linalg.svd`), and for float64 accuracy
+    where the matrix is at least 2:1 and turns out to have `kappa <= 10`; otherwise the SVD in float64.
+
+    Args:
+        accuracy: float32 or float64; default: that of the matrix's dtype.
+        rtol: directions with `s <= rtol * s_1` are left at zero.
+        complete: use all `S` singular vectors that LAPACK returns, null directions included: then the factor of a
+            rank-deficient matrix is an isometry, but an arbitrary one.
+
+    Raises:
+        NumericalError: the matrix is not finite, or its decomposition did not converge.
+    """
+    long, short = max(matrix_MN.shape[-2:]), min(matrix_MN.shape[-2:])
+    if not complete:
+        if gram_is_enough(accuracy or accuracy_of(matrix_MN), rtol):
+            return _gram_polar(matrix_MN, *gram_spectrum(short_gram(matrix_MN)), rtol)
+        if long >= 2 * short > 0:
+            s_S, vectors_SS, retries = gram_spectrum(short_gram(matrix_MN))
+            if bool((s_S[..., -1] * EXACT_GRAM_CONDITION > s_S[..., 0]).all()):
+                return _gram_polar(matrix_MN, s_S, vectors_SS, retries, rtol)
+    u_MS, s_S, v_NS, retries = orthogonal_svd(matrix_MN)
+    s_S, rank = numerical_range(s_S, rtol)
+    if not complete:
+        u_MS = u_MS * (s_S > 0).unsqueeze(-2)
+    return Polar(u_MS @ v_NS.mT, s_S, rank, retries)
+
+
+def _gram_polar(matrix_MN: Tensor, s_S: Tensor, vectors_SS: Tensor, retries: Retries, rtol: float) -> Polar:
+    s_S, rank = numerical_range(s_S, rtol)
+    inverse_S = torch.where(s_S > 0, s_S, torch.inf).reciprocal()
+    root_SS = (vectors_SS * inverse_S.unsqueeze(-2)) @ vectors_SS.mT
+    factor_MN = torch.empty_like(matrix_MN, dtype=torch.float64)
+    if matrix_MN.shape[-2] <= matrix_MN.shape[-1]:
+        for columns in column_slices(matrix_MN.shape[-1]):
+            factor_MN[..., columns] = root_SS @ matrix_MN[..., columns].to(torch.float64)
+    else:
+        for rows in column_slices(matrix_MN.shape[-2]):
+            factor_MN[..., rows, :] = matrix_MN[..., rows, :].to(torch.float64) @ root_SS
+    return Polar(factor_MN, s_S, rank, retries)
 
 
 def slots_per_expert(shape: Sequence[int], n_experts: int) -> int:
-    """`floor(min(O, I) / T)`: an equal share of the directions of a matrix of this shape.
-
-    >>> slots_per_expert((8, 6), 4)
-    1
-    """
+    """`floor(min(O, I) / T)`: an equal share of the directions of a matrix of this shape."""
     return min(shape[-2:]) // n_experts
 
 
 def join(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:
     """Left vectors, singular values and right vectors of all parts side by side: `O x J`, `J`, `I x J`."""
-    return (
-        torch.cat([p.u_OK for p in parts], dim=-1),
-        torch.cat([p.s_K for p in parts], dim=-1),
-        torch.cat([p.v_IK for p in parts], dim=-1),
-    )
+    u_OJ, s_J, v_IJ = (torch.cat(side, dim=-1) for side in zip(*((p.u_OK, p.s_K, p.v_IK) for p in parts), strict=True))
+    return u_OJ, s_J, v_IJ
 
 
 def orthogonalised_sum(
@@ -62,19 +133,76 @@ def isotropic(
     """`c U V^T` for `total = U diag(s) V^T`, with `c` the mean singular value, and the polar decomposition used.
 
     Args:
-        total_OI: `*batch O I`.
         directions: `min(O, I)` of the layer; larger than that of `total` when `total` is a small core of it.
         mean: "all": `c = sum(s) / directions`; "rank": `c = sum(s) / rank`.
         complete: give LAPACK's null directions the value `c`, too; see `polar_factor`.
-        rtol: relative singular value at or below which a direction is null.
-        accuracy: see `polar_factor`.
-
-    >>> value, _ = isotropic(torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64), 2)
-    >>> value.round(decimals=12).tolist()
-    [[2.0, 0.0], [0.0, 2.0]]
+        rtol, accuracy: see `polar_factor`.
     """
     polar = polar_factor(total_OI, accuracy=accuracy, rtol=rtol, complete=complete)
     count = polar.rank.clamp_min(1) if mean == "rank" else torch.full_like(polar.rank, directions)
     level = polar.s_S.sum(-1) / count
     # A zero matrix has no directions: keep exact zeros, also where LAPACK would complete it to an isometry.
     return polar.factor_MN * level[..., None, None], polar
+
+
+@dataclass(frozen=True, slots=True)
+class JointBasis:
+    """`[D_1 ... D_T] = U diag(s) [V_1^T ... V_T^T]` on the kept directions.
+
+    `R` is the largest rank in the batch; elements of lower rank have zeros in `u` and `s` and False in `on` beyond it.
+    """
+
+    u_OR: Tensor
+    s_R: Tensor
+    on_R: Tensor
+    retries: Retries = ()
+
+    def coordinates(self, delta_OI: Tensor) -> Tensor:
+        """`U^T D_t = diag(s) V_t^T` (`R x I`), computed in float64, in the dtype of the delta.
+
+        A zero delta has coordinates that are exactly zero, which slices of a computed SVD would not have.
+        """
+        return _project(self.u_OR, delta_OI)
+
+    def whitened(self, delta_OI: Tensor) -> Tensor:
+        """`diag(s)^-1 U^T D_t = V_t^T` (`R x I`)."""
+        inverse_R = torch.where(self.on_R, self.s_R, torch.inf).reciprocal()
+        return _project(self.u_OR * inverse_R.unsqueeze(-2), delta_OI)
+
+
+def joint_basis(
+    deltas: Sequence[Tensor], *, atol: float = 0.0, rtol: float = RANK_RTOL, accuracy: torch.dtype | None = None
+) -> JointBasis:
+    """Left singular vectors and singular values of `[D_1 ... D_T]` (`O x T I`).
+
+    For float32 accuracy the concatenation is not formed: `[D_1 ... D_T] [D_1 ... D_T]^T = sum_t D_t D_t^T`.
+
+    Args:
+        atol: directions with `s <= atol` are dropped.
+        rtol: directions with `s <= rtol * s_1` are dropped as well.
+        accuracy: see `linalg.svd.thin_svd`.
+
+    Raises:
+        NumericalError: a matrix is not finite, or its decomposition did not converge.
+    """
+    rows, width = deltas[0].shape[-2:]
+    if gram_is_enough(accuracy or accuracy_of(deltas[0]), rtol) and rows <= len(deltas) * width:
+        gram_OO = row_gram(deltas[0])
+        for delta_OI in deltas[1:]:
+            gram_OO += row_gram(delta_OI)
+        s_R, u_OR, retries = gram_spectrum(gram_OO)
+        s_R, rank = numerical_range(s_R, rtol, atol)
+    else:
+        svd = thin_svd(torch.cat(list(deltas), dim=-1), accuracy=accuracy, rtol=rtol, floor=atol)
+        u_OR, s_R, rank, retries = svd.u_OK, svd.s_K, svd.rank, svd.retries
+    kept = int(rank.max())
+    s_R = s_R[..., :kept]
+    on_R = s_R > 0
+    return JointBasis(u_OR[..., :kept] * on_R.unsqueeze(-2), s_R, on_R, retries)
+
+
+def _project(basis_OR: Tensor, delta_OI: Tensor) -> Tensor:
+    out_RI = delta_OI.new_empty((*delta_OI.shape[:-2], basis_OR.shape[-1], delta_OI.shape[-1]))
+    for columns in column_slices(delta_OI.shape[-1]):
+        out_RI[..., columns] = basis_OR.mT @ delta_OI[..., columns].to(torch.float64)
+    return out_RI

@@ -95,7 +95,6 @@ def thin_svd(
     """The top `k` singular triplets on the numerical range.
 
     Args:
-        matrix_OI: `*batch O I`, any float dtype.
         k: triplets wanted; all `min(O, I)` when None or larger.
         accuracy: float32 allows the Gram route, float64 does not; default: that of the matrix's dtype.
         rtol: singular values `<= rtol * s_1` are zero.
@@ -103,10 +102,6 @@ def thin_svd(
 
     Raises:
         NumericalError: the matrix is not finite, or its decomposition did not converge.
-
-    >>> svd = thin_svd(torch.tensor([[3.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
-    >>> svd.s_K.tolist(), int(svd.rank)
-    ([3.0, 0.0], 1)
     """
     if gram_is_enough(accuracy or accuracy_of(matrix_OI), rtol):
         return _gram_svd(matrix_OI, k, rtol, floor)
@@ -138,11 +133,7 @@ def gram_is_enough(accuracy: torch.dtype, rtol: float) -> bool:
 
 
 def numerical_range(s_K: Tensor, rtol: float = RANK_RTOL, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """`s` with everything `<= max(rtol * s_1, floor)` set to zero, and the number of the others (`*batch`).
-
-    >>> numerical_range(torch.tensor([1.0, 1e-9]))
-    (tensor([1., 0.]), tensor(1))
-    """
+    """`s` with everything `<= max(rtol * s_1, floor)` set to zero, and the number of the others (`*batch`)."""
     if s_K.shape[-1] == 0:
         return s_K, torch.zeros(s_K.shape[:-1], dtype=torch.int64, device=s_K.device)
     bound = torch.maximum(s_K.amax(-1) * rtol, torch.as_tensor(floor, dtype=s_K.dtype, device=s_K.device))

@@ -42,12 +42,6 @@ def merge(
         statistics: `"coefficient"`, one scalar tensor per expert learned for this tensor (layer-wise AdaMerging).
         coefficients: one per expert, the same for all tensors (task-wise AdaMerging).
         initial: every coefficient where neither is given, which is where training starts.
-
-    Raises:
-        ValueError: both kinds of coefficients are given, or their number is not that of the experts.
-
-    >>> merge([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])], coefficients=[1.0, 0.5]).value.tolist()
-    [1.0, 1.0]
     """
     learned = None if statistics is None else statistics.get("coefficient")
     if learned is not None and coefficients is not None:

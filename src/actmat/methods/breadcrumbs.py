@@ -14,8 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
-from actmat.linalg.masks.mask import Band
-from actmat.linalg.masks.trims import top_trims
+from actmat.linalg.masks.mask import Band, top_trims
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
 
@@ -44,10 +43,6 @@ def merge(
         scaling: lambda; 0.3 is the paper's choice, 1 is mergekit's.
         sign_election: merge what agrees with the elected sign (mergekit's breadcrumbs_ties).
         reduce: mean or sum of the agreeing entries, with `sign_election`.
-
-    >>> import torch
-    >>> merge([torch.tensor([9.0, 2.0, 1.0, 0.5])], density=0.5, gamma=0.25, scaling=1.0).value.tolist()
-    [0.0, 2.0, 1.0, 0.0]
     """
     densities = per_expert("density", density, len(deltas))
     gammas = per_expert("gamma", gamma, len(deltas))

@@ -43,9 +43,6 @@ def merge(
     Args:
         rank: directions removed per task.
         tradeoff: weight of a task's own knowledge against the conflict; larger removes less.
-
-    >>> merge([torch.tensor([[1.0, 2.0]])], statistics={"gram": [torch.eye(2)]}).value.tolist()
-    [[1.0, 2.0]]
     """
     grams = statistics["gram"]
     bases, retries = [], Retries()

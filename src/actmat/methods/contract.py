@@ -190,11 +190,6 @@ class MergeMethod:
     """Declaration of one merge method.
 
     Args:
-        name: its name in recipes and on the command line.
-        merge: the merge of dense deltas.
-        acts_on: the inputs that one call must see.
-        summary: the idea in one sentence.
-        equation: the merged delta, in plain text.
         laws: properties that hold for any input (default options, float64); the conformance tests check each.
         merge_lowrank: the same merge of `linalg.LowRank` deltas, exact, without forming an `O x I` matrix; or None.
         lowrank_when: `(options, n_experts, weights) -> reason`: why `merge_lowrank` does not apply, in one sentence
@@ -206,16 +201,10 @@ class MergeMethod:
             rows of `D_t` and is thus near the plain sum; plans for adapters then say so.
         one_pass: iterates over the deltas once, one at a time, and keeps no reference to a delta when it requests the
             next: an engine reads each delta into the memory of the one before it.
-        needs_statistics: kinds of statistics without which it cannot merge.
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
             peak, on top of the given deltas and including its result. `shape` ends in `O, I` for matrices.
-        flops: leading term for `T` square `N x N` deltas, as in the paper's cost table.
-        preset_of: name of the method of which this is a preset, for the docs.
-        stages: two-stage form shared among variants, or None.
         sums_own_grams_when: `options -> bool`: options under which the state of `stages` is a
             `linalg.interference.solver.State` of `S = sum_t w_t D_t^T D_t`; None: under none.
-        survey: passes over the whole model, or None.
-        max_experts: largest number of experts for which the method is defined, or None.
         base_when: `options -> bool`: options under which the base is read; None: under all, if `merge` takes it.
         streams_when: `options -> bool`: options under which the deltas are read by `linalg.chunks.walk` only, as often
             as needed, so that the engine reads them chunk by chunk and holds none; None: under none.
@@ -225,11 +214,11 @@ class MergeMethod:
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
     """
 
-    name: str
-    merge: Callable[..., Merged]
+    name: str  # in recipes and on the command line
+    merge: Callable[..., Merged]  # of dense deltas
     acts_on: ActsOn
-    summary: str
-    equation: str
+    summary: str  # the idea in one sentence
+    equation: str  # the merged delta, in plain text
     reference: str
     laws: frozenset[Law] = frozenset()
     merge_lowrank: Callable[..., MergedLowRank] | None = None
@@ -237,14 +226,14 @@ class MergeMethod:
     keeps_row_space: bool = True
     meets_every_expert: bool = False
     one_pass: bool = False
-    needs_statistics: tuple[str, ...] = ()
+    needs_statistics: tuple[str, ...] = ()  # kinds without which it cannot merge
     workspace: Callable[[Sequence[int], int, Mapping[str, Any]], int] | None = None
-    flops: str = ""
-    preset_of: str | None = None
+    flops: str = ""  # leading term for `T` square `N x N` deltas, as in the paper's cost table
+    preset_of: str | None = None  # name of the method of which this is a preset, for the docs
     stages: Stages | None = None
     sums_own_grams_when: Callable[[Mapping[str, Any]], bool] | None = None
     survey: Survey | None = None
-    max_experts: int | None = None
+    max_experts: int | None = None  # for which the method is defined
     base_when: Callable[[Mapping[str, Any]], bool] | None = None
     streams_when: Callable[[Mapping[str, Any]], bool] | None = None
     walks_again: bool = False

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
+from actmat.linalg.masks.mask import l1_factors
 from actmat.linalg.masks.random import Drop
-from actmat.linalg.masks.trims import l1_factors
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
 
@@ -48,12 +48,6 @@ def merge(
             `average`, the weighted mean; `ties`, sign election without another trim (the random mask replaces it).
         scaling: lambda of `task_arithmetic`; the other rules ignore it.
         reduce: mean or sum of the agreeing entries in `ties`; mergekit's dare_ties sums.
-
-    Raises:
-        RecipeError: a density list of the wrong length, or an average whose weights sum to zero.
-
-    >>> merge([torch.ones(4)], generator=torch.Generator().manual_seed(0), density=1.0, scaling=0.5).value.tolist()
-    [0.5, 0.5, 0.5, 0.5]
     """
     densities = per_expert("density", density, len(deltas))
     share = [1.0] * len(deltas) if weights is None else list(weights)
@@ -65,10 +59,8 @@ def merge(
     scales = [w * f for w, f in zip(share, factors, strict=True)]
     if rule == "ties":
         return Merged(elect(deltas, masks, scales=scales, counts=share, reduce=reduce))
-    common = 1.0
-    if rule == "task_arithmetic":
-        common = scaling
-    elif rule == "average":
+    common = scaling if rule == "task_arithmetic" else 1.0
+    if rule == "average":
         if math.fsum(share) == 0:
             raise RecipeError(
                 f"dare: expected weights with a sum other than 0 for rule='average', got {share}. "

@@ -47,9 +47,6 @@ def merge(
             masked delta its L1 norm back, by one factor (mergekit's default); `none` leaves the entries.
         sign_election: merge what agrees with the elected sign; off (mergekit's della_linear), sum all.
         reduce: mean (the paper) or sum (mergekit) of the agreeing entries.
-
-    >>> merge([torch.ones(2), 3 * torch.ones(2)], generator=torch.Generator(), density=1.0).value.tolist()
-    [2.0, 2.0]
     """
     densities = per_expert("density", density, len(deltas))
     if outside := [d for d in densities if 0 < d < 1 and not 0 < d - epsilon <= d + epsilon < 1]:

@@ -42,11 +42,6 @@ def merge(
             depend on the units of the loss; "absolute" takes `floor` as it is.
         floor_use: "add" adds it to every entry; "drop" keeps the base where the summed Fisher is not above it.
         normalise: "tensor" divides each expert's Fisher by its Euclidean norm over this tensor (plus the floor).
-
-    >>> fisher = [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])]
-    >>> deltas = [torch.tensor([2.0, 2.0]), torch.tensor([4.0, 4.0])]
-    >>> merge(deltas, statistics={"fisher": fisher}, floor=0.0).value.tolist()
-    [2.0, 4.0]
     """
     share = [1.0] * len(deltas) if weights is None else list(weights)
     top: Tensor | None = None

@@ -26,12 +26,14 @@ from torch import Tensor
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.polar import Polar
-from actmat.linalg.singular import isotropic
+from actmat.linalg.singular import Polar, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["ISO_C", "merge", "merge_lowrank"]
+
+Mean = Literal["all", "rank"]
+Null = Literal["zero", "fill"]
 
 _FULL_RANK = (
     'iso_c: null="fill" gives a matrix of full rank, which has no low-rank form; merge the dense deltas, or leave null '
@@ -43,8 +45,8 @@ def merge(
     deltas: Sequence[Tensor],
     *,
     weights: Weights = None,
-    mean: Literal["all", "rank"] = "all",
-    null: Literal["zero", "fill"] = "zero",
+    mean: Mean = "all",
+    null: Null = "zero",
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
     """`sum_t w_t D_t = U diag(s) V^T -> D* = mean(s) U V^T`.
@@ -54,9 +56,6 @@ def merge(
         null: "zero" leaves the null directions of a rank-deficient sum alone; "fill" gives them the mean singular
             value along the singular vectors that LAPACK returns, which the input does not determine.
         rtol: singular values at or below `rtol` times the largest one count as zero.
-
-    >>> merge([torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))]).value.round(decimals=12).tolist()
-    [[2.0, 0.0], [0.0, 2.0]]
     """
     total_OI = one_pass_sum(deltas, [1.0] * len(deltas) if weights is None else weights)
     directions = min(total_OI.shape[-2:])
@@ -68,8 +67,8 @@ def merge_lowrank(
     deltas: Sequence[LowRank],
     *,
     weights: Weights = None,
-    mean: Literal["all", "rank"] = "all",
-    null: Literal["zero", "fill"] = "zero",
+    mean: Mean = "all",
+    null: Null = "zero",
     rtol: Fraction = RANK_RTOL,
 ) -> MergedLowRank:
     """The same merge on the sum of the cores; the mean is over `min(O, I)` of the full shape. Exact, in float64."""

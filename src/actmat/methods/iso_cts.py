@@ -42,9 +42,6 @@ def merge(
         common_fraction: share of the `min(O, I)` directions that is common.
         rtol: singular values at or below `rtol` times the largest one of the sum (`||D_t||_F` for the residual of
             expert t) count as zero.
-
-    >>> merge([torch.eye(2, dtype=torch.float64)]).value.round(decimals=12).tolist()
-    [[1.0, 0.0], [0.0, 1.0]]
     """
     shares = [1.0] * len(deltas) if weights is None else list(weights)
     total_OI = one_pass_sum(deltas, shares)

@@ -39,9 +39,6 @@ def merge(
         max_iter: most steps of the fixed-point iteration.
         tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
         include_base: whether the base is one of the points.
-
-    >>> merge([torch.tensor([1.0, 0.0])], base=torch.tensor([1.0, 1.0])).value.tolist()
-    [1.0, 0.0]
     """
     basis = prepend(base, deltas)
     gram_BB = inner_products(basis)

@@ -29,13 +29,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.joint import JointBasis, joint_basis
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
-from actmat.linalg.singular import isotropic, join, orthogonalised_sum, slots_per_expert
+from actmat.linalg.singular import JointBasis, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Survey
 from actmat.methods.dare import drops
@@ -72,9 +71,6 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
         trim: rank coordinates over the whole model or within each tensor.
         atol: singular values `<= atol` are dropped; 1e-5 in the official order and 0 in the other unless given.
         rtol: singular values at or below `rtol` times the largest one are dropped as well.
-
-    >>> merge([torch.tensor([[2.0, 0.0]])], rule="task_arithmetic").value.tolist()
-    [[2.0, 0.0]]
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
     retries = basis.retries
@@ -102,8 +98,7 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     """The same merge from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
 
     `[M_1 ... M_T] = U' diag(s) [..]` gives `U = P U'` and `C_t = (U'^T M_t) Q^T`. Inner methods that commute with
-    rotations of the inputs act on `R x Q`; `ties` and `dare` act on the entries of `R x I`. Options and errors as in
-    `merge`.
+    rotations of the inputs act on `R x Q`; `ties` and `dare` act on the entries of `R x I`.
     """
     bases, basis, parts_RQ = _lowrank_parts(deltas, order, atol, rtol)
     retries = basis.retries

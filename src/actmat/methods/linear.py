@@ -34,13 +34,6 @@ def merge(
         normalize: divide by the sum of the weights. Without it the weights of the experts, not their deltas, are
             summed: `D* = sum_t w_t D_t + (sum_t w_t - 1) W_0`, which also scales the base. `task_arithmetic` with
             `scaling=1` is the sum of deltas.
-
-    Raises:
-        RecipeError: the weights sum to zero, or `normalize` is off without a base.
-
-    >>> import torch
-    >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([4.0, 5.0])], weights=[2.0, 1.0]).value.tolist()
-    [2.0, 3.0]
     """
     share, total = _shares(len(deltas), weights, normalize)
     out = one_pass_sum(deltas, share)

@@ -32,9 +32,6 @@ def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
     Args:
         filter_wise: one angle per vector along the last axis (an output unit) instead of one per tensor; a
             one-dimensional tensor is one filter.
-
-    >>> merge([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])]).value.tolist()
-    [0.0, 0.0]
     """
     if filter_wise and len(deltas) > 1 and len(shape_and_dtype(deltas)[0]) > 1:
         return _merge_filters(deltas)
@@ -75,15 +72,14 @@ def _mean_cosine(gram: Tensor) -> Tensor:
     count = gram.shape[-1]
     norm = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     product = norm.unsqueeze(-1) * norm.unsqueeze(-2)
-    cosine = torch.where(product > 0, gram / product, torch.zeros_like(gram)).clamp(-1, 1)
+    cosine = torch.where(product > 0, gram / product, 0.0).clamp(-1, 1)
     return cosine.triu(1).sum((-2, -1)) / (count * (count - 1) / 2)
 
 
 def _ratio(cosine: Tensor, count: int) -> Tensor:
     """`T c / (1 + (T - 1) c)`, 0 where the denominator vanishes."""
     denominator = 1 + (count - 1) * cosine
-    safe = torch.where(denominator.abs() < _SINGULAR, torch.full_like(denominator, math.inf), denominator)
-    return count * cosine / safe
+    return count * cosine / torch.where(denominator.abs() < _SINGULAR, math.inf, denominator)
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

@@ -21,10 +21,6 @@ def merge(deltas: Sequence[Tensor], *, t: Annotated[float, Bounds(0, open_low=Tr
 
     Args:
         t: longest step an entry may take, in units of the weights.
-
-    >>> import torch
-    >>> merge([torch.tensor([0.25, -2.0])], t=0.5).value.tolist()
-    [0.25, -0.5]
     """
     if len(deltas) != 1:
         raise ValueError(f"nearswap: the rule is for the base and one expert, not {len(deltas)} experts")

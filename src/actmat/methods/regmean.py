@@ -40,12 +40,6 @@ def rule(
     Raises:
         StatisticsError: no Gram matrices, or of the wrong number or shape.
         ValueError: a negative weight, or `form="weight"` without the base.
-
-    >>> import torch
-    >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
-    >>> grams = [torch.eye(2), torch.eye(2)]
-    >>> REGMEAN.merge(deltas, statistics={"gram": grams}).value.tolist()
-    [[0.5, 1.0]]
     """
     fill: Fill = "minus_base" if form == "weight" else "zero"
     return Rule(spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalise == "trace")

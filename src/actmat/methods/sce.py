@@ -16,8 +16,7 @@ from torch import Tensor
 
 from actmat.linalg.chunks import chunks_of
 from actmat.linalg.masks.election import elect, election_workspace
-from actmat.linalg.masks.mask import Keep, Mask, Trim, Where
-from actmat.linalg.masks.trims import top_trims
+from actmat.linalg.masks.mask import Keep, Mask, Trim, Where, top_trims
 from actmat.methods.contract import Fraction, Merged, MergeMethod
 
 __all__ = ["SCE", "merge"]
@@ -30,9 +29,6 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
 
     Args:
         select_topk: fraction, of the entries on which the experts differ at all, to keep; 1 keeps every entry.
-
-    >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([1.0, -2.0])]).value.tolist()
-    [1.0, 2.0]
     """
     masks: list[Mask] = [Keep()] * len(deltas)
     if select_topk < 1:

@@ -29,12 +29,6 @@ def merge(deltas: Sequence[Tensor], *, base: Tensor, t: Fraction = 0.5, linear_a
     Args:
         t: position between the ends, 0 = first, 1 = second.
         linear_above: |cosine| above which the ends count as parallel.
-
-    Raises:
-        ValueError: more than two experts.
-
-    >>> merge([torch.tensor([-1.0, 1.0])], base=torch.tensor([1.0, 0.0]), t=1.0).value.tolist()
-    [-1.0, 1.0]
     """
     basis = prepend(base, deltas)
     found = combine(inner_products(basis), t=t, linear_above=linear_above)

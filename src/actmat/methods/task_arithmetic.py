@@ -22,10 +22,6 @@ def merge(deltas: Sequence[Tensor], *, weights: Weights = None, scaling: float =
 
     Args:
         scaling: lambda; 0.4 is the usual choice without validation data.
-
-    >>> import torch
-    >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])], scaling=0.5).value.tolist()
-    [2.0, 1.0]
     """
     share = [1.0] * len(deltas) if weights is None else weights
     return Merged(one_pass_sum(deltas, share).mul_(scaling))

@@ -28,9 +28,8 @@ from torch import Tensor
 from actmat.errors import RecipeError
 from actmat.linalg.chunks import shape_and_dtype
 from actmat.linalg.masks.election import ZeroSign, elect, election_workspace, sign_balance
-from actmat.linalg.masks.mask import Trim
+from actmat.linalg.masks.mask import Trim, top_trims_each
 from actmat.linalg.masks.threshold import Cut, StreamedCut
-from actmat.linalg.masks.trims import top_trims_each
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Fractions, Merged, MergeMethod, Survey, Weights
 
@@ -75,13 +74,6 @@ def merge(
             two or three more passes over the inputs). Over the whole model all entries equal to a threshold stay.
         reduce: mean or sum of the agreeing entries (the divisor `sum w_t` is left out).
         variant: whose counting rule and tie-breaks, see the table of variants.
-
-    Raises:
-        RecipeError: a density list of the wrong length, or `trim="global"` without the survey.
-
-    >>> import torch
-    >>> merge([torch.tensor([4.0, 1.0]), torch.tensor([-1.0, 2.0])], density=0.5, variant="mergekit").value.tolist()
-    [4.0, 2.0]
     """
     densities = per_expert("density", density, len(deltas))
     if trim == "global":
@@ -113,11 +105,7 @@ def merge(
 
 
 def kept_entries(density: float, total: int, *, variant: Variant) -> int:
-    """Number of the `total` entries that a variant keeps; none for density 0, all for density 1.
-
-    >>> [kept_entries(0.25, 10, variant=v) for v in ("original", "mergekit", "actmat")]
-    [3, 2, 2]
-    """
+    """Number of the `total` entries that a variant keeps; none for density 0, all for density 1."""
     if density <= 0 or density >= 1:
         return 0 if density <= 0 else total
     if variant == "actmat":

@@ -50,12 +50,8 @@ def merge(
         rank_aware: keep no more directions of an expert than its numerical rank. Without it, the null-space vectors
             that LAPACK happens to return enter the orthogonalisation, and the result depends on the LAPACK.
         rtol: singular values at or below `rtol` times the largest one of the expert count as zero.
-
-    >>> merge([torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))]).value.round(decimals=12).tolist()
-    [[3.0, 0.0], [0.0, 1.0]]
     """
     parts: list[ThinSVD] = []
-    slots = 0
     shares = [1.0] * len(deltas) if weights is None else weights
     for delta_OI, weight in zip(deltas, shares, strict=True):
         slots = _slots(delta_OI.shape, len(deltas), k, min_k)

@@ -29,11 +29,7 @@ def user_method_hash(name: str) -> str:
 
 
 def load_user_method(name: str) -> MergeMethod:
-    """The `MergeMethod` called NAME in the file of `PATH.py:NAME`; its name becomes that text, as recipes write it.
-
-    Raises:
-        RecipeError: no such file, the file fails when it is run, or there is no `MergeMethod` of that name in it.
-    """
+    """The `MergeMethod` called NAME in the file of `PATH.py:NAME`; its name becomes that text, as recipes write it."""
     return _load(name, user_method_hash(name))
 
 

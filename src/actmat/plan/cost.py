@@ -128,20 +128,28 @@ def _workspace(method: MergeMethod, shape: Sequence[int], n_experts: int, option
     return math.prod(shape) if method.workspace is None else method.workspace(shape, n_experts, options)
 
 
-_TERM = re.compile(r"(?:\((?P<sum>[^)]*)\)|(?P<factor>[\dT^ ]*?))\s*N\^(?P<power>[23])")
+_TERM = re.compile(r"(?:\((?P<sum>[^)]*)\)|(?P<factor>[\dT^ ]*?))\s*N\^(?P<power>[23])(?P<log> log N)?")
 
 
 def method_flops(method: MergeMethod, matrices: Sequence[Sequence[int]], n_experts: int) -> int:
     """Leading term of a method's operations on these logical matrices, by its declared cost.
 
-    `N^2` counts the entries of a matrix, `N^3` its entries times its input features.
+    `N^2` counts the entries of a matrix, `N^3` its entries times its input features, `log N` is the base-2 logarithm
+    of these, rounded up.
+
+    >>> from actmat.methods import get_method
+    >>> method_flops(get_method("tsv"), [(8, 4), (2, 4)], n_experts=3)  # T N^3
+    480
     """
     found = _TERM.match(method.flops)
     if found is None:
         return 0
     factor = sum(_term(t, n_experts) for t in (found["sum"] or found["factor"] or "1").split("+"))
-    cubic = found["power"] == "3"
-    return sum(factor * math.prod(shape) * (shape[-1] if cubic else 1) for shape in matrices)
+    total = 0
+    for shape in matrices:
+        inner = shape[-1] if found["power"] == "3" else 1
+        total += factor * math.prod(shape) * inner * (max(1, (shape[-1] - 1).bit_length()) if found["log"] else 1)
+    return total
 
 
 def _term(text: str, n_experts: int) -> int:

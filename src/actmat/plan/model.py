@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -44,8 +44,15 @@ FORMAT = 2
 """Version of a plan's JSON; see docs/formats/plan.md."""
 
 
+class _Plain:
+    """Data that is read back from JSON: a field that is not known is a mistake."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
 @dataclass(frozen=True, slots=True)
-class MethodCall:
+class MethodCall(_Plain):
     """One method with all its options: `W* = W_0 + scale * D*`."""
 
     method: str
@@ -60,7 +67,7 @@ class MethodCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(_Plain):
     """Estimated cost of one item, for one worker.
 
     Args:
@@ -76,7 +83,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class FactorPlan:
+class FactorPlan(_Plain):
     """Layout of a merged delta that is written as a pair of factors.
 
     Args:
@@ -102,7 +109,7 @@ class FactorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Item(_Plain):
     """One logical output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
 
     Args:
@@ -176,7 +183,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class InputSummary:
+class InputSummary(_Plain):
     """One input as the plan saw it."""
 
     label: str
@@ -200,7 +207,7 @@ class InputSummary:
 
 
 @dataclass(frozen=True)
-class MergePlan:
+class MergePlan(_Plain):
     """Plan of one merge, for any inputs and any output.
 
     Args:
@@ -311,8 +318,9 @@ class MergePlan:
         Raises:
             RecipeError: not a plan of this version, with the places that do not fit.
         """
-        if data.get("actmat_plan") != FORMAT:
-            raise RecipeError(f"expected a plan of layout {FORMAT}, found {data.get('actmat_plan')!r}")
+        found = data.get("actmat_plan") if isinstance(data, Mapping) else data
+        if found != FORMAT:
+            raise RecipeError(f"expected a plan of layout {FORMAT}, found {found!r}")
         fields = {k: v for k, v in data.items() if k not in ("actmat_plan", "totals")}
         try:
             return _PLAN.validate_python(fields)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.linalg.forecast import output_features
+from actmat.linalg.outputs import output_features
 from actmat.statistics.batches import Batch, call_model, evaluating
 
 __all__ = ["Agreement", "agreement"]

@@ -8,7 +8,7 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.linalg.interference.rule import Estimator
-from actmat.linalg.masks.trims import trim_to_top
+from actmat.linalg.masks.mask import trim_to_top
 
 
 @settings(max_examples=50, deadline=None)
@@ -17,7 +17,7 @@ def test_trim_keeps_the_largest_entries_and_no_others(rows, columns, fraction, s
     delta = random_deltas(1, rows, columns, seed=seed)[0]
     trimmed = trim_to_top(delta, fraction)
     kept = trimmed != 0
-    assert int(kept.sum()) == max(1, round(fraction * rows * columns))
+    assert int(kept.sum()) == max(1, round(fraction * (rows * columns)))
     assert torch.equal(trimmed[kept], delta[kept])
     if not kept.all():
         assert delta[kept].abs().min() >= delta[~kept].abs().max()

@@ -7,8 +7,7 @@ from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
 from actmat.layout import resolve_layout
 from actmat.layout.types import TensorLayout
-from actmat.linalg.forecast import output_features
-from actmat.linalg.layer_error import output_energy
+from actmat.linalg.outputs import output_energy, output_features
 from actmat.methods import METHODS, MergeMethod, get_method
 from actmat.methods.adamerging import AdamState, adam_step, entropy
 from actmat.recipe import make_recipe

@@ -19,11 +19,7 @@ FORMATS: tuple[Format, ...] = (SAFETENSORS, TORCH_FILES)
 
 
 def find_format(source: Source) -> Format:
-    """The first format that claims the files of a source.
-
-    Raises:
-        CheckpointError: an adapter, a foreign format, or no weights at all.
-    """
+    """The first format that claims the files of a source."""
     if source.named not in ADAPTER_WEIGHTS:
         for candidate in FORMATS:
             if candidate.claims(source):
@@ -32,11 +28,7 @@ def find_format(source: Source) -> Format:
 
 
 def format_named(name: str) -> Format:
-    """The format of that name.
-
-    Raises:
-        CheckpointError: this process has no such format.
-    """
+    """The format of that name."""
     for candidate in FORMATS:
         if candidate.name == name:
             return candidate

@@ -42,16 +42,7 @@ PARALLEL_REQUESTS = 8
 
 
 class SafetensorsCheckpoint(StoredCheckpoint):
-    """Tensors of one or several safetensors files; opening reads only the headers.
-
-    Args:
-        source: the files.
-        labels: names of the weight files.
-        weight_map: tensor -> label, where an index gave one; headers must agree with it.
-
-    Raises:
-        CheckpointError: with every problem of every header.
-    """
+    """Tensors of safetensors files; opening reads only the headers, which must agree with `weight_map`."""
 
     format = "safetensors"
 

@@ -63,14 +63,6 @@ class TorchCheckpoint(StoredCheckpoint, HeldTensors):
 
     A mapped file must not shrink while it is open (the system would end the process); a file that changed is refused at
     the next read.
-
-    Args:
-        source: the files.
-        labels: names of the weight files.
-        weight_map: tensor -> label, where an index gave one.
-
-    Raises:
-        CheckpointError: code in the pickle, damage, entries that are not tensors, disagreement with the index.
     """
 
     format = "torch"

@@ -21,14 +21,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of `"5GB"` (powers of ten), `"4GiB"` (powers of two) or a plain number.
-
-    >>> parse_size("4GiB")
-    4294967296
-
-    Raises:
-        RecipeError: not a positive size.
-    """
+    """Bytes of `"5GB"` (powers of ten), `"4GiB"` (powers of two) or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or (size := int(float(match[1]) * unit)) <= 0:
@@ -64,10 +57,6 @@ def plan_shards(
     that map the file need that). One shard is called `model.safetensors`, several
     `model-00001-of-0000N.safetensors`, as `from_pretrained` expects; `stem` replaces `model`. `metadata` is written
     to every header.
-
-    >>> specs = [TensorSpec("w", (4, 4), "float32", ""), TensorSpec("b", (4,), "float32", "")]
-    >>> [(shard.file, list(shard.extents)) for shard in plan_shards(specs, max_bytes=64)]
-    [('model-00001-of-00002.safetensors', ['w']), ('model-00002-of-00002.safetensors', ['b'])]
     """
     groups: list[list[TensorSpec]] = [[]]
     used = 0

@@ -131,11 +131,7 @@ class Staging:
         self._mutex = threading.Lock()
 
     def open(self) -> dict[str, dict[str, Any]]:
-        """Take the lock and read the journal: tensor name -> its entry, for tensors finished earlier.
-
-        Raises:
-            OutputError: another process is writing the same output, or `out` cannot be written.
-        """
+        """Take the lock and read the journal: tensor name -> its entry, for tensors finished earlier."""
         with disk_errors(self.out.parent):
             self._made = [p for p in (self.out.parent, *self.out.parent.parents) if not p.exists()]
             self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -160,11 +156,7 @@ class Staging:
             self._append(entry)
 
     def commit(self) -> None:
-        """Delete the journal, flush the directory and rename it to the final name, when everything is written.
-
-        Raises:
-            OutputError: other files were put at `out` meanwhile; the finished tensors are kept.
-        """
+        """Delete the journal, flush the directory and rename it to the final name, when everything is written."""
         assert self._journal is not None
         with disk_errors(self.out.parent):
             if problems := _occupied(self.out, overwrite=self.overwrite):

@@ -45,16 +45,13 @@ class TensorSink:
 
 
 class ShardWriter:
-    """The open shard files of one output directory.
+    """The open shard files of one output directory, which exists (the partial one).
 
     Args:
-        directory: existing directory (the partial one).
+        directory: the output directory.
         shards: from `plan_shards`; files that already have the right size and header are kept.
         durable: flush to disk in the background while tensors are written and wait for the disk in `finish`, so that
             a power failure after the final rename cannot leave gaps in a model that looks finished.
-
-    Raises:
-        OutputError: disk full, no permission.
     """
 
     def __init__(self, directory: Path, shards: Sequence[Shard], *, durable: bool = True) -> None:

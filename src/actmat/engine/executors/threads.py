@@ -79,7 +79,7 @@ class ThreadExecutor:
                 session.inspect_only = failed.is_set()
                 try:
                     result = session.merge(units[index])
-                except BaseException:  # before another worker takes its next unit
+                except BaseException:
                     stop.set()
                     raise
                 if result.findings.fatal:
@@ -92,9 +92,8 @@ class ThreadExecutor:
                 for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
                     running.remove(future)
-                    if result is None:  # skipped after an error, which another future raises
-                        continue
-                    yield result
+                    if result is not None:  # skipped after an error, which comes with another unit
+                        yield result
             except BaseException as error:  # Ctrl-C too: let running units end, start no new ones, pass it on
                 stop.set()
                 pool.shutdown(cancel_futures=True)

@@ -22,19 +22,10 @@ __all__ = ["Adapter"]
 
 
 class Adapter:
-    """An open adapter: its modules, tensors trained in full, and problems. Use as a context manager.
+    """An open adapter: its modules, and all problems, one sentence each. Use as a context manager.
 
-    Args:
-        weights: the stored tensors.
-        config: parsed `adapter_config.json`.
-        problems: of the config, one sentence each.
-        is_pair_list: true for a list of factors without names, whose modules are named by their positions.
-
-    Attributes:
-        modules: pairs of factors, by module.
-        extras: tensors trained in full: name in the model -> stored name.
-        copies: copies of base weights, which are not used: name in the model -> stored name.
-        problems: those given, and those of the stored tensors.
+    `extras` are tensors trained in full, `copies` unused copies of base weights: name in the model -> stored name.
+    `is_pair_list`: a list of factors without names, whose modules are named by their positions.
     """
 
     def __init__(
@@ -75,17 +66,13 @@ class Adapter:
         """Content hash of every stored tensor."""
         out = {}
         for name in self.weights.specs:
-            seen, tensor = ContentHash(), self.weights.read(name)
-            seen.update(raw_bytes(tensor))
+            seen = ContentHash()
+            seen.update(raw_bytes(self.weights.read(name)))
             out[name] = seen.hexdigest()
         return out
 
     def check_values(self, label: str) -> list[str]:
-        """Read all that is merged; one sentence for each tensor with NaN or Inf.
-
-        Args:
-            label: name of the adapter in the sentences.
-        """
+        """Read all that is merged; one sentence for each tensor with NaN or Inf of the adapter called `label`."""
         names = [n for m in self.modules.values() for n in (m.a, m.b, m.bias) if n is not None]
         problems = []
         for name in (*names, *self.extras.values()):

@@ -51,12 +51,7 @@ from the unchanged base is not in the file. PEFT can convert such adapters when 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Settings of an adapter that determine its deltas, and the whole file in `fields`.
-
-    >>> config = AdapterConfig(r=4, alpha=8.0, rank_pattern={"v_proj": 2})
-    >>> config.scaling_of("layers.0.q_proj"), config.scaling_of("layers.0.v_proj")
-    (2.0, 4.0)
-    """
+    """Settings of an adapter that determine its deltas, and the whole file in `fields`."""
 
     r: int
     alpha: float

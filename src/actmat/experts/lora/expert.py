@@ -22,23 +22,41 @@ from actmat.experts.lora.fitting import Fit, fit_adapter
 from actmat.experts.lora.open import is_adapter, open_adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["LORA", "AdapterExpert", "UnfittedAdapter", "open_fitted", "open_unfitted"]
+__all__ = ["LORA", "AdapterExpert"]
 
 _SLAB = 1 << 22
 """Entries of a product that are formed at a time."""
 
 
-class _OpenAdapter(Expert):
-    """All that depends only on the stored tensors of an adapter, which is closed with the expert."""
+class AdapterExpert(Expert):
+    """`W_0 + scaling * B A` without the sum: `delta` gives the deltas, only tensors trained in full are stored.
+
+    Args:
+        adapter: what is added; closed with the expert.
+        base: what it is added to; may be closed afterwards. None: the expert gives the stored tensors, by their names.
+        fit: where each delta lies on the base.
+    """
 
     kind = "adapter"
     adapter: Adapter
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, base: Checkpoint | None, fit: Fit) -> None:
+        stored = adapter.weights.specs
         self.adapter = adapter
         self.location = adapter.location
-        self.n_tensors = len(adapter.weights.specs)
-        self.nbytes = sum(spec.nbytes for spec in adapter.weights.specs.values())
+        self.n_tensors = len(stored)
+        self.nbytes = sum(spec.nbytes for spec in stored.values())
+        self._base = base
+        self._pieces = fit.pieces
+        self._full = fit.full
+        self.specs = stored
+        if base is not None:
+            specs = {name: spec for name, spec in base.specs.items() if name not in fit.hidden}
+            for name, source in fit.full.items():
+                specs[name] = TensorSpec(name, stored[source].shape, stored[source].dtype, stored[source].file)
+            self.specs = MappingProxyType(specs)
+        self._lock = threading.Lock()
+        self._last: tuple[str, torch.dtype, LowRank] | None = None
 
     def hashes(self) -> Mapping[str, str]:
         """Content hash of every tensor of the adapter."""
@@ -55,54 +73,6 @@ class _OpenAdapter(Expert):
     def close(self) -> None:
         """Close the adapter's files."""
         self.adapter.weights.close()
-
-
-class UnfittedAdapter(_OpenAdapter):
-    """The tensors that an adapter stores, by their own names; its deltas are read through `adapter`."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        super().__init__(adapter)
-        self.specs = adapter.weights.specs
-
-    def source(self, name: str) -> Source:
-        """A stored source."""
-        spec = self._spec(name)
-        return Source(name, "stored", spec.dtype, spec.nbytes)
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor."""
-        return self.adapter.weights.read(name)
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of the tensor."""
-        self.adapter.weights.read_into(name, start, out)
-
-    def handle(self) -> AdapterHandle:
-        """The adapter's location."""
-        return AdapterHandle(self.location, LORA)
-
-
-class AdapterExpert(_OpenAdapter):
-    """`W_0 + scaling * B A` without the sum: `delta` gives the deltas, only tensors trained in full are stored.
-
-    Args:
-        adapter: what is added; closed with the expert.
-        base: what it is added to; may be closed afterwards.
-        fit: where each delta lies on the base.
-    """
-
-    def __init__(self, adapter: Adapter, base: Checkpoint, fit: Fit) -> None:
-        super().__init__(adapter)
-        self._base = base
-        self._pieces = fit.pieces
-        self._full = fit.full
-        stored = adapter.weights.specs
-        specs = {name: spec for name, spec in base.specs.items() if name not in fit.hidden}
-        for name, source in fit.full.items():
-            specs[name] = TensorSpec(name, stored[source].shape, stored[source].dtype, stored[source].file)
-        self.specs = MappingProxyType(specs)
-        self._lock = threading.Lock()
-        self._last: tuple[str, torch.dtype, LowRank] | None = None
 
     def source(self, name: str) -> Source:
         """Stored if it was trained in full, formed if a module changes it, else zero."""
@@ -151,7 +121,7 @@ class AdapterExpert(_OpenAdapter):
 
     def handle(self) -> AdapterHandle:
         """The adapter's location and the address of its base."""
-        return AdapterHandle(self.location, LORA, self._base.handle())
+        return AdapterHandle(self.location, LORA, None if self._base is None else self._base.handle())
 
     def _product(self, name: str, dtype: torch.dtype) -> LowRank:
         """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""
@@ -177,9 +147,8 @@ class AdapterExpert(_OpenAdapter):
         piece = self._pieces.get(name)
         if piece is None:
             return ()
-        if piece.bias:
-            return (piece.module.bias,) if piece.module.bias is not None else ()
-        return piece.module.a, piece.module.b
+        module = piece.module
+        return tuple(n for n in ([module.bias] if piece.bias else [module.a, module.b]) if n is not None)
 
 
 def _entries(product: LowRank, start: int, stop: int) -> Tensor:
@@ -199,12 +168,7 @@ def _entries(product: LowRank, start: int, stop: int) -> Tensor:
     return out
 
 
-def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
-    """An adapter, fitted to the base that it is to be merged into.
-
-    Raises:
-        CheckpointError: not an adapter of this base, or none that can be merged; carries all problems.
-    """
+def _open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
     adapter = open_adapter(location)
     fit = fit_adapter(adapter, base)
     if fit.problems:
@@ -216,13 +180,9 @@ def open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
     return AdapterExpert(adapter, base, fit)
 
 
-def open_unfitted(location: str | Path) -> UnfittedAdapter:
-    """An adapter without a base.
-
-    Raises:
-        CheckpointError: no adapter there, or its files cannot be read.
-    """
-    return UnfittedAdapter(open_adapter(location))
+def _open_unfitted(location: str | Path) -> AdapterExpert:
+    adapter = open_adapter(location)
+    return AdapterExpert(adapter, None, Fit({}, {n: n for n in adapter.weights.specs}, frozenset(), ()))
 
 
-LORA = Family("LoRA", is_adapter, open_fitted, open_unfitted)
+LORA = Family("LoRA", is_adapter, _open_fitted, _open_unfitted)

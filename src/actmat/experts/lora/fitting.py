@@ -17,33 +17,22 @@ __all__ = ["Fit", "Piece", "fit_adapter"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The delta of one stored tensor, as a part of the delta of a module.
-
-    Args:
-        module: with the factors.
-        transposed: the stored tensor is the transpose of the module's delta.
-        index: of the expert in a module that stacks them.
-        start, stop: rows of the module's delta; all without `stop`.
-        bias: the delta is that of the layer's bias, from `lora_B.bias`.
-    """
+    """The delta of one stored tensor, as a part of the delta of a module."""
 
     module: AdapterModule
-    transposed: bool = False
-    index: int | None = None
-    start: int = 0
+    transposed: bool = False  # the stored tensor is the transpose of the module's delta
+    index: int | None = None  # of the expert in a module that stacks them
+    start: int = 0  # first row of the module's delta
     stop: int | None = None
-    bias: bool = False
+    bias: bool = False  # the delta is that of the layer's bias, from `lora_B.bias`
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The stored tensors of a base that an adapter changes.
+    """The stored tensors of a base that an adapter changes: of each its delta, or the name of the full tensor.
 
-    Args:
-        pieces: stored name in the base -> its delta.
-        full: stored name in the base -> stored name in the adapter, for tensors trained in full.
-        hidden: names of the base that are left out: of tied names, all but the one with the delta.
-        problems: modules without a tensor, shapes that do not fit, and the problems of the adapter itself.
+    `hidden` are names of the base that are left out: of tied names, all but the one with the delta. `problems` are
+    modules without a tensor, shapes that do not fit, and the problems of the adapter itself.
     """
 
     pieces: Mapping[str, Piece]

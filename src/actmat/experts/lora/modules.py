@@ -35,27 +35,17 @@ of `out_proj` itself and then calls `out_proj.merge`, and its forward pass does 
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
-    """One pair of factors, `delta = scaling * B A`.
+    """One pair of factors, `delta = scaling * B A`."""
 
-    Args:
-        name: of the module in the model (nested wrappers of a parameter keep their `.base_layer`).
-        kind: form of the stored factors, see the table at the top of this file.
-        a, b: names of the stored factors.
-        rank, scaling: of the delta.
-        shape: `*batch O I` of the logical delta (`V I` of an embedding; `O, I k` of a convolution).
-        kernel: `I, *k` of a convolution, else empty.
-        bias: name of the stored `lora_B.bias`, which `scaling` multiplies too; None without one.
-    """
-
-    name: str
-    kind: ModuleKind
-    a: str
+    name: str  # of the module in the model (nested wrappers of a parameter keep their `.base_layer`)
+    kind: ModuleKind  # form of the stored factors, see the table at the top of this file
+    a: str  # name of the stored factor
     b: str
     rank: int
     scaling: float
-    shape: tuple[int, ...]
-    kernel: tuple[int, ...] = ()
-    bias: str | None = None
+    shape: tuple[int, ...]  # `*batch O I` of the logical delta (`V I` of an embedding; `O, I k` of a convolution)
+    kernel: tuple[int, ...] = ()  # `I, *k` of a convolution
+    bias: str | None = None  # name of the stored `lora_B.bias`, which `scaling` multiplies too
 
 
 def list_modules(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.inputs import batch_items, checked_deltas
+from actmat.linalg.interference.solver import batch_items, checked_deltas
 from actmat.linalg.interference.spectral_solve import Stats
 
 __all__ = ["Adam", "Descent", "accumulate", "descend", "descent_workspace"]

@@ -180,8 +180,9 @@ class PrimalMoments:
         self.gram_II.add_(self._term(), alpha=weight)
         self.left_OI.addmm_(delta_OI, self._term(), alpha=weight)
 
-    def reduced(self) -> Reduced:
+    def reduced(self, form: Form = "primal") -> Reduced:
         """The finished sums; the accumulator must not be used afterwards."""
+        assert form == "primal", "the other forms have accumulators of their own"
         self._term_II = None
         _mirror(self.gram_II)
         return Reduced(self.left_OI, self.gram_II, None, "primal")
@@ -203,7 +204,7 @@ class StackedMoments:
         self.m_ON[:, here] = delta_OI @ self.a_NI[here].mT
         self._filled = here.stop
 
-    def reduced(self, form: Literal["dual", "stacked"]) -> Reduced:
+    def reduced(self, form: Form) -> Reduced:
         """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
         if form == "dual":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actmat.linalg.interference.moments import Form, form_for
 from actmat.linalg.lapack import Retries, economy_svd
-from actmat.linalg.masks.trims import trim_to_top
+from actmat.linalg.masks.mask import trim_to_top
 
 __all__ = ["FLOAT32_EPS", "Estimator", "Fill", "Filter", "FilterKind", "Normaliser", "Null", "Rule", "Solver", "gain"]
 
@@ -47,19 +47,12 @@ choose dual only where all rows together are fewer than `I`, as auto does."""
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """The estimate `w_t K_t` of one delta `D_t`; the steps apply in this order.
+    """The estimate `w_t K_t` of one delta `D_t`; the steps apply in this order."""
 
-    Args:
-        trim: keep this fraction of the entries, those of largest magnitude (TACT); None keeps all.
-        centre: subtract from each row the mean row (over `O`), as ACE does.
-        power: `K_t = (A^T A)^power` in place of `A^T A`.
-        normalise: `"norm"` multiplies by `1 / ||D_t||_F^2` of the full delta (WUDI); a zero delta gets weight 0.
-    """
-
-    trim: float | None = None
-    centre: bool = False
-    power: float = 1.0
-    normalise: Normaliser = "none"
+    trim: float | None = None  # keep this fraction of the entries, those of largest magnitude (TACT)
+    centre: bool = False  # subtract from each row the mean row (over `O`), as ACE does
+    power: float = 1.0  # `K_t = (A^T A)^power` in place of `A^T A`
+    normalise: Normaliser = "none"  # "norm": `1 / ||D_t||_F^2` of the full delta (WUDI), 0 for a zero delta
 
     def rows(self, out_features: int, in_features: int) -> int:
         """Rows `R` of the factor of an `O x I` delta."""
@@ -94,21 +87,17 @@ class Estimator:
 class Filter:
     """A filter and its parameter.
 
-    Args:
-        kind: hard         f = 1 where l > rtol l_max, else 0
-              tikhonov     f = l / (l + ridge m), m = tr(S) / I the mean eigenvalue
-              exponential  f = 1 - exp(-l t): gradient flow stopped at time t
-              adaptive     hard, and at most the `ceil((sum sqrt(l))^2 / sum(l))` largest
-        rtol: relative cut-off in units of the eigenvalues of `S`; None means `I eps(float32)`.
-        ridge: relative ridge, in units of the mean eigenvalue.
-        time: in units of 1 / m, or of 1 when `time_is_absolute` (eigenvalues of a normalised `S` have a scale).
+    hard         f = 1 where l > rtol l_max, else 0
+    tikhonov     f = l / (l + ridge m), m = tr(S) / I the mean eigenvalue
+    exponential  f = 1 - exp(-l t): gradient flow stopped at time t
+    adaptive     hard, and at most the `ceil((sum sqrt(l))^2 / sum(l))` largest
     """
 
     kind: FilterKind = "hard"
-    rtol: float | None = None
-    ridge: float = 0.1
-    time: float = 10.0
-    time_is_absolute: bool = False
+    rtol: float | None = None  # relative cut-off in units of the eigenvalues of `S`; None means `I eps(float32)`
+    ridge: float = 0.1  # in units of the mean eigenvalue
+    time: float = 10.0  # in units of 1 / m
+    time_is_absolute: bool = False  # in units of 1: eigenvalues of a normalised `S` have a scale
 
     def resolved_rtol(self, size: int, width: int, dtype: torch.dtype) -> float:
         """The relative cut-off in force for an `N x N` matrix (`size`) of a layer with `I = width` inputs.
@@ -148,25 +137,15 @@ def gain(values_N: Tensor, spectral: Filter, *, rtol: float, mean: float) -> tup
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One member of the family.
+    """One member of the family."""
 
-    Args:
-        estimator: how `w_t K_t` is computed from `D_t`; unused where Gram matrices are given.
-        spectral: the filter `f`.
-        null: the fill `N`.
-        solver: the exact form to use.
-        off_diagonal: factor on the off-diagonal entries of given Gram matrices.
-        per_trace: divide each given Gram matrix by its trace.
-        bounded: scale each merged matrix down to `||N||_F` where it is longer; for `null` other than "zero".
-    """
-
-    estimator: Estimator = field(default_factory=Estimator)
+    estimator: Estimator = field(default_factory=Estimator)  # unused where Gram matrices are given
     spectral: Filter = field(default_factory=Filter)
     null: Fill = "zero"
     solver: Solver = "auto"
-    off_diagonal: float = 1.0
-    per_trace: bool = False
-    bounded: bool = False
+    off_diagonal: float = 1.0  # factor on the off-diagonal entries of given Gram matrices
+    per_trace: bool = False  # divide each given Gram matrix by its trace
+    bounded: bool = False  # scale each merged matrix down to `||N||_F` where it is longer; not for `null="zero"`
 
     def __post_init__(self) -> None:
         if self.bounded and self.null == "zero":

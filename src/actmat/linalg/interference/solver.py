@@ -21,7 +21,7 @@ Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,39 +29,26 @@ from torch import Tensor
 
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.inputs import batch_items, checked_deltas, checked_grams
 from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, StackedMoments
-from actmat.linalg.interference.rule import ZERO_MEAN, Rule
+from actmat.linalg.interference.rule import ZERO_MEAN, Rule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, solve
 from actmat.linalg.lapack import Retries, retry_stats
 
-__all__ = ["State", "finish", "prepare"]
+__all__ = ["State", "batch_items", "checked_deltas", "finish", "prepare"]
 
 
 @dataclass(slots=True)
 class State:
-    """Accumulated sums of one tensor; belongs to one thread.
+    """Accumulated sums of one tensor; belongs to one thread."""
 
-    Args:
-        items: one reduced problem per batch item.
-        shape: `*batch O I`.
-        like: a tensor of the compute dtype and device.
-        left_BOI: buffer of all primal numerators, which a consuming `finish` turns into the result; or None.
-        sum_BOI: `sum_t v_t D_t`, where the rule's fill needs it.
-        weight_sum: `sum_t v_t`.
-        width: in_features of the layer; more than `I` when the problem was compressed to a smaller basis.
-        squared_norms: `||D_t||_F^2` per expert, over the whole batch.
-        retries: of the decompositions made so far.
-    """
-
-    items: list[Reduced]
-    shape: torch.Size
-    like: Tensor
-    left_BOI: Tensor | None
-    sum_BOI: Tensor | None
-    weight_sum: float
-    width: int
-    squared_norms: list[float]
+    items: list[Reduced]  # one problem per batch item
+    shape: torch.Size  # `*batch O I`
+    like: Tensor  # of the compute dtype and device
+    left_BOI: Tensor | None  # buffer of all primal numerators, which a consuming `finish` turns into the result
+    sum_BOI: Tensor | None  # `sum_t v_t D_t`, where the rule's fill needs it
+    weight_sum: float  # `sum_t v_t`
+    width: int  # in_features of the layer; more than `I` when the problem was compressed to a smaller basis
+    squared_norms: list[float]  # `||D_t||_F^2` per expert, over the whole batch
     retries: Retries
 
 
@@ -98,7 +85,7 @@ def prepare(
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
             state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None)
             state.width = width or state.width
-        gram_BII = None if grams is None else checked_grams(grams, delta, index)
+        gram_BII = None if grams is None else _checked_gram(grams, delta, index)
         factor_BRI = None if factors is None else batch_items(factors[index])
         for item, delta_OI in enumerate(batch_items(delta)):
             accumulator = moments[item]
@@ -116,7 +103,7 @@ def prepare(
         state.weight_sum += share
         state.squared_norms.append(sum(squared_norms))
     assert state is not None
-    state.items = [_reduced(accumulator, form) for accumulator in moments]
+    state.items = [accumulator.reduced(form) for accumulator in moments]
     return state
 
 
@@ -171,13 +158,6 @@ def _start(
     return State([], delta.shape, delta.new_empty(0), left_BOI, sum_BOI, 0.0, columns, [], ()), moments
 
 
-def _reduced(accumulator: PrimalMoments | StackedMoments, form: Form) -> Reduced:
-    if isinstance(accumulator, PrimalMoments):
-        return accumulator.reduced()
-    assert form != "primal", "the primal form has accumulators of its own"
-    return accumulator.reduced(form)
-
-
 def _fill(state: State, rule: Rule, base: Tensor | None) -> tuple[Tensor, float] | None:
     """`(X, a)` for `N = a X`, or None for `N = 0`."""
     if rule.null == "zero":
@@ -220,3 +200,51 @@ def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:
     out["norm"] = norm
     out["mean_expert_norm"] = sum(math.sqrt(n) for n in state.squared_norms) / len(state.squared_norms)
     return out
+
+
+def batch_items(tensor: Tensor) -> Tensor:
+    """`*batch M N` as `B M N`."""
+    return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(0, -3)
+
+
+def checked_deltas(
+    deltas: Sequence[Tensor], weights: Sequence[float] | None
+) -> Iterator[tuple[Tensor, float, list[float]]]:
+    """Each delta, once, with its weight and `||D_t||_F^2` per batch item (summed in float64).
+
+    Raises:
+        ValueError: no deltas, or weights of the wrong number, negative or not finite.
+        NumericalError: a delta holds NaN or infinity.
+    """
+    if not len(deltas):
+        raise ValueError("a merge needs at least one expert; found no delta")
+    shares = [1.0] * len(deltas) if weights is None else [float(w) for w in weights]
+    if len(shares) != len(deltas):
+        raise ValueError(f"expected one weight per expert ({len(deltas)}), found {len(shares)}")
+    if problem := weights_problem(shares):
+        raise ValueError(problem)
+    for index, share in enumerate(shares):  # not over zip, whose result tuple keeps an older delta alive
+        delta = deltas[index]
+        squares = [frobenius_norm64(m) ** 2 for m in batch_items(delta)]
+        if not math.isfinite(sum(squares)):
+            raise NumericalError(
+                f"expected finite deltas, but that of expert {index} (counted from 0) holds NaN or infinity. "
+                "Likely cause: a diverged or damaged expert. Fix: check that checkpoint, or leave the expert out."
+            )
+        yield delta, share, squares
+
+
+def _checked_gram(grams: Sequence[Tensor], delta: Tensor, index: int) -> Tensor:
+    """Gram matrix `index` as `B I I`, with the batch axes of the delta.
+
+    Raises:
+        StatisticsError: its shape does not fit the delta.
+    """
+    gram, width, batch = grams[index], delta.shape[-1], delta.shape[:-2]
+    if gram.shape[-2:] != (width, width) or (gram.dim() > 2 and gram.shape[:-2] != batch):
+        raise StatisticsError(
+            f"expected a Gram matrix of shape ({width}, {width}), one per input feature, or with the batch axes "
+            f"{tuple(batch)} before it; expert {index} has {tuple(gram.shape)}. Likely cause: statistics of another "
+            "layer or model, or a transposed weight. Fix: collect the statistics again for this model."
+        )
+    return batch_items(gram.expand(*batch, width, width))

@@ -36,13 +36,7 @@ MOST = 127
 
 
 def masked_sum(deltas: Sequence[Tensor], masks: Sequence[Mask], scales: Sequence[float]) -> Tensor:
-    """`sum_t scale_t * mask_t(D_t)`, of the shape of a delta, in one pass.
-
-    >>> from actmat.linalg.masks.mask import Trim
-    >>> deltas = [torch.tensor([1.0, 4.0]), torch.tensor([3.0, -1.0])]
-    >>> masked_sum(deltas, [Trim.at(2.0, torch.float32)] * 2, [1.0, 0.5]).tolist()
-    [1.5, 4.0]
-    """
+    """`sum_t scale_t * mask_t(D_t)`, of the shape of a delta, in one pass."""
     out = empty_result(deltas)
     out_N = out.view(-1)
     buffer_P: Tensor | None = None
@@ -76,8 +70,6 @@ def elect(
     `D* = sum_{t in A} mix_t y_t / sum_{t in A} counts_t` (0 where `A` is empty).
 
     Args:
-        deltas: one per expert, same shape.
-        masks: one per expert.
         scales: factors of the votes.
         counts: contribution of each agreeing expert to the divisor of the mean.
         mix: factors of the agreeing entries on top of their scale; 1 unless given.
@@ -85,11 +77,6 @@ def elect(
         zero_sign: the sign elected where the votes cancel.
         majority: sign (-1, 0, 1) of the sum of the elected signs over more than this tensor; computed over this
             tensor when it is not given and `zero_sign` needs it.
-
-    >>> from actmat.linalg.masks.mask import Keep
-    >>> deltas = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])]
-    >>> elect(deltas, [Keep(), Keep()], scales=[1, 1], counts=[1, 1]).tolist()
-    [2.0, 2.0]
     """
     out = empty_result(deltas)
     out_N = out.view(-1)
@@ -116,30 +103,18 @@ def elect(
 
 @dataclass(slots=True)
 class _Election:
-    """The state of one call of `elect`.
-
-    Args:
-        masks: one per expert.
-        drops: the same masks, where entries with several votes are elected separately; else empty.
-        scales: factors of the votes.
-        mix: factors of the agreeing entries.
-        counts: contributions to the divisor; None for a sum.
-        tie_break: sign taken where the votes cancel; provisional unless `settled`.
-        settled: the tie-break does not depend on the sum of all elected signs.
-        buffers: memory that is used again for each chunk.
-        balance: sum of the elected signs so far.
-        contested: entries where the votes cancelled, and the votes there.
-    """
+    """The state of one call of `elect`, which explains `masks`, `scales`, `mix` and `counts` (None for a sum)."""
 
     masks: Sequence[Mask]
-    drops: Sequence[Drop]
+    drops: Sequence[Drop]  # the same masks, where entries with several votes are elected separately; else empty
     scales: Sequence[float]
     mix: Sequence[float]
     counts: Sequence[float] | None
-    tie_break: int
-    settled: bool
+    tie_break: int  # sign taken where the votes cancel; provisional unless `settled`
+    settled: bool  # the tie-break does not depend on the sum of all elected signs
     buffers: _Buffers
-    balance: int = 0
+    balance: int = 0  # sum of the elected signs so far
+    # entries where the votes cancelled, and the votes there
     contested: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
     def add(self, chunks_TP: Sequence[Tensor], start: int, out_P: Tensor) -> None:

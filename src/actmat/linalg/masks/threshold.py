@@ -34,21 +34,13 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The k-th largest magnitude of `total` entries.
+    """The k-th largest magnitude of `total` entries."""
 
-    Args:
-        value: that magnitude; `inf` for `k = 0`, 0 for `k >= total`.
-        rank: the requested `k`, clamped to `[0, total]`.
-        above: number of entries with a strictly larger magnitude, `above <= rank`.
-        equal: number of entries with exactly this magnitude, `above + equal >= rank`.
-        total: number of all entries.
-    """
-
-    value: float
-    rank: int
-    above: int
-    equal: int
-    total: int
+    value: float  # that magnitude; `inf` for `k = 0`, 0 for `k >= total`
+    rank: int  # the requested `k`, clamped to `[0, total]`
+    above: int  # number of entries with a strictly larger magnitude, `above <= rank`
+    equal: int  # number of entries with exactly this magnitude, `above + equal >= rank`
+    total: int  # number of all entries
 
     @property
     def fraction(self) -> float:
@@ -57,18 +49,11 @@ class Cut:
 
 
 def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
-    """The `k`-th largest `|x|` for every `k` of `ranks`; the ranks share the first pass.
+    """The `k`-th largest `|x|` for every `k` of `ranks`, exact for every input; the ranks share the first pass.
 
     Args:
         flat_N: 1-D, float16, bfloat16, float32 or float64, any stride.
         ranks: `k >= 1` counts from the largest; see `Cut` for `k <= 0` and `k >= N`.
-
-    Returns:
-        One `Cut` per rank, exact for every input (ties, zeros, subnormal numbers).
-
-    >>> (cut,) = kth_magnitudes(torch.tensor([1.0, -3.0, 2.0, -2.0]), [2])
-    >>> cut.value, cut.above, cut.equal
-    (2.0, 1, 2)
     """
     total, shifts = flat_N.numel(), _shifts(flat_N.dtype)
     top_counts = _counts(flat_N, shifts[0], None) if any(0 < k < total for k in ranks) else None
@@ -258,9 +243,6 @@ def true_indices(flags_N: Tensor) -> Tensor:
     """Indices of the true entries of a 1-D tensor, ascending; a fraction of the cost of `nonzero` where few are true.
 
     Flags are bytes, so eight at a time are tested as one word, and single flags only in words that are not zero.
-
-    >>> true_indices(torch.tensor([False] * 9 + [True])).tolist()
-    [9]
     """
     whole = flags_N.numel() // 8 * 8
     words_W = flags_N[:whole].view(torch.int64)

@@ -164,7 +164,7 @@ def _with_interval(value: float, drawn: Sequence[float], rows: int, clusters: in
 
 
 COMBINED = tuple(FEATURES)
-"""What the ridge regression and the choice of a single number may use: everything without data."""
+"""Features for the ridge regression and for the choice of a single number: all that need no data."""
 
 Forecaster = Callable[[Sequence[Row], Sequence[Row]], list[float]]
 """`(rows to fit on, rows to forecast) -> forecasts`; drops of the second must not be looked at."""
@@ -229,7 +229,7 @@ def _logs(rows: Sequence[Row], names: Sequence[str]) -> Array:
 
 
 BAR = 0.3
-"""What the lower end of every family's interval must exceed; written down before anything was measured."""
+"""Least value for the lower end of every family's interval; fixed before anything was measured."""
 
 See = Callable[[list[Row], list[float]], Correlation]
 

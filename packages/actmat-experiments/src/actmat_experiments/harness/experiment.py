@@ -35,7 +35,7 @@ _VERSION = 2
 _STATISTICS_VERSION = 2
 
 Counts = Mapping[str, Any]
-"""What a model answers of one task: `correct`, `total`, and whatever else a suite reports, as plain data."""
+"""Results of a model on one task: `correct`, `total`, and further values of a suite, as plain data."""
 
 Share = tuple[int, int]
 """Number of a process and how many there are."""

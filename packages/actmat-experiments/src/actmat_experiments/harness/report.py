@@ -56,7 +56,7 @@ NOTES: dict[str, tuple[str, ...]] = {
         "Iso-C at scale 1 is under-scaled for T5.",
     ),
 }
-"""Where a figure of the paper cannot hold, or was measured on something else; printed below the tables."""
+"""Figures of the paper that cannot hold, or were measured on something else; printed below the tables."""
 
 
 def paper_figures(model: str, regime: Regime) -> Figure:

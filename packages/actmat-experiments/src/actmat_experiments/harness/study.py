@@ -76,7 +76,7 @@ NEIGHBOURS: tuple[Candidate, ...] = (
     Candidate("iso_c", "iso_c"),
     Candidate("regmean", "regmean"),
 )
-"""What a variant has to be held against; never chosen. RegMean sees data."""
+"""References that variants are compared with; never chosen. RegMean sees data."""
 
 REFERENCES = ("actmat", "average")
 """Rows that all others are compared with."""

@@ -43,7 +43,7 @@ _SIZES = {
     "vision_cfg.": {"image_size", "layers", "width", "head_width", "mlp_ratio", "patch_size", "patch_dropout"},
     "text_cfg.": {"context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio"},
 }
-"""What is taken over, or concerns training alone. All else changes the forward pass, and is odd unless it is off."""
+"""Keys that are converted or matter only to training. Any other changes the forward pass: an error unless it is off."""
 _USUAL = {"vision_cfg.pool_type": "tok", "text_cfg.pool_type": "argmax", "text_cfg.proj_type": "linear"}
 _BLOCK = {
     "ln_1.": "layer_norm1.",

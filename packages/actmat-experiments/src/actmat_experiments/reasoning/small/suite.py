@@ -26,7 +26,7 @@ __all__ = ["NAME", "run", "table"]
 
 NAME = "reasoning-small"
 STATISTICS = ("gram",)
-"""What can be measured on the experts' training prompts."""
+"""Kinds of statistics that are measured on the experts' training prompts."""
 
 
 def run(request: RunRequest) -> list[Score]:

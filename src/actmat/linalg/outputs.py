@@ -1,23 +1,26 @@
-"""Distance between the predictions of two models.
+"""Distances between the outputs of two layers or models.
 
-Shapes: `N` predictions, `C` classes.
+Shapes: `O` out_features, `I` in_features, `N` predictions, `C` classes.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["output_features"]
+__all__ = ["output_energy", "output_features"]
+
+
+def output_energy(matrix_OI: Tensor, gram_II: Tensor) -> float:
+    """`E||A z||^2 = tr(A C A^T)` with `C = E[z z^T]`, in float64, not below zero."""
+    wide = matrix_OI.double()
+    return max(0.0, float(((wide @ gram_II.double()) * wide).sum()))
 
 
 def output_features(merged_NC: Tensor, expert_NC: Tensor) -> dict[str, float]:
-    """Distance of the merged model's predictions from the expert's, on unlabelled inputs.
+    """Distance of the merged model's predictions from the expert's, from their logits on the same unlabelled inputs.
 
     `disagreement`: share of inputs whose most probable class differs; `divergence`: mean over inputs of
     `KL(expert || merged)` in nats.
-
-    Args:
-        merged_NC, expert_NC: logits of both on the same inputs.
     """
     mine, theirs = (x.double().log_softmax(-1) for x in (merged_NC, expert_NC))
     return {

@@ -1,0 +1,209 @@
+"""A plan read back from its JSON is the same plan."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from tests.helpers.adapters import save_adapter, tiny
+from tests.helpers.merging import CONFIG, EMBEDDING, expert_of, llama_tensors, save_checkpoint
+
+import actmat
+from actmat.errors import MergeError, RecipeError
+from actmat.methods import METHODS
+from actmat.plan import MergePlan
+from actmat.statistics import collect
+
+QV = "*.{q,v}_proj.weight"
+METHOD_NAMES = [m.name for m in METHODS if not m.needs_statistics and m.max_experts is None]
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "scope": st.sampled_from(["linear", "paper", "all"]),
+    "scale": st.floats(-2, 2),
+    "seed": st.integers(0, 2**40),
+    "keep": st.sampled_from([[], ["*.down_proj.weight"], ["re:.*layers\\.0\\..*v_proj.*"]]),
+    "rules": st.lists(
+        st.fixed_dictionaries(
+            {"match": st.sampled_from(["*.q_proj.weight", "*.layers.1.*"])},
+            optional={"method": st.sampled_from(METHOD_NAMES), "scale": st.floats(0, 1)},
+        ),
+        max_size=2,
+    ),
+    "postprocess": st.fixed_dictionaries(
+        {},
+        optional={
+            "lines": st.tuples(st.floats(0, 1), st.floats(0, 2)),
+            "norm_cap": st.sampled_from(["mean", "sum", "average", 0.5]),
+            "singular_value_cap": st.floats(0.1, 2),
+        },
+    ),
+    "ties": st.booleans(),
+    "dtype": st.sampled_from([None, "bfloat16", "float32"]),
+    "compute_dtype": st.sampled_from(["float32", "float64"]),
+    "max_shard_size": st.sampled_from(["5GB", "2KB"]),
+    "mute": st.sampled_from([[], ["AM103"]]),
+}
+OF_ADAPTERS = {"rank": st.integers(1, 9), "ranks": st.sampled_from(["uniform", "pattern"]), "any_base": st.booleans()}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, two adapters, the same experts as full models, statistics of all four; a base with ties, its experts."""
+    folder = tmp_path_factory.mktemp("plans")
+    tensors = llama_tensors()
+    for n, name in enumerate(["tied", "t1", "t2"]):
+        values = expert_of(tensors, n) if n else tensors
+        tied = {**values, "lm_head.weight": values[EMBEDDING].clone()}
+        save_checkpoint(folder / name, tied, {**CONFIG, "tie_word_embeddings": True})
+    model = tiny("llama")
+    model.save_pretrained(folder / "base")
+    options = [{"target_modules": ["q_proj", "v_proj", "down_proj"]}, {"target_modules": ["q_proj", "embed_tokens"]}]
+    for n, chosen in enumerate(options, 1):
+        values = save_adapter(folder / f"a{n}", "llama", n, r=n, **chosen)
+        model.load_state_dict(values, strict=False)
+        model.save_pretrained(folder / f"m{n}")
+        tokens = {"input_ids": torch.tensor([[1, 2, 3, n]])}
+        collect(model, [tokens], out=folder / f"stats-m{n}", checkpoint=str(folder / f"m{n}"))
+        adapted = PeftModel.from_pretrained(tiny("llama"), folder / f"a{n}")
+        places = {"checkpoint": str(folder / "base"), "adapter": str(folder / f"a{n}")}
+        collect(adapted, [tokens], out=folder / f"stats-a{n}", **places)
+    return folder
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of `actmat.plan`, with names of inputs in place of their locations."""
+    experts = draw(st.sampled_from([("a1", "a2"), ("m1", "m2"), ("a1", "m2"), ("a2",), ("t1", "t2")]))
+    adapters = all(e.startswith("a") for e in experts)
+    to = draw(st.sampled_from(["adapter", "model"] if adapters else ["model"]))
+    chosen = FIELDS | (OF_ADAPTERS if to == "adapter" else {"pool": st.sampled_from([[], [QV]])})
+    fields = draw(st.fixed_dictionaries({}, optional=chosen))
+    statistics = "t1" not in experts and draw(st.booleans())
+    method = draw(st.sampled_from(["regmean", "lot"] if statistics else METHOD_NAMES))
+    weights = draw(st.none() | st.lists(st.floats(0.1, 3), min_size=len(experts), max_size=len(experts)))
+    if weights is not None and next(m for m in METHODS if m.name == method).is_weighted:
+        fields["weights"] = weights
+    return {"experts": experts, "to": to, "method": method, "statistics": statistics, **fields}
+
+
+def planned(inputs: Path, request: dict[str, Any]) -> MergePlan:
+    fields = dict(request)
+    names = fields.pop("experts")
+    with_statistics = fields.pop("statistics")
+    if with_statistics:
+        fields["statistics"] = [inputs / f"stats-{n}" for n in names]
+    return actmat.plan(inputs / ("tied" if "t1" in names else "base"), [inputs / n for n in names], **fields)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(request=requests())
+def test_a_plan_survives_its_json(inputs: Path, request: dict[str, Any]) -> None:
+    try:
+        plan = planned(inputs, request)
+    except MergeError:
+        event("refused")
+        return
+    event(f"{plan.output} of {' and '.join(e.kind for e in plan.experts)}")
+    text = json.dumps(plan.to_json(), allow_nan=False)
+    again = MergePlan.from_json(json.loads(text))
+    assert again == plan
+    assert again.fingerprint() == plan.fingerprint()
+    assert json.dumps(again.to_json()) == text
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "model": {"experts": ("m1", "m2"), "to": "model", "method": "ties", "scope": "all"},
+    "ties": {"experts": ("t1", "t2"), "to": "model", "method": "average"},
+    "no-ties": {"experts": ("t1", "t2"), "to": "model", "method": "average", "ties": False},
+    "pool": {"experts": ("m1", "m2"), "to": "model", "method": "actmat", "pool": [QV]},
+    "statistics": {"experts": ("m1", "m2"), "to": "model", "method": "regmean", "statistics": True},
+    "adapter": {"experts": ("a1", "a2"), "to": "adapter", "method": "actmat", "keep": ["*.down_proj.weight"]},
+    "adapter-statistics": {"experts": ("a1", "a2"), "to": "adapter", "method": "regmean", "statistics": True},
+    "adapters": {"experts": ("a1", "a2"), "to": "model", "method": "task_arithmetic", "weights": [1.0, 2.0]},
+}
+"""Requests that are known to be granted, so that the property above cannot hold for lack of plans."""
+
+
+@pytest.fixture(params=EXAMPLES)
+def example(request: pytest.FixtureRequest, inputs: Path) -> MergePlan:
+    return planned(inputs, {"statistics": False} | EXAMPLES[request.param])
+
+
+def test_known_plans_survive_their_json(example: MergePlan) -> None:
+    again = MergePlan.from_json(json.loads(json.dumps(example.to_json(), allow_nan=False)))
+    for field in dataclasses.fields(MergePlan):
+        assert getattr(again, field.name) == getattr(example, field.name), field.name
+    assert again.fingerprint() == example.fingerprint()
+    assert [s.file for s in again.shards] == [s.file for s in example.shards]
+    assert again.by_name.keys() == example.by_name.keys()
+
+
+def test_ties_are_items_of_their_own(inputs: Path) -> None:
+    plan = planned(inputs, {"statistics": False} | EXAMPLES["ties"])
+    again = MergePlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert [i.tied_to for i in again.items if i.action == "tie"] == [EMBEDDING]
+    assert again.by_name[EMBEDDING].aliases == ("lm_head.weight",)
+
+
+def test_totals_are_those_of_the_plan(example: MergePlan) -> None:
+    totals = example.to_json()["totals"]
+    again = MergePlan.from_json(example.to_json())
+    assert totals["flops"] == again.flops > 0
+    assert totals["write_bytes"] == again.write_bytes == sum(totals["shards"].values())
+    assert totals["peak_bytes_one_worker"] == again.peak_bytes(1)
+
+
+def test_what_decides_the_bytes_is_in_the_fingerprint(example: MergePlan) -> None:
+    data = example.to_json()
+    print_ = example.fingerprint()
+
+    def changed(edit: Any) -> str:
+        other = copy.deepcopy(data)
+        edit(other)
+        return MergePlan.from_json(other).fingerprint()
+
+    assert changed(lambda d: None) == print_
+    assert changed(lambda d: d["recipe"].update(out="elsewhere")) == print_
+    assert changed(lambda d: d["recipe"].update(seed=7)) != print_
+    assert changed(lambda d: d["versions"].update(torch="0")) != print_
+    assert changed(lambda d: d["items"][0].update(name="other")) != print_
+    assert changed(lambda d: d["experts"][0]["files"][0].update(size=1)) != print_
+    assert changed(lambda d: d.update(device="cuda:1")) != print_
+
+
+@pytest.mark.parametrize(
+    ("edit", "place"),
+    [
+        (lambda d: d.pop("items"), "items"),
+        (lambda d: d["items"][1].pop("name"), "items.1.name"),
+        (lambda d: d["items"][0].update(action="burn"), "items.0.action"),
+        (lambda d: d["items"][0]["cost"].update(flops="many"), "items.0.cost.flops"),
+        (lambda d: d["items"][0].update(shape=[1, "x"]), "items.0.shape.1"),
+        (lambda d: d["items"][0]["layout"].update(role="king"), "items.0.layout.role"),
+        (lambda d: d["experts"][0].pop("location"), "experts.0.location"),
+        (lambda d: d["recipe"].update(scope="everything"), "recipe.scope"),
+        (lambda d: d["recipe"].update(sope="all"), "recipe.sope"),
+        (lambda d: d.update(output="picture"), "output"),
+        (lambda d: d.update(surprise=1), "surprise"),
+        (lambda d: d["items"][0].update(surprise=1), "items.0.surprise"),
+    ],
+)
+def test_damage_is_told_with_its_place(edit: Any, place: str, inputs: Path) -> None:
+    data = json.loads(json.dumps(planned(inputs, {"statistics": False} | EXAMPLES["model"]).to_json()))
+    edit(data)
+    with pytest.raises(RecipeError) as error:
+        MergePlan.from_json(data)
+    assert any(p.startswith(f"{place}: ") for p in error.value.problems), error.value.problems
+
+
+@pytest.mark.parametrize("data", [{}, {"actmat_plan": 1}, {"actmat_plan": "2"}, [], None, "plan"])
+def test_another_layout_is_refused(data: Any) -> None:
+    with pytest.raises(RecipeError, match="plan of layout 2"):
+        MergePlan.from_json(data)
