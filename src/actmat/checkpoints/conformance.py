@@ -104,16 +104,8 @@ class CheckpointConformance(abc.ABC):
         expected = bytes(raw_bytes(stored))
         with self.store({"w": stored, "behind": torch.ones(9)}, tmp_path) as checkpoint:
             size = len(expected)
-            for start, length in (
-                (0, size),
-                (0, 1),
-                (3, 50),
-                (44, 44),
-                (size - 1, 1),
-                (size, 0),
-                (0, 0),
-                (1, size - 1),
-            ):
+            ranges = ((0, size), (0, 1), (3, 50), (44, 44), (size - 1, 1), (size, 0), (0, 0), (1, size - 1))
+            for start, length in ranges:
                 out = bytearray(b"\xaa" * (length + 2))
                 checkpoint.read_into("w", start, memoryview(out)[1 : 1 + length])
                 assert out[1 : 1 + length] == expected[start : start + length], f"bytes at {start} + {length} differ"

@@ -133,8 +133,7 @@ class HubRepository(Source):
         folder = self.directory
         for name in self.files:
             path = PurePosixPath(name)
-            is_template = str(path.parent) == "additional_chat_templates"
-            is_near = len(path.parts) == 1 or is_template
+            is_near = str(path.parent) in (".", "additional_chat_templates")
             if path.suffix in SIDECAR_SUFFIXES and not name.endswith(INDEX_SUFFIX) and is_near:
                 fetched = self.fetch(name)
                 folder = folder or fetched.parents[len(path.parts) - 1]
@@ -144,11 +143,8 @@ class HubRepository(Source):
         if length == 0:
             return b""
         url = hf_hub_url(self.repo_id, name, revision=self.commit, endpoint=constants.ENDPOINT)
-        headers = {
-            **build_hf_headers(),
-            "Range": f"bytes={offset}-{offset + length - 1}",
-            "Accept-Encoding": "identity",
-        }
+        span = f"bytes={offset}-{offset + length - 1}"
+        headers = {**build_hf_headers(), "Range": span, "Accept-Encoding": "identity"}
         out = bytearray()
         with explained(self.location), get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
             hf_raise_for_status(response)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,9 +111,6 @@ def _specs(opened: Sequence[Statistics], dtype: str) -> dict[str, TensorSpec]:
 
 
 def _header(headers: Sequence[Header], hashes: Mapping[str, str]) -> Header:
-    common = {
-        "data": [d for h in headers for d in h.data],
-        "samples": sum(h.samples for h in headers),
-        "tokens": sum(h.tokens for h in headers),
-    }
+    common: dict[str, Any] = {name: sum(getattr(h, name) for h in headers) for name in ("samples", "tokens")}
+    common["data"] = [d for h in headers for d in h.data]
     return headers[0].model_copy(update=common | added_fields(k.add_up(headers, hashes) for k in KINDS.values()))

@@ -36,8 +36,8 @@ class DataOptions:
     location: str  # file, folder or hub id
     split: str = "train"  # of a data set on the hub, or of a folder of images
     subset: str | None = None  # configuration of a data set on the hub
-    text_column: str | None = None
-    image_column: str | None = None
+    text_column: str | None = None  # default: found by name
+    image_column: str | None = None  # default: found by name
     target_column: str | None = None  # column of texts for the decoder of an encoder-decoder model
     label_column: str | None = None  # column of class labels, for the Fisher with given labels
     batch_size: int = 8  # samples in a batch

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from actmat.statistics.kinds.base import Mean
 __all__ = ["Mean", "Statistics", "check_output", "open_statistics", "write_statistics"]
 
 
-class Statistics:
+class Statistics(AbstractContextManager["Statistics"]):
     """An open statistics file. Thread-safe for reading. Use as a context manager.
 
     Reading raises `StatisticsError` where the bytes are not those that were written.
@@ -104,12 +105,7 @@ class Statistics:
         """Release the file."""
         self._reader.close()
 
-    def __enter__(self) -> Statistics:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

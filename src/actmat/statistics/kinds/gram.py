@@ -127,9 +127,8 @@ class _Gram(Kind[LayerInputs[GramSum]]):
             shape = _packed_shape(total.width, total.groups)
             digest = out.add(f"gram.{named.key}", shape, partial(total.packed, dtype))
             stack = named.parameter if named.parameter in measured.tokens else None
-            grams[named.key] = GramInfo(
-                width=total.width, groups=total.groups, rows=total.rows, stack=stack, hash=digest
-            )
+            size = {"width": total.width, "groups": total.groups, "rows": total.rows}
+            grams[named.key] = GramInfo(**size, stack=stack, hash=digest)
             for r in named.readers:
                 rows = None if r.rows is None else list(r.rows)
                 places.setdefault(r.parameter, []).append(GramOf(gram=named.key, expert=r.expert, rows=rows))
