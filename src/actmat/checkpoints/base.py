@@ -97,7 +97,7 @@ class CheckpointHandle:
     """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Strings only."""
 
     address: str  # absolute path of a folder or file, or `hf://org/name@commit`
-    format: str  # name of the format
+    format: str
     location: str  # what the user called it, for messages
     cache_dir: str = ""  # folder of downloads; empty for local files
 

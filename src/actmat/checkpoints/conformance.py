@@ -7,8 +7,7 @@ Subclass `CheckpointConformance` in a test file and define how tensors are store
             write_my_format(tensors, folder / "weights.mine")
             return open_checkpoint(folder)
 
-Every `test_*` method stores its own tensors in an empty folder and checks one clause of the contract by plain
-assertions. No test framework is imported; a runner supplies `tmp_path` (pytest does).
+Every `test_*` method checks one clause by plain assertions; a test runner supplies `tmp_path`.
 """
 
 from __future__ import annotations

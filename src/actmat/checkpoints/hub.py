@@ -61,12 +61,7 @@ class HubFile:
 class HubRepository(Source):
     """One pinned commit.
 
-    Args:
-        repo_id: `org/name`.
-        location: what the user called it.
-        commit: full commit hash, whatever branch was asked for.
-        files: name -> file, of the top folder and below.
-        cache_dir: cache of the hub library.
+    `commit` is the full hash, whatever branch was asked for; `files` are those of the top folder and below, by name.
     """
 
     cache_dir: Path
@@ -186,10 +181,8 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
     if (home / "snapshots" / wanted).is_dir():
         return wanted
     reference = home / "refs" / wanted
-    if reference.is_file():
-        commit = reference.read_text().strip()
-        if (home / "snapshots" / commit).is_dir():
-            return commit
+    if reference.is_file() and (home / "snapshots" / (commit := reference.read_text().strip())).is_dir():
+        return commit
     cached = sorted(p.name for p in (home / "snapshots").glob("*")) if home.is_dir() else []
     has = f"cached commits: {', '.join(cached[:4])}" if cached else "nothing of it is cached"
     raise CheckpointError(

@@ -51,15 +51,9 @@ class Binding:
 
 
 def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | None = None) -> Binding:
-    """Find every parameter of a model in its checkpoint, compare and hash.
+    """Find every parameter of a model (with an adapter on it) in its checkpoint, compare and hash.
 
-    Args:
-        model: the model, in memory.
-        checkpoint: its checkpoint; None: the model is recorded under its own names.
-        adapter: the adapter on it.
-
-    Raises:
-        StatisticsError: parameters and stored tensors differ, or no parameter is found.
+    Without a checkpoint, the model is recorded under its own names.
     """
     own = [(n, p) for n, p in model.named_parameters() if not any(part in f".{n}" for part in _ADAPTER_PARTS)]
     parameters: dict[str, Tensor] = {_clean_name(n): p for n, p in own}  # tied ones once

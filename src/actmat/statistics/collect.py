@@ -31,7 +31,7 @@ __all__ = ["Collected", "collect"]
 class Collected:
     """Statistics in memory."""
 
-    header: Header  # metadata
+    header: Header
     tensors: Mapping[str, Callable[[], Tensor]]  # stored tensor -> function that computes its values
     specs: list[TensorSpec]  # the stored tensors
 

@@ -35,10 +35,6 @@ class Statistics(AbstractContextManager["Statistics"]):
     """An open statistics file. Thread-safe for reading. Use as a context manager.
 
     Reading raises `StatisticsError` where the bytes are not those that were written.
-
-    Args:
-        location: the user's name for it, for messages.
-        path: the file.
     """
 
     def __init__(self, location: str, path: Path) -> None:
@@ -146,14 +142,9 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 def write_statistics(
     out: Path, header: Header, specs: list[TensorSpec], read: Callable[[str], Tensor], *, overwrite: bool = False
 ) -> None:
-    """Write a statistics file; the folder appears whole or not at all.
+    """Write a statistics file; the folder `out` appears whole or not at all.
 
-    Args:
-        out: folder to make.
-        header: metadata, with the hashes of all tensors.
-        specs: stored tensors, in order.
-        read: name -> its values, called once per tensor.
-        overwrite: replace earlier statistics there.
+    The header has the hashes of all tensors; `read` computes the values of a tensor, and is called once for each.
     """
     check_output(out, overwrite=overwrite)
     text = header.model_dump_json(exclude_defaults=True)

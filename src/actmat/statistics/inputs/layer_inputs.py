@@ -24,7 +24,7 @@ class NamedSum(Generic[S]):
     """A sum over the inputs of some layers."""
 
     key: str  # name of the first stored tensor that reads the input, made unique
-    sum: S  # the sum
+    sum: S
     parameter: str  # the parameter that reads the input, by its name in memory
     readers: tuple[LinearMap, ...]  # all linear maps that read it, by the names of stored tensors
 

@@ -190,13 +190,7 @@ class RoutedTokens:
 
     Modules that own stacked (3-D) parameters and are called with states and the experts chosen for each of them are
     called with the rows of tokens only; in their output, rows of padding are zeros. Padding never reaches a token, so
-    nothing else changes.
-
-    Args:
-        names: `id` of a parameter -> its name.
-
-    Attributes:
-        tokens: stacked parameter -> tokens that came to its router.
+    nothing else changes. `names` maps the `id` of a parameter to its name, `tokens` a stack to its number of tokens.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[int, str], scopes: Scopes) -> None:
@@ -239,9 +233,8 @@ class RoutedTokens:
 
     def _rows(self, tensors: list[Tensor]) -> tuple[Tensor | None, int] | None:
         """Mask of the rows that are tokens (None: all), and their number; None: not a call with routed states."""
-        chosen = any(not t.is_floating_point() for t in tensors)
         rows = {t.shape[0] for t in tensors if t.ndim == 2}
-        if not chosen or len(rows) != 1 or tensors[0].ndim != 2:
+        if all(t.is_floating_point() for t in tensors) or len(rows) != 1 or tensors[0].ndim != 2:
             return None
         n_rows = rows.pop()
         kept = real_rows(torch.Size([n_rows]), self._scopes.current)

@@ -191,14 +191,8 @@ def unfold(
 ) -> tuple[Callable[[], Tensor], torch.Size]:
     """Patches under the kernel as rows `N I`, or `N G I`, in the order of `weight.flatten(1)`.
 
-    Args:
-        input: `B C *spatial`.
-        kernel: one size per spatial axis.
-        stride, padding, dilation: as for `torch.nn.functional.conv2d`; `padding` may be "same" or "valid".
-        groups: `G`.
-
-    Returns:
-        A function that computes the rows, and their leading shape `B *positions`.
+    The input is `B C *spatial`; stride, padding ("same" and "valid" too) and dilation are as for `functional.conv2d`.
+    The result is a function that computes the rows, and their leading shape `B *positions`.
     """
     n_axes = len(kernel)
     strides, dilations = _each(stride, n_axes), _each(dilation, n_axes)

@@ -108,9 +108,9 @@ S = TypeVar("S", bound=RowSum)
 class SharedSum(Generic[S]):
     """Linear maps that read the same inputs, and their common sum."""
 
-    sum: S  # the sum
+    sum: S
     first_pass: int  # number of the pass in which it was made
-    members: list[LinearMap] = field(default_factory=list)  # the linear maps
+    members: list[LinearMap] = field(default_factory=list)
     seen: list[Hashable] = field(default_factory=list)  # keys of the inputs of this pass
 
 

@@ -40,13 +40,10 @@ def packed_size(width: int) -> int:
 
 
 class GramSum:
-    """A running `sum z z^T`, always in float64.
+    """A running `sum z z^T` of width `I`, always in float64.
 
-    Args:
-        width: `I`.
-        groups: number of independent sums (a convolution's groups); rows then have the shape `N G I`.
-        dtype: of the products, float32 or float64.
-        device: device of the sums.
+    `groups` (a convolution's) is the number of independent sums; rows then have the shape `N G I`. The products are in
+    `dtype`, float32 or float64.
     """
 
     def __init__(
