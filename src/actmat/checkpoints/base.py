@@ -8,9 +8,9 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -97,12 +97,12 @@ class CheckpointHandle:
     """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Strings only."""
 
     address: str  # absolute path of a folder or file, or `hf://org/name@commit`
-    format: str  # name of the format
+    format: str
     location: str  # what the user called it, for messages
     cache_dir: str = ""  # folder of downloads; empty for local files
 
 
-class Checkpoint(abc.ABC):
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """Named tensors in storage, read lazily. Thread-safe for reading. Use as a context manager.
 
     Attributes:
@@ -138,7 +138,7 @@ class Checkpoint(abc.ABC):
         Exactly `len(out)` bytes are read; `start + len(out)` must not pass the tensor's end (`ValueError`).
         """
 
-    def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
+    def prefetch(self, names: Iterable[str]) -> None:
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
 
     def handle(self) -> CheckpointHandle:
@@ -156,10 +156,5 @@ class Checkpoint(abc.ABC):
     def close(self) -> None:
         """Close the files. Reading afterwards raises `ValueError`. May be called twice."""
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -6,16 +6,8 @@ __all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "NOT_WEIGHTS", "foreign_format"]
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-NOT_WEIGHTS = (
-    *ADAPTER_WEIGHTS,
-    "training_args.bin",
-    "optimizer.pt",
-    "optimizer.bin",
-    "scheduler.pt",
-    "scheduler.bin",
-    "rng_state.pth",
-    "scaler.pt",
-)
+_OF_TRAINING = "training_args.bin optimizer.pt optimizer.bin scheduler.pt scheduler.bin rng_state.pth scaler.pt"
+NOT_WEIGHTS = (*ADAPTER_WEIGHTS, *_OF_TRAINING.split())
 """Files of adapters and of training, which have the suffixes of weights."""
 
 FOREIGN = {

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from actmat.checkpoints.base import FileIdentity
 from actmat.errors import CheckpointError
@@ -33,17 +32,9 @@ class _Open:
     users: int = 0
 
 
-class _State(NamedTuple):
+def _state(status: os.stat_result) -> tuple[int, int, int, int]:
     """Properties of a file that must not change between reads. Not the ctime: making a hard link changes it."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
-
-
-def _state(status: os.stat_result) -> _State:
-    return _State(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _subject(tensor: str, label: str) -> str:
@@ -71,23 +62,18 @@ class FileReader:
         self._keep_open = keep_open
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}  # least recently used first
-        self._states: dict[str, _State] = {}
-        self._closed = False
+        self._states: dict[str, tuple[int, int, int, int]] = {}
+        self.closed = False
 
     def add(self, label: str, path: Path) -> None:
         """Make one more file readable."""
         with self._lock:
             self._files[label] = path
 
-    @property
-    def closed(self) -> bool:
-        """True after `close`."""
-        return self._closed
-
     def size(self, label: str) -> int:
         """Size of the file in bytes."""
-        with self._borrow(label):
-            return self._states[label].size
+        with self._borrow(label) as fd:
+            return os.fstat(fd).st_size
 
     def read(self, label: str, offset: int, length: int) -> bytes:
         """`length` bytes from `offset` on, as a new object."""
@@ -117,7 +103,7 @@ class FileReader:
 
     def prefetch(self, label: str, offset: int, length: int) -> None:
         """Ask the system to read ahead, where it supports that. Never fails."""
-        if not hasattr(os, "posix_fadvise") or self._closed:
+        if not hasattr(os, "posix_fadvise") or self.closed:
             return
         with suppress(OSError, CheckpointError, ValueError), self._borrow(label) as fd:
             os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
@@ -129,7 +115,7 @@ class FileReader:
     def close(self) -> None:
         """Close idle descriptors now and borrowed ones when their reader is done."""
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._trim(0)
 
     @contextmanager
@@ -142,7 +128,7 @@ class FileReader:
 
     def _take(self, label: str) -> _Open:
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise ValueError(f"{label}: read from a checkpoint that is closed")
             opened = self._open.pop(label, None) or _Open(self._open_file(label))
             self._open[label] = opened  # now the most recently used
@@ -152,8 +138,8 @@ class FileReader:
     def _give_back(self, opened: _Open) -> None:
         with self._lock:
             opened.users -= 1
-            if self._closed or len(self._open) > self._keep_open:
-                self._trim(0 if self._closed else self._keep_open)
+            if self.closed or len(self._open) > self._keep_open:
+                self._trim(0 if self.closed else self._keep_open)
 
     def _trim(self, keep: int) -> None:
         for label, opened in list(self._open.items()):

@@ -14,16 +14,7 @@ from typing import Any
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import CheckpointError
 
-__all__ = [
-    "INDEX_SUFFIX",
-    "join_shards",
-    "member",
-    "read_config",
-    "read_index",
-    "read_json_object",
-    "shown",
-    "unique_keys",
-]
+__all__ = ["INDEX_SUFFIX", "join_shards", "member", "read_config", "read_index", "read_json_object", "shown"]
 
 INDEX_SUFFIX = ".index.json"
 MAX_JSON_BYTES = 200_000_000

@@ -61,12 +61,7 @@ class HubFile:
 class HubRepository(Source):
     """One pinned commit.
 
-    Args:
-        repo_id: `org/name`.
-        location: what the user called it.
-        commit: full commit hash, whatever branch was asked for.
-        files: name -> file, of the top folder and below.
-        cache_dir: cache of the hub library.
+    `commit` is the full hash, whatever branch was asked for; `files` are those of the top folder and below, by name.
     """
 
     cache_dir: Path
@@ -133,8 +128,7 @@ class HubRepository(Source):
         folder = self.directory
         for name in self.files:
             path = PurePosixPath(name)
-            is_template = str(path.parent) == "additional_chat_templates"
-            is_near = len(path.parts) == 1 or is_template
+            is_near = str(path.parent) in (".", "additional_chat_templates")
             if path.suffix in SIDECAR_SUFFIXES and not name.endswith(INDEX_SUFFIX) and is_near:
                 fetched = self.fetch(name)
                 folder = folder or fetched.parents[len(path.parts) - 1]
@@ -144,11 +138,8 @@ class HubRepository(Source):
         if length == 0:
             return b""
         url = hf_hub_url(self.repo_id, name, revision=self.commit, endpoint=constants.ENDPOINT)
-        headers = {
-            **build_hf_headers(),
-            "Range": f"bytes={offset}-{offset + length - 1}",
-            "Accept-Encoding": "identity",
-        }
+        span = f"bytes={offset}-{offset + length - 1}"
+        headers = {**build_hf_headers(), "Range": span, "Accept-Encoding": "identity"}
         out = bytearray()
         with explained(self.location), get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
             hf_raise_for_status(response)
@@ -190,10 +181,8 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
     if (home / "snapshots" / wanted).is_dir():
         return wanted
     reference = home / "refs" / wanted
-    if reference.is_file():
-        commit = reference.read_text().strip()
-        if (home / "snapshots" / commit).is_dir():
-            return commit
+    if reference.is_file() and (home / "snapshots" / (commit := reference.read_text().strip())).is_dir():
+        return commit
     cached = sorted(p.name for p in (home / "snapshots").glob("*")) if home.is_dir() else []
     has = f"cached commits: {', '.join(cached[:4])}" if cached else "nothing of it is cached"
     raise CheckpointError(

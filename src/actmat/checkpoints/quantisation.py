@@ -13,21 +13,16 @@ from actmat.checkpoints.base import TensorSpec
 
 __all__ = ["quantisation_problems"]
 
+NF4, FP4 = (f".quant_state.bitsandbytes__{code}" for code in ("nf4", "fp4"))
 SUFFIXES = {
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
-    ".g_idx": "GPTQ",
-    ".SCB": "bitsandbytes 8-bit",
-    ".absmax": "bitsandbytes 4-bit",
-    ".quant_map": "bitsandbytes 4-bit",
-    ".quant_state.bitsandbytes__nf4": "bitsandbytes 4-bit",
-    ".quant_state.bitsandbytes__fp4": "bitsandbytes 4-bit",
-    ".weight_scale": "fp8 or compressed-tensors",
-    ".weight_scale_inv": "fp8 with block scales",
-    ".weight_packed": "compressed-tensors",
-    ".weight_zero_point": "compressed-tensors",
-    "_blocks": "MXFP4",
-    "_scales": "MXFP4",
+    "GPTQ or AWQ": (".qweight", ".qzeros"),
+    "GPTQ": (".g_idx",),
+    "bitsandbytes 8-bit": (".SCB",),
+    "bitsandbytes 4-bit": (".absmax", ".quant_map", NF4, FP4),
+    "fp8 or compressed-tensors": (".weight_scale",),
+    "fp8 with block scales": (".weight_scale_inv",),
+    "compressed-tensors": (".weight_packed", ".weight_zero_point"),
+    "MXFP4": ("_blocks", "_scales"),
 }
 """Endings of tensor names that quantisers write. The last two count only as a pair of uint8 tensors."""
 
@@ -39,19 +34,14 @@ def quantisation_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
 
     Signs: a `quantization_config` in the config, names that quantisers write, float8 tensors.
     """
-    problems: list[str] = []
     declared = _declared(config)
-    if declared:
-        problems.append(f"config.json declares quantised weights ({declared}). {FIX}")
+    problems = [f"config.json declares quantised weights ({declared}). {FIX}"] if declared else []
     by_scheme: dict[str, list[str]] = {}
     for spec in specs.values():
-        scheme = _scheme(spec, specs)
-        if scheme:
-            by_scheme.setdefault(scheme, []).append(spec.name)
-    problems.extend(
-        f"{len(names)} tensors look quantised ({scheme}), such as {names[0]!r}. {FIX}"
-        for scheme, names in by_scheme.items()
-    )
+        by_scheme.setdefault(_scheme(spec, specs), []).append(spec.name)
+    by_scheme.pop("", None)
+    for scheme, names in by_scheme.items():
+        problems.append(f"{len(names)} tensors look quantised ({scheme}), such as {names[0]!r}. {FIX}")
     return problems
 
 
@@ -68,8 +58,8 @@ def _scheme(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
     """Name of the scheme that a tensor is a sign of; empty if none."""
     if spec.dtype.startswith("float8"):
         return spec.dtype
-    for suffix, scheme in SUFFIXES.items():
-        if spec.name.endswith(suffix):
+    for scheme, suffixes in SUFFIXES.items():
+        if spec.name.endswith(suffixes):
             return scheme if scheme != "MXFP4" or _is_mxfp4(spec, specs) else ""
     # bitsandbytes stores codes under the weight's name
     is_code = spec.dtype in ("int8", "uint8") and spec.name.endswith(".weight") and len(spec.shape) == 2

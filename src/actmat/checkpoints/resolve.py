@@ -60,16 +60,12 @@ def find_source(location: str | Path, *, cache_dir: str | Path | None = None) ->
     if hub_id is None or not hub_id["scheme"]:
         if path.exists():
             return LocalSource(path, text)
-        if hub_id is None or _is_misspelt_path(path):
+        # a missing `a/b` whose parent is a folder that exists is a path rather than a hub id
+        if hub_id is None or (path.parent != Path() and path.parent.is_dir()):
             raise _not_found(path, text)
     from actmat.checkpoints.hub import open_repository
 
     return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir)
-
-
-def _is_misspelt_path(path: Path) -> bool:
-    """True for a missing `a/b` whose parent is a folder that exists: a path rather than a hub id."""
-    return path.parent != Path() and path.parent.is_dir()
 
 
 def _not_found(path: Path, text: str) -> CheckpointError:

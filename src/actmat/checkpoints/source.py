@@ -1,4 +1,4 @@
-"""`Source`: the files of one location by name, wherever they are, and checkpoints in such files.
+"""`Source`: the files of one location by name, wherever they are; checkpoints in such files, and their formats.
 
 A location is a local folder, a local file, or a commit of a hub repository (`hub.HubRepository`). A format opens a
 checkpoint from a source without asking which of them it is.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX, member, read_config, read_index
 from actmat.errors import CheckpointError
 
-__all__ = ["LocalSource", "Source", "StoredCheckpoint"]
+__all__ = ["Format", "LocalSource", "Source", "StoredCheckpoint"]
 
 
 class Source(abc.ABC):
@@ -156,3 +157,13 @@ class StoredCheckpoint(Checkpoint):
     def handle(self) -> CheckpointHandle:
         """Address of the source, and the format."""
         return CheckpointHandle(self.source.address, self.format, self.location, str(self.source.cache_dir or ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Declaration of a format, one entry of `FORMATS`."""
+
+    name: str  # in handles
+    patterns: tuple[str, ...]  # its weight files as error messages list them, such as `*.safetensors`
+    claims: Callable[[Source], bool]  # true if `Source.weights` has files of this format, maybe among others
+    open: Callable[[Source], Checkpoint]  # the checkpoint in a source that is claimed; reads headers, no tensor

@@ -77,12 +77,8 @@ WHOLE: Mapping[str, str] = {
 def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | None, tower: Tower) -> TensorLayout:
     """Layout of a 2-D weight that is one or several linear maps.
 
-    Args:
-        owner: name of the layer (`qkv_proj`), or of the tensor itself where it is a bare parameter (`in_proj_weight`).
-        parameter: True for a bare parameter, False for a layer's `weight`.
-        shape: stored shape.
-        partner: stored shape of its partner layer (`PARTNERS`), if there is one.
-        tower: its part of the model.
+    `owner` is the name of the layer (`qkv_proj`), or of a bare parameter (`in_proj_weight`, with `parameter` True);
+    `partner` is the stored shape of its partner layer (`PARTNERS`), if there is one.
     """
     orientation, how = _orientation(owner, parameter, shape, partner, tower)
     rows, cols = shape if orientation == "OI" else shape[::-1]

@@ -1,19 +1,20 @@
-"""Resolve the layout of every tensor of a checkpoint from its headers and config."""
+"""Resolve the layout of every tensor of a checkpoint from its headers, its config and the user's overrides."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
 from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
 from actmat.layout.fused import PARTNERS, RECURRENT
-from actmat.layout.overrides import apply_overrides
+from actmat.layout.patterns import compile_pattern
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, ties_embeddings
-from actmat.layout.types import LayoutMap, Role, RoleOverride, TensorLayout
+from actmat.layout.types import Block, LayoutMap, Orientation, Role, RoleOverride, TensorLayout
 
 __all__ = ["resolve_layout"]
 
@@ -49,7 +50,7 @@ def resolve_layout(
         layouts[name] = decided[key]
     ties = find_ties(specs, config)
     _mark_tied_heads(layouts, ties, config)
-    apply_overrides(layouts, specs, overrides)
+    _apply_overrides(layouts, specs, overrides)
     return LayoutMap(layouts, ties, _family(config))
 
 
@@ -88,3 +89,100 @@ def _family(config: Mapping[str, Any] | None) -> str | None:
         if family in FAMILIES or family in PLAIN:
             return family
     return None
+
+
+_AXES: Mapping[Role, tuple[int, int | None]] = {
+    Role.LINEAR: (2, 2),
+    Role.FUSED_LINEAR: (2, 2),
+    Role.STACKED_EXPERTS: (3, 3),
+    Role.CONVOLUTION: (3, None),
+    Role.EMBEDDING: (1, None),
+    Role.VECTOR: (0, None),
+    Role.BUFFER: (0, None),
+}
+"""Role -> smallest and largest number of axes that a tensor of that role can have."""
+
+
+def _apply_overrides(
+    layouts: dict[str, TensorLayout], specs: Mapping[str, TensorSpec], overrides: Sequence[RoleOverride]
+) -> None:
+    """Replace, in place, the layout of every tensor that an override matches; the first that matches wins."""
+    if not overrides:
+        return
+    rules: list[tuple[Callable[[str], bool], RoleOverride]] = [(compile_pattern(o.match), o) for o in overrides]
+    used: set[int] = set()
+    problems: list[str] = []
+    for name, spec in specs.items():
+        for index, (matches, override) in enumerate(rules):
+            if not matches(name):
+                continue
+            used.add(index)
+            layout = _overridden(layouts[name], len(spec.shape), override)
+            problem = _misfit(layout, spec)
+            if problem:
+                problems.append(f"{name} ({' x '.join(map(str, spec.shape))}, {spec.dtype}): {problem}")
+            layouts[name] = layout
+            break
+    for index, (matches, override) in enumerate(rules):
+        if index not in used:
+            shadowed = any(matches(name) for name in specs)
+            why = "every tensor it matches is taken by an earlier override" if shadowed else "it matches no tensor"
+            problems.append(f"override {override.match!r}: {why}")
+    if problems:
+        raise RecipeError("The recipe's overrides of roles do not fit the tensors they match.", problems)
+
+
+def _overridden(layout: TensorLayout, axes: int, override: RoleOverride) -> TensorLayout:
+    role = override.role or layout.role
+    if override.role is None and override.blocks:
+        role = Role.STACKED_EXPERTS if axes == 3 else Role.FUSED_LINEAR
+    orientation: Orientation = override.orientation or (layout.orientation if role.is_matrix else "OI")
+    blocks: tuple[Block, ...] = override.blocks
+    keeps_rows = override.orientation in (None, layout.orientation)
+    if not blocks and keeps_rows and role is layout.role:
+        blocks = layout.blocks  # the override names the role or orientation that the tensor has anyway
+    return replace(layout, role=role, reason="set by the recipe", orientation=orientation, blocks=blocks)
+
+
+def _misfit(layout: TensorLayout, spec: TensorSpec) -> str | None:
+    """The reason why a layout does not fit a tensor, or None."""
+    axes = len(spec.shape)
+    least, most = _AXES[layout.role]
+    if not spec.is_floating and layout.role is not Role.BUFFER:
+        return f"{layout.role} needs floating-point entries; integers and booleans are buffers"
+    if axes < least or (most is not None and axes > most):
+        wanted = f"{least} axes" if most == least else f"at least {least} axes"
+        return f"{layout.role} needs {wanted}, this tensor has {axes}"
+    if not layout.role.is_matrix:
+        if layout.blocks:
+            return f"blocks make sense for linear maps only, not for {layout.role}"
+        return "only linear maps have an orientation" if layout.orientation == "IO" else None
+    if layout.role is Role.LINEAR and layout.blocks:
+        return f"a tensor with blocks is {Role.FUSED_LINEAR}, not {Role.LINEAR}"
+    if layout.role is Role.FUSED_LINEAR and not layout.blocks:
+        return f"{Role.FUSED_LINEAR} needs blocks: name the row range of each linear map"
+    rows = spec.shape[-2] if layout.orientation == "OI" else spec.shape[-1]
+    return _blocks_misfit(layout.blocks, rows) if layout.blocks else None
+
+
+def _blocks_misfit(blocks: Sequence[Block], rows: int) -> str | None:
+    """The reason why blocks do not share one grouping or do not cover its rows exactly once, or None."""
+    groups = {block.groups for block in blocks}
+    if len(groups) > 1:
+        return f"blocks disagree on the number of groups ({sorted(groups)})"
+    count = groups.pop()
+    if count < 1 or rows % count:
+        return f"{rows} rows do not divide into {count} groups"
+    per_group = rows // count
+    where = f"{per_group} rows" + (f" of each of the {count} groups" if count > 1 else " of the output axis")
+    end = 0
+    for block in sorted(blocks, key=lambda b: b.start):
+        if block.stop <= block.start:
+            return f"block {block.name!r} ({block.start}:{block.stop}) is empty"
+        if block.stop > per_group:
+            return f"block {block.name!r} ({block.start}:{block.stop}) reaches beyond the {where}"
+        if block.start != end:
+            found = f"block {block.name!r} starts at {block.start} where {end} is expected"
+            return f"{found}: the blocks must cover the {where} exactly once"
+        end = block.stop
+    return None if end == per_group else f"blocks end at {end}, but must cover the {where}"

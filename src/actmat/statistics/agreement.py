@@ -60,9 +60,9 @@ def agreement(
     differing, divergence, count = 0.0, [], 0
     with torch.no_grad(), evaluating(merged), evaluating(expert):
         for batch in batches:
-            mine, theirs = _predictions(merged, expert, batch, logits, mask)
-            number = len(mine)
-            if not number:
+            mine, theirs = (_predict(model, batch, logits) for model in (merged, expert))
+            mine, theirs = _counted(mine, theirs, batch, mask)
+            if not (number := len(mine)):
                 continue
             found = output_features(mine, theirs)
             if not math.isfinite(found["divergence"]):
@@ -78,15 +78,10 @@ def agreement(
     return Agreement(differing / count, math.fsum(divergence) / count, count)
 
 
-def _predictions(
-    merged: nn.Module,
-    expert: nn.Module,
-    batch: Batch,
-    logits: Callable[[Any], Tensor] | None,
-    mask: Callable[[Any], Tensor | None] | None,
+def _counted(
+    mine: Tensor, theirs: Tensor, batch: Batch, mask: Callable[[Any], Tensor | None] | None
 ) -> tuple[Tensor, Tensor]:
     """Logits of both models, `N C`, for the predictions of a batch that count."""
-    mine, theirs = (_predict(model, batch, logits) for model in (merged, expert))
     if mine.shape != theirs.shape:
         raise StatisticsError(
             f"The merged model predicts {tuple(mine.shape)}, the expert {tuple(theirs.shape)}: they must "

@@ -28,11 +28,9 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 
 def named_tensors(batch: Batch) -> dict[str, Tensor]:
     """Tensors of a batch; positional ones are named by their position."""
-    if isinstance(batch, Mapping):
-        pairs = list(batch.items())
-    else:
-        pairs = [(str(i), v) for i, v in enumerate([batch] if isinstance(batch, Tensor) else batch)]
-    return {k: v for k, v in pairs if isinstance(v, Tensor)}
+    if not isinstance(batch, Mapping):
+        batch = {str(i): v for i, v in enumerate([batch] if isinstance(batch, Tensor) else batch)}
+    return {k: v for k, v in batch.items() if isinstance(v, Tensor)}
 
 
 @contextlib.contextmanager

@@ -51,17 +51,12 @@ class Binding:
 
 
 def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | None = None) -> Binding:
-    """Find every parameter of a model in its checkpoint, compare and hash.
+    """Find every parameter of a model (with an adapter on it) in its checkpoint, compare and hash.
 
-    Args:
-        model: the model, in memory.
-        checkpoint: its checkpoint; None: the model is recorded under its own names.
-        adapter: the adapter on it.
-
-    Raises:
-        StatisticsError: parameters and stored tensors differ, or no parameter is found.
+    Without a checkpoint, the model is recorded under its own names.
     """
-    parameters = _model_parameters(model)
+    own = [(n, p) for n, p in model.named_parameters() if not any(part in f".{n}" for part in _ADAPTER_PARTS)]
+    parameters: dict[str, Tensor] = {_clean_name(n): p for n, p in own}  # tied ones once
     if checkpoint is None:
         hashes = {n: content_hash(p) for n, p in parameters.items()}
         located = {n: Located(tuple(p.shape), (Slice(n),)) for n, p in parameters.items()}
@@ -86,15 +81,6 @@ def adapter_content(adapter: Adapter) -> str:
     """Content hash of an adapter's state: its tensors and the scaling that its config gives them."""
     scales = {f"{m.name} scaling": f"{m.scaling!r}" for m in adapter.modules.values()}
     return hash_names([*adapter.hashes.items(), *scales.items()])
-
-
-def _model_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters of the model without its adapter's, tied ones once, under the names that they have without PEFT."""
-    return {
-        _clean_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if not any(part in f".{name}" for part in _ADAPTER_PARTS)
-    }
 
 
 def _clean_name(name: str) -> str:

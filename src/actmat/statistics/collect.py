@@ -31,7 +31,7 @@ __all__ = ["Collected", "collect"]
 class Collected:
     """Statistics in memory."""
 
-    header: Header  # metadata
+    header: Header
     tensors: Mapping[str, Callable[[], Tensor]]  # stored tensor -> function that computes its values
     specs: list[TensorSpec]  # the stored tensors
 
@@ -83,9 +83,8 @@ def collect(
         with contextlib.ExitStack() as stack:
             started = []
             for kind in kinds:
-                accumulator = kind.start(run)
-                stack.callback(accumulator.close)
-                started.append((kind, accumulator))
+                started.append((kind, kind.start(run)))
+                stack.callback(started[-1][1].close)
             for batch in batches:
                 seen.add(batch)
                 for _, accumulator in started:
@@ -126,7 +125,6 @@ def _named_checkpoint(model: nn.Module) -> str | None:
 
 
 def _check_no_adapter(model: nn.Module) -> None:
-    """Check that PEFT put no adapter on the model."""
     if isinstance(getattr(model, "peft_config", None), dict):
         active = getattr(model, "active_adapter", None)
         raise StatisticsError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +26,11 @@ def merge_statistics(
 ) -> Header:
     """Write the statistics of all batches together, and return their header.
 
-    Args:
-        inputs: statistics of the same model (and the same adapter state), of different data.
-        out: folder to write.
-        dtype: of the stored sums; default: the widest of the inputs.
-        overwrite: replace earlier statistics there.
+    The inputs are of the same model (and the same adapter state), of different data. The stored sums have the `dtype`
+    given, else the widest of the inputs.
 
     Raises:
         StatisticsError: they are of different models or layers, or of the same data; all problems.
-        OutputError: it cannot be written there.
     """
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(open_statistics(p)) for p in inputs]
@@ -55,9 +52,9 @@ def _totals(opened: Sequence[Statistics], specs: Mapping[str, TensorSpec]) -> Ca
     """Stored tensor -> its sum over all files that have it."""
 
     def total(name: str) -> Tensor:
-        parts = [f.raw(name) for f in opened if name in f.specs]
-        value = parts[0].to(torch.int64 if specs[name].dtype == "int64" else torch.float64, copy=True)
-        for part in parts[1:]:
+        first, *others = (f.raw(name) for f in opened if name in f.specs)
+        value = first.to(torch.int64 if specs[name].dtype == "int64" else torch.float64, copy=True)
+        for part in others:
             value += part
         return value.to(torch_dtype(specs[name].dtype))
 
@@ -110,9 +107,6 @@ def _specs(opened: Sequence[Statistics], dtype: str) -> dict[str, TensorSpec]:
 
 
 def _header(headers: Sequence[Header], hashes: Mapping[str, str]) -> Header:
-    common = {
-        "data": [d for h in headers for d in h.data],
-        "samples": sum(h.samples for h in headers),
-        "tokens": sum(h.tokens for h in headers),
-    }
+    common: dict[str, Any] = {name: sum(getattr(h, name) for h in headers) for name in ("samples", "tokens")}
+    common["data"] = [d for h in headers for d in h.data]
     return headers[0].model_copy(update=common | added_fields(k.add_up(headers, hashes) for k in KINDS.values()))

@@ -36,8 +36,8 @@ class DataOptions:
     location: str  # file, folder or hub id
     split: str = "train"  # of a data set on the hub, or of a folder of images
     subset: str | None = None  # configuration of a data set on the hub
-    text_column: str | None = None
-    image_column: str | None = None
+    text_column: str | None = None  # default: found by name
+    image_column: str | None = None  # default: found by name
     target_column: str | None = None  # column of texts for the decoder of an encoder-decoder model
     label_column: str | None = None  # column of class labels, for the Fisher with given labels
     batch_size: int = 8  # samples in a batch
@@ -161,9 +161,7 @@ class _Encoder:
     def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """Keyword arguments that the model has parameters for."""
         options = self._options
-        out: dict[str, Tensor] = {}
-        if self._tokenizer is not None:
-            out |= self._text(rows)
+        out = {} if self._tokenizer is None else self._text(rows)
         if self._processor is not None:
             images = _column(rows, options.image_column, IMAGE_COLUMNS, None, "image", options.location)
             pixels = self._processor([i.convert("RGB") for i in images], return_tensors="pt")
@@ -174,8 +172,7 @@ class _Encoder:
 
     def _text(self, rows: list[Row]) -> dict[str, Tensor]:
         options = self._options
-        texts = _column(rows, options.text_column, TEXT_COLUMNS, str, "text", options.location)
-        out = _tokens(self._tokenizer, texts, options.max_length)
+        out = _tokens(self._tokenizer, rows, options, options.text_column, "text")
         if getattr(self._model.config, "is_encoder_decoder", False):
             out |= _decoder_inputs(self._model, self._tokenizer, rows, options)
         elif self._labels and options.label_column is None and "labels" in self._known:
@@ -183,8 +180,9 @@ class _Encoder:
         return out
 
 
-def _tokens(tokenizer: Any, texts: list[str], max_length: int) -> dict[str, Tensor]:
-    limit = min(max_length, tokenizer.model_max_length)
+def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str | None, what: str) -> dict[str, Tensor]:
+    texts = _column(rows, column, TEXT_COLUMNS if what == "text" else (), str, what, options.location)
+    limit = min(options.max_length, tokenizer.model_max_length)
     found = tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
     return {k: v for k, v in found.items() if isinstance(v, Tensor)}
 
@@ -195,8 +193,7 @@ def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOp
     if options.target_column is None:
         first = torch.full((len(rows), 1), start)
         return {"decoder_input_ids": first, "decoder_attention_mask": torch.ones_like(first)}
-    texts = _column(rows, options.target_column, (), str, "target", options.location)
-    found = _tokens(tokenizer, texts, options.max_length)
+    found = _tokens(tokenizer, rows, options, options.target_column, "target")
     ids, mask = found["input_ids"], found["attention_mask"]
     shifted = torch.cat([torch.full((len(rows), 1), start), ids[:, :-1]], dim=1)
     seen = torch.cat([torch.ones(len(rows), 1, dtype=mask.dtype), mask[:, :-1]], dim=1)
@@ -205,12 +202,11 @@ def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOp
 
 def _start_token(model: Any) -> int:
     """First token of a decoder, from the model's configs."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        for name in ("decoder_start_token_id", "bos_token_id"):
-            if isinstance(found := getattr(config, name, None), int):
-                return found
-    if isinstance(found := getattr(model.config, "pad_token_id", None), int):
-        return found  # the start token of T5
+    configs = (getattr(model, "generation_config", None), model.config)
+    named = [(config, name) for config in configs for name in ("decoder_start_token_id", "bos_token_id")]
+    for config, name in [*named, (model.config, "pad_token_id")]:  # the last is the start token of T5
+        if isinstance(found := getattr(config, name, None), int):
+            return found
     raise StatisticsError(f"{type(model).__name__}: its config names no token for the decoder to start with")
 
 

@@ -13,19 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actmat.errors import StatisticsError
 
-__all__ = [
-    "FILE_NAME",
-    "METADATA_KEY",
-    "AdapterInfo",
-    "DataInfo",
-    "GramInfo",
-    "GramOf",
-    "Header",
-    "ModelInfo",
-    "SumInfo",
-    "describe",
-    "parse_header",
-]
+__all__ = ["FILE_NAME", "METADATA_KEY", "DataInfo", "GramInfo", "Header", "ModelInfo", "describe", "parse_header"]
 
 FILE_NAME = "statistics.safetensors"
 METADATA_KEY = "actmat_statistics"

@@ -47,14 +47,10 @@ def load_model(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Loaded:
-    """Load a model for measuring; a model with parameters that the checkpoint lacks is refused.
+    """Load a model, or an adapter on its `base` (default: the one that its config names), for measuring.
 
-    Args:
-        location: folder or hub id `org/name[@revision]` of a checkpoint, or of an adapter.
-        base: the checkpoint under an adapter; default: the one that its config names.
-        model_class: a class of transformers, such as `AutoModelForCausalLM`; default: the config's architecture.
-        dtype: dtype of the parameters.
-        device: device of the model.
+    `model_class` is a class of transformers, such as `AutoModelForCausalLM`; default: the config's architecture. A
+    model with parameters that the checkpoint lacks is refused.
     """
     adapter = location if is_adapter(location) else None
     checkpoint = location
@@ -124,6 +120,4 @@ def _local(location: str) -> tuple[str, dict[str, str]]:
 def _files(adapter: str | None, checkpoint: str) -> str:
     """Location of tokenizer and image processor."""
     names = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
-    if adapter is not None and Path(adapter).is_dir() and any((Path(adapter) / n).is_file() for n in names):
-        return adapter
-    return checkpoint
+    return adapter if adapter is not None and any((Path(adapter) / n).is_file() for n in names) else checkpoint

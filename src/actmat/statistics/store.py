@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -30,14 +31,10 @@ from actmat.statistics.kinds.base import Mean
 __all__ = ["Mean", "Statistics", "check_output", "open_statistics", "write_statistics"]
 
 
-class Statistics:
+class Statistics(AbstractContextManager["Statistics"]):
     """An open statistics file. Thread-safe for reading. Use as a context manager.
 
     Reading raises `StatisticsError` where the bytes are not those that were written.
-
-    Args:
-        location: the user's name for it, for messages.
-        path: the file.
     """
 
     def __init__(self, location: str, path: Path) -> None:
@@ -104,12 +101,7 @@ class Statistics:
         """Release the file."""
         self._reader.close()
 
-    def __enter__(self) -> Statistics:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -150,14 +142,9 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 def write_statistics(
     out: Path, header: Header, specs: list[TensorSpec], read: Callable[[str], Tensor], *, overwrite: bool = False
 ) -> None:
-    """Write a statistics file; the folder appears whole or not at all.
+    """Write a statistics file; the folder `out` appears whole or not at all.
 
-    Args:
-        out: folder to make.
-        header: metadata, with the hashes of all tensors.
-        specs: stored tensors, in order.
-        read: name -> its values, called once per tensor.
-        overwrite: replace earlier statistics there.
+    The header has the hashes of all tensors; `read` computes the values of a tensor, and is called once for each.
     """
     check_output(out, overwrite=overwrite)
     text = header.model_dump_json(exclude_defaults=True)

@@ -6,10 +6,9 @@ from pathlib import PurePath
 
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
 from actmat.checkpoints.folder import INDEX_SUFFIX
-from actmat.checkpoints.formats.contract import Format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
-from actmat.checkpoints.source import Source
+from actmat.checkpoints.source import Format, Source
 from actmat.errors import CheckpointError
 
 __all__ = ["FORMATS", "find_format", "format_named"]
@@ -29,11 +28,10 @@ def find_format(source: Source) -> Format:
 
 def format_named(name: str) -> Format:
     """The format of that name."""
-    for candidate in FORMATS:
-        if candidate.name == name:
-            return candidate
-    known = ", ".join(f.name for f in FORMATS)
-    raise CheckpointError(f"expected a handle of one of the formats {known}, found {name!r}")
+    known = {candidate.name: candidate for candidate in FORMATS}
+    if name not in known:
+        raise CheckpointError(f"expected a handle of one of the formats {', '.join(known)}, found {name!r}")
+    return known[name]
 
 
 def _unclaimed_file(name: str, location: str) -> CheckpointError:

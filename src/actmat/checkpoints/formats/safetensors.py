@@ -27,10 +27,9 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
-from actmat.checkpoints.formats.contract import Format
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
-from actmat.checkpoints.source import Source, StoredCheckpoint
+from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 
 __all__ = ["INDEX_NAME", "SAFETENSORS", "SINGLE_NAME", "SafetensorsCheckpoint"]

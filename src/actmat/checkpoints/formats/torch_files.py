@@ -25,9 +25,8 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
-from actmat.checkpoints.formats.contract import Format
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
-from actmat.checkpoints.source import Source, StoredCheckpoint
+from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 
 __all__ = ["DAMAGED", "TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint"]
@@ -95,10 +94,6 @@ def _torch_names(source: Source) -> list[str]:
     return [name for name in source.weights if name.endswith((*TORCH_SUFFIXES, BIN_INDEX_SUFFIX))]
 
 
-def _claims(source: Source) -> bool:
-    return bool(_torch_names(source))
-
-
 def _open(source: Source) -> TorchCheckpoint:
     """Open the named file, else the main file of the source, with the shards that an index names."""
     name = source.named or _main_file(_torch_names(source), source.location)
@@ -108,7 +103,9 @@ def _open(source: Source) -> TorchCheckpoint:
     return TorchCheckpoint(source, sorted(set(weight_map.values())), weight_map)
 
 
-TORCH_FILES = Format(TorchCheckpoint.format, (BIN_NAME, "*.pt", "*.pth"), _claims, _open)
+TORCH_FILES = Format(
+    TorchCheckpoint.format, (BIN_NAME, "*.pt", "*.pth"), claims=lambda source: bool(_torch_names(source)), open=_open
+)
 
 
 def _main_file(found: Sequence[str], location: str) -> str:

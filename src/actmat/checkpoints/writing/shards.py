@@ -77,11 +77,8 @@ def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) 
     position = 0
     starts: dict[str, int] = {}
     for spec in ordered:
-        entries[spec.name] = {
-            "dtype": DTYPES[spec.dtype][1],
-            "shape": list(spec.shape),
-            "data_offsets": [position, position + spec.nbytes],
-        }
+        offsets = [position, position + spec.nbytes]
+        entries[spec.name] = {"dtype": DTYPES[spec.dtype][1], "shape": list(spec.shape), "data_offsets": offsets}
         starts[spec.name] = position
         position += spec.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()

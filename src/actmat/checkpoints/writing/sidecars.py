@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +14,19 @@ __all__ = ["copy_sidecars"]
 CONFIG_PATTERNS = ("config.json", "*.py")
 """Files of the architecture, always from the base, whose tensors the output has. Code is copied, never run."""
 
-PATTERNS = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "*.tiktoken",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "feature_extractor_config.json",
-)
+PATTERNS = """
+generation_config.json tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt spiece.model *.tiktoken
+chat_template* preprocessor_config.json processor_config.json image_processor_config.json
+video_preprocessor_config.json feature_extractor_config.json
+"""
 
 
-def list_sidecars(directory: Path | None, patterns: tuple[str, ...]) -> list[Path]:
+def list_sidecars(directory: Path | None, patterns: Sequence[str]) -> list[Path]:
     """Plain files in `directory` that match, sorted; none for a checkpoint without a directory."""
     if directory is None or not directory.is_dir():
         return []
-    return sorted(
-        p for p in directory.iterdir() if p.is_file() and any(fnmatch.fnmatchcase(p.name, x) for x in patterns)
-    )
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    return [path for path in files if any(fnmatch.fnmatchcase(path.name, p) for p in patterns)]
 
 
 def copy_sidecars(base: Path | None, files_from: Path | None, out: Path, dtype: str | None) -> list[str]:
@@ -46,7 +35,7 @@ def copy_sidecars(base: Path | None, files_from: Path | None, out: Path, dtype: 
     An output dtype is written to `config.json`, so that loaders allocate the stored dtype.
     """
     copied = []
-    for path in [*list_sidecars(base, CONFIG_PATTERNS), *list_sidecars(files_from, PATTERNS)]:
+    for path in [*list_sidecars(base, CONFIG_PATTERNS), *list_sidecars(files_from, PATTERNS.split())]:
         target = out / path.name
         if path.name == "config.json" and dtype is not None:
             config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -112,10 +112,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 class Staging:
     """The partial directory of one output: lock, journal, final rename.
 
-    Args:
-        out: the final directory.
-        fingerprint: of the plan; only a journal with the same fingerprint is resumed.
-        overwrite: replace an earlier output of actmat at `out`.
+    Only a journal with the same fingerprint (of the plan) is resumed.
     """
 
     def __init__(self, out: Path, fingerprint: str, *, overwrite: bool = False) -> None:

@@ -45,13 +45,10 @@ class TensorSink:
 
 
 class ShardWriter:
-    """The open shard files of one output directory, which exists (the partial one).
+    """The open shard files of one output directory, which exists; files with the right size and header are kept.
 
-    Args:
-        directory: the output directory.
-        shards: from `plan_shards`; files that already have the right size and header are kept.
-        durable: flush to disk in the background while tensors are written and wait for the disk in `finish`, so that
-            a power failure after the final rename cannot leave gaps in a model that looks finished.
+    `durable` flushes to disk in the background while tensors are written and waits for the disk in `finish`, so that a
+    power failure after the final rename cannot leave gaps in a model that looks finished.
     """
 
     def __init__(self, directory: Path, shards: Sequence[Shard], *, durable: bool = True) -> None:

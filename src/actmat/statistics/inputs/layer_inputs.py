@@ -11,11 +11,9 @@ from torch import nn
 
 from actmat.statistics.batches import Batch, call_model, named_tensors
 from actmat.statistics.binding import Binding
-from actmat.statistics.inputs.linear_maps import LinearMap
-from actmat.statistics.inputs.masks import Scope, Scopes
+from actmat.statistics.inputs.masks import RoutedTokens, Scope, Scopes
 from actmat.statistics.inputs.observer import Observer
-from actmat.statistics.inputs.routed import RoutedTokens
-from actmat.statistics.inputs.sums import InputSums, S
+from actmat.statistics.inputs.sums import InputSums, LinearMap, S
 from actmat.statistics.settings import TokenMask
 
 __all__ = ["LayerInputs", "NamedSum"]
@@ -26,20 +24,16 @@ class NamedSum(Generic[S]):
     """A sum over the inputs of some layers."""
 
     key: str  # name of the first stored tensor that reads the input, made unique
-    sum: S  # the sum
+    sum: S
     parameter: str  # the parameter that reads the input, by its name in memory
     readers: tuple[LinearMap, ...]  # all linear maps that read it, by the names of stored tensors
 
 
 class LayerInputs(Generic[S]):
-    """Sums over the inputs of the layers of a model; padding is left out.
+    """Sums, each made by `make(width, groups)`, over the inputs of the layers of a model; padding is left out.
 
-    Args:
-        model: the model; hooks are put on it until `close`.
-        binding: its parameters and their names on disk.
-        make: `(width, groups) -> sum`.
-        share: recognise inputs that several layers read.
-        mask: mask of a batch, for models whose calls do not carry one.
+    Hooks are put on the model until `close`. `share` recognises inputs that several layers read; `mask` gives the mask
+    of a batch, for models whose calls do not carry one.
 
     Attributes:
         tokens: stack of experts -> tokens that came to its router.
@@ -106,12 +100,10 @@ class LayerInputs(Generic[S]):
         refused = self._refused()
         out: dict[str, str] = {}
         for name, parameter in self._binding.parameters.items():
-            if parameter.ndim < 2 or name in self.counts:
-                continue
-            for piece in self._binding.located[name].slices:
+            pieces = self._binding.located[name].slices if parameter.ndim >= 2 and name not in self.counts else ()
+            for piece in pieces:
                 if piece.name not in present:
-                    routed = piece.index is not None
-                    why = "no token of the data was routed to it" if routed else "no input of it was seen"
+                    why = "no input of it was seen" if piece.index is None else "no token of the data was routed to it"
                     out[piece.name] = refused.get(name, why)
         return out
 

@@ -5,13 +5,15 @@ slices of a stacked parameter, `x @ self.proj`. `nn.MultiheadAttention` passes a
 inputs of q, k and v are its arguments; its output projection is replaced by the identity there and computed afterwards,
 so that its input can be observed.
 
-Shapes: `B` samples, `C` channels, `G` groups, `I` in_features, `L` and `S` positions, `N` rows.
+Shapes: `B` samples, `C` channels, `G` groups, `k` kernel, `I` in_features (`(C / G) prod(k)` of a convolution), `L` and
+`S` positions, `N` rows.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from actmat.statistics.inputs.linear_maps import LinearMap, ParameterIndex
 from actmat.statistics.inputs.masks import Scope, Scopes, identity, real_keys, real_rows
-from actmat.statistics.inputs.sums import Input, InputSums
-from actmat.statistics.inputs.unfold import unfold
+from actmat.statistics.inputs.sums import Input, InputSums, LinearMap, ParameterIndex
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "unfold"]
 
 _ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 
@@ -184,3 +184,39 @@ class Observer(TorchFunctionMode):
         if key not in self._eyes:
             self._eyes[key] = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
         return self._eyes[key]
+
+
+def unfold(
+    input: Tensor, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any, groups: int
+) -> tuple[Callable[[], Tensor], torch.Size]:
+    """Patches under the kernel as rows `N I`, or `N G I`, in the order of `weight.flatten(1)`.
+
+    The input is `B C *spatial`; stride, padding ("same" and "valid" too) and dilation are as for `functional.conv2d`.
+    The result is a function that computes the rows, and their leading shape `B *positions`.
+    """
+    n_axes = len(kernel)
+    strides, dilations = _each(stride, n_axes), _each(dilation, n_axes)
+    spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
+    if padding == "same":
+        before = [(s - 1) // 2 for s in spans]
+        pads = list(zip(before, [s - 1 - b for s, b in zip(spans, before, strict=True)], strict=True))
+    else:
+        pads = [(p, p) for p in _each(0 if padding == "valid" else padding, n_axes)]
+    sizes = [n + a + b for n, (a, b) in zip(input.shape[2:], pads, strict=True)]
+    positions = [(n - s) // t + 1 for n, s, t in zip(sizes, spans, strides, strict=True)]
+
+    def patches() -> Tensor:
+        value = functional.pad(input, [n for pair in reversed(pads) for n in pair])
+        for axis, (span, step, gap) in enumerate(zip(spans, strides, dilations, strict=True)):
+            value = value.unfold(2 + axis, span, step)[..., ::gap]
+        width = input.shape[1] // groups
+        value = value.reshape(input.shape[0], groups, width, *positions, *kernel)
+        order = [0, *range(3, 3 + n_axes), 1, 2, *range(3 + n_axes, 3 + 2 * n_axes)]
+        rows = value.permute(order).reshape(-1, groups, width * math.prod(kernel))
+        return rows.squeeze(1) if groups == 1 else rows
+
+    return patches, torch.Size([input.shape[0], *positions])
+
+
+def _each(value: Any, n: int) -> list[int]:
+    return [int(v) for v in value] * (n if len(value) == 1 else 1) if isinstance(value, Sequence) else [int(value)] * n

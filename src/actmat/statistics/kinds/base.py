@@ -124,10 +124,7 @@ B = TypeVar("B", bound=_Summing)
 class SumKind(Kind[B]):
     """A kind that stores one sum per tensor of the checkpoint.
 
-    Args:
-        name: its name.
-        start: makes the accumulator, which has `add`, `close` and `totals`.
-        noun: the name in summaries; default: `name`.
+    `start` makes the accumulator, which has `add`, `close` and `totals`; `noun` is the name in summaries.
     """
 
     def __init__(self, name: str, start: Callable[[Run], B], noun: str = "") -> None:

@@ -40,13 +40,10 @@ def packed_size(width: int) -> int:
 
 
 class GramSum:
-    """A running `sum z z^T`, always in float64.
+    """A running `sum z z^T` of width `I`, always in float64.
 
-    Args:
-        width: `I`.
-        groups: number of independent sums (a convolution's groups); rows then have the shape `N G I`.
-        dtype: of the products, float32 or float64.
-        device: device of the sums.
+    `groups` (a convolution's) is the number of independent sums; rows then have the shape `N G I`. The products are in
+    `dtype`, float32 or float64.
     """
 
     def __init__(
@@ -127,9 +124,8 @@ class _Gram(Kind[LayerInputs[GramSum]]):
             shape = _packed_shape(total.width, total.groups)
             digest = out.add(f"gram.{named.key}", shape, partial(total.packed, dtype))
             stack = named.parameter if named.parameter in measured.tokens else None
-            grams[named.key] = GramInfo(
-                width=total.width, groups=total.groups, rows=total.rows, stack=stack, hash=digest
-            )
+            size = {"width": total.width, "groups": total.groups, "rows": total.rows}
+            grams[named.key] = GramInfo(**size, stack=stack, hash=digest)
             for r in named.readers:
                 rows = None if r.rows is None else list(r.rows)
                 places.setdefault(r.parameter, []).append(GramOf(gram=named.key, expert=r.expert, rows=rows))
