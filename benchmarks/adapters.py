@@ -261,7 +261,7 @@ def real(folder: Path, dense: Sequence[str] = DENSE) -> list[dict[str, Any]]:
                         "method": method,
                         "form": "low rank" if all(m.form == "factored" for m in report.plan.modules) else "dense",
                         "modules": len(stats),
-                        "rank": max(m.rank for m in report.plan.modules),
+                        "rank": max(m.pair.rank for m in report.plan.modules),
                         "written_b": (out / "adapter_model.safetensors").stat().st_size,
                         "merge_s": seconds,
                         "planned_b": report.plan.peak_bytes(2),

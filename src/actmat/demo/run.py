@@ -115,9 +115,25 @@ def run_demo(
             rows = _evaluate(folder, chosen, data, heads, bars, threads)
         laps.append(time.perf_counter())
 
+    result = _result(folder, seed, settings, split, rows, left_out, laps)
+    folder.results.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    _show(result, folder, console)
+    return result
+
+
+def _result(
+    folder: DemoFolder,
+    seed: int,
+    settings: DemoSettings,
+    split: Split,
+    rows: list[Row],
+    left_out: Mapping[str, str],
+    laps: Sequence[float],
+) -> DemoResult:
+    """All numbers of a run; `laps`: seconds at the start and after each phase."""
     phases = zip(("base", "experts", "merges", "evaluation"), laps, laps[1:], strict=False)
     libraries = {name: version(name) for name in ("torch", "scikit-learn", "safetensors")}
-    result = DemoResult(
+    return DemoResult(
         out=folder.root,
         seed=seed,
         settings=asdict(settings),
@@ -128,9 +144,6 @@ def run_demo(
         versions={"actmat": __version__, "python": platform.python_version(), **libraries},
         seconds={phase: round(end - start, 2) for phase, start, end in phases},
     )
-    folder.results.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
-    _show(result, folder, console)
-    return result
 
 
 def load_data(settings: DemoSettings, seed: int) -> tuple[Split, dict[str, TaskData]]:
