@@ -103,4 +103,5 @@ def _rows(head: list[str], rows: list[list[str]]) -> None:
         table = plain_table(*head, numbers=head[1:] if len(head) != 3 else ())
         for row in rows:
             table.add_row(*map(escape, row))
-        console.print(table, end="\n\n")
+        console.print(table)
+        console.print()
