@@ -391,3 +391,25 @@ def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypa
                 found.append(result.unit.name)
     assert len(began) == 2
     assert found == began[1:]
+@pytest.mark.parametrize(
+    ("stored", "dtype", "settings"),
+    [
+        ("float32", "float32", {"method": "task_arithmetic", "options": {"scaling": 1.0}}),
+        ("bfloat16", "bfloat16", {"method": "task_arithmetic", "options": {"scaling": 1.0}}),
+        ("float32", "bfloat16", {"method": "average"}),
+        ("float32", "float32", {"method": "average", "scale": 3e38}),
+        ("float32", "float32", {"method": "model_stock", "scale": 3e38}),
+        ("float32", "float32", {"method": "actmat", "scale": 3e38}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["method"],
+)
+def test_no_infinity_is_written(family: Family, stored: str, dtype: str, settings: dict[str, Any]) -> None:
+    """A sum, a scale, a cast: whatever takes finite entries out of range stops the merge."""
+    largest = 3.4e38 if dtype != stored else 3.3e38
+    for folder, value in ((family.base, 3e38), *((e, largest) for e in family.experts)):
+        family.change(folder, lambda t: t.update({n: x.to(getattr(torch, stored)) for n, x in t.items()}))
+        value = (0.0 if folder == family.base else 40.0) if "scale" in settings else value
+        family.change(folder, lambda t, v=value: t[Q0][0].fill_(v))  # type: ignore[misc]
+    with pytest.raises(NumericalError, match=f"has values beyond {dtype}'s range"):
+        merge(family, dtype=dtype, scope="all", **settings)
+    assert not family.out.exists()

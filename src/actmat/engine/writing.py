@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,36 +31,46 @@ def write_part(
             merged = reader.scratch.merged.take(chunk.numel(), reader.compute_dtype)
             wide, change = reader.wide_base(part.start + low, chunk), delta[low : low + CHUNK].to("cpu")
             chunk = torch.add(wide, change, alpha=task.call.scale, out=merged)
-        write_chunk(task, chunk, reader)
+        write_chunk(task, chunk, base_raw[low : low + CHUNK], reader)
 
 
-def write_chunk(task: Task, chunk: Tensor, reader: TensorReader) -> None:
-    """Cast and write one chunk.
+def write_chunk(task: Task, chunk: Tensor, base_raw: Tensor, reader: TensorReader) -> None:
+    """Cast, check and write one chunk.
+
+    Args:
+        chunk: merged entries.
+        base_raw: the same entries of the base, as stored.
 
     Raises:
         NumericalError: from `check_range`.
     """
     out_dtype = torch_dtype(task.item.out_dtype)
+    cast = chunk
     if chunk.dtype != out_dtype:
         cast = reader.scratch.cast.take(chunk.numel(), out_dtype).copy_(chunk)
-        check_range(task.item, chunk, cast)
-        chunk = cast
-    task.sink.write(raw_bytes(chunk))
+    # a sum is finite only if every entry is (or it overflows): one pass in the cache, an exact one only then
+    if out_dtype.is_floating_point and not math.isfinite(float(cast.sum())):
+        check_range(task.item, chunk, cast, base_raw)
+    task.sink.write(raw_bytes(cast))
 
 
-def check_range(item: Item, value: Tensor, cast: Tensor) -> None:
-    """Refuse finite entries that became infinite; entries that were not finite (a mask of -inf) may stay so.
+def check_range(item: Item, value: Tensor, cast: Tensor, base_raw: Tensor) -> None:
+    """Refuse entries that are not finite where the base's are; a mask of -inf in the base may stay one.
+
+    Args:
+        value: merged entries; `cast`: the same in the output dtype.
 
     Raises:
-        NumericalError: they did.
+        NumericalError: there are some.
     """
-    narrower = cast.dtype == torch.float16 or value.dtype == torch.float64
-    if not narrower or bool(torch.isfinite(cast).all()):
+    lost = torch.isfinite(base_raw) & ~torch.isfinite(cast)
+    if not bool(lost.any()):
         return
-    lost = torch.isfinite(value) & ~torch.isfinite(cast)
-    if bool(lost.any()):
-        how = f"after merging with '{item.call.method}'" if item.call else "in the base"
-        raise NumericalError(
-            f"tensor '{item.name}' has values beyond {item.out_dtype}'s range ({torch.finfo(cast.dtype).max:g}) {how}, "
-            f"such as {float(value[lost][0]):g}; write with --dtype bfloat16 or float32, or lower the scale"
-        )
+    largest = f"{item.out_dtype}'s range ({torch.finfo(cast.dtype).max:g})"
+    how = f"after merging with '{item.call.method}'" if item.call else "in the base"
+    found = float(value[lost][0])
+    such = f", such as {found:g}" if math.isfinite(found) else ""
+    wider = "bfloat16 or float32" if cast.dtype == torch.float16 else "float64"
+    raise NumericalError(
+        f"tensor '{item.name}' has values beyond {largest} {how}{such}; write with --dtype {wider}, or lower the scale"
+    )
