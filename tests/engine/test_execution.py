@@ -391,6 +391,8 @@ def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypa
                 found.append(result.unit.name)
     assert len(began) == 2
     assert found == began[1:]
+
+
 @pytest.mark.parametrize(
     ("stored", "dtype", "settings"),
     [
