@@ -12,10 +12,11 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.task import Task
 from actmat.errors import NumericalError
+from actmat.layout.classify import is_variance
 from actmat.plan.model import Item
 from actmat.plan.parts import CHUNK, Part
 
-__all__ = ["check_range", "write_chunk", "write_part"]
+__all__ = ["check_range", "check_sign", "write_chunk", "write_part"]
 
 
 def write_part(
@@ -42,7 +43,7 @@ def write_chunk(task: Task, chunk: Tensor, base_raw: Tensor, reader: TensorReade
         base_raw: the same entries of the base, as stored.
 
     Raises:
-        NumericalError: from `check_range`.
+        NumericalError: from `check_range` and `check_sign`.
     """
     out_dtype = torch_dtype(task.item.out_dtype)
     cast = chunk
@@ -51,6 +52,8 @@ def write_chunk(task: Task, chunk: Tensor, base_raw: Tensor, reader: TensorReade
     # a sum is finite only if every entry is (or it overflows): one pass in the cache, an exact one only then
     if out_dtype.is_floating_point and not math.isfinite(float(cast.sum())):
         check_range(task.item, chunk, cast, base_raw)
+    if is_variance(task.item.name):
+        check_sign(task.item, cast, base_raw)
     task.sink.write(raw_bytes(cast))
 
 
@@ -74,3 +77,18 @@ def check_range(item: Item, value: Tensor, cast: Tensor, base_raw: Tensor) -> No
     raise NumericalError(
         f"tensor '{item.name}' has values beyond {largest} {how}{such}; write with --dtype {wider}, or lower the scale"
     )
+
+
+def check_sign(item: Item, cast: Tensor, base_raw: Tensor) -> None:
+    """Refuse variances that are negative where the base's are not.
+
+    Raises:
+        NumericalError: there are some.
+    """
+    lost = (cast < 0) & (base_raw >= 0)
+    if bool(lost.any()):
+        how = f"after merging with '{item.call.method}'" if item.call else "in the base"
+        raise NumericalError(
+            f"tensor '{item.name}' holds variances, expected to be 0 or more, and has {float(cast[lost][0]):g} {how}; "
+            "merge it with 'average' and weights of 0 or more, or keep the base's (--keep '*running_var')"
+        )
