@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.errors import AlignmentError, RecipeError
+from actmat.errors import AlignmentError, NumericalError, RecipeError
 from actmat.methods import MergeMethod, Survey, get_method
 
 __all__ = ["merge_matrices"]
@@ -42,6 +42,7 @@ def merge_matrices(
     Raises:
         RecipeError: unknown method or option, or a missing need of the method.
         AlignmentError: deltas of different shapes, or of a shape that the method does not merge.
+        NumericalError: the result is not finite in the dtype of the deltas.
 
     >>> merge_matrices("average", [torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 2.0]])])
     tensor([[2., 1.]])
@@ -62,6 +63,8 @@ def merge_matrices(
         raise RecipeError(f"'{method}' needs statistics measured on data: pass statistics={{{missing[0]!r}: [...]}}.")
     if chosen.is_random:
         needs["generator"] = torch.Generator("cpu").manual_seed(0) if generator is None else generator
+    if not deltas[0].numel():
+        return deltas[0].clone()
     half = deltas[0].dtype in (torch.bfloat16, torch.float16)
     with torch.no_grad():
         inputs = [d.float() for d in deltas] if half else list(deltas)
@@ -71,7 +74,7 @@ def merge_matrices(
             merged = chosen.merge(inputs, **needs, **resolved).value
         else:
             merged = _merge_surveyed(chosen, chosen.survey, inputs, needs, resolved)
-        return merged.to(deltas[0].dtype)
+        return _checked(merged.to(deltas[0].dtype), method, deltas)
 
 
 def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor]) -> None:
@@ -82,6 +85,23 @@ def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor]) -> None:
         raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
     if method.acts_on == "matrix" and deltas[0].ndim < 2:
         raise AlignmentError(f"'{method.name}' merges matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
+
+
+def _checked(value: Tensor, method: str, deltas: Sequence[Tensor]) -> Tensor:
+    """The value itself, once it is known to be finite."""
+    if bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all()):
+        return value
+    bad = [t for t, delta in enumerate(deltas) if not bool(torch.isfinite(delta).all())]
+    if bad:
+        raise NumericalError(
+            f"expected finite deltas, but that of expert {bad[0]} (counted from 0) holds NaN or infinity. "
+            "Likely cause: a diverged or damaged expert. Fix: check that checkpoint, or leave the expert out."
+        )
+    raise NumericalError(
+        f"method '{method}' gave NaN or Inf for finite deltas. Likely cause: options out of proportion to the deltas, "
+        f"or values beyond {str(value.dtype).removeprefix('torch.')}'s range ({torch.finfo(value.dtype).max:g}). "
+        "Fix: other options, or deltas in float64."
+    )
 
 
 def _merge_surveyed(

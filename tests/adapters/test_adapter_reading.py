@@ -95,6 +95,11 @@ def test_deltas_are_what_peft_merges(case: str, safetensors: bool, tmp_path: Pat
         ("lora_alpha", None, "lora_alpha"),
         ("rank_pattern", {"(": 3}, "no pattern"),
         ("r", 3, "adapter_config.json says 3"),
+        ("r", 10**400, "adapter_config.json: expected a positive integer rank 'r' of at most 2147483647, found 1000"),
+        ("lora_alpha", 10**400, "adapter_config.json: expected a finite number 'lora_alpha' of at most 3.40282e+38"),
+        ("lora_alpha", 1e308, "found 1e+308"),
+        ("rank_pattern", {"q_proj": 10**400}, "rank_pattern: 'q_proj' with 1000"),
+        ("alpha_pattern", {"q_proj": 1e308}, "alpha_pattern: 'q_proj' with 1e+308"),
     ],
 )
 def test_what_has_no_low_rank_delta_is_named(field: str, value: object, word: str, tmp_path: Path) -> None:
@@ -115,6 +120,14 @@ def edit_tensors(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     change(tensors)
     save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_factors_in_8_bit_floats_are_refused_by_name(tmp_path: Path) -> None:
+    save_adapter(tmp_path, "llama", 1, **LLAMA)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({n: t.to(torch.float8_e4m3fn) for n, t in tensors.items()}))
+    with open_adapter(tmp_path) as adapter:
+        assert all("is float8_e4m3fn" in p or "is missing" in p for p in adapter.problems)
+        assert len(adapter.problems) == len(adapter.weights.specs)
 
 
 def test_every_damaged_module_is_listed_at_once(tmp_path: Path) -> None:

@@ -50,6 +50,38 @@ class TestTransposedTorchFile(CheckpointConformance):
         return open_checkpoint(folder)
 
 
+class TestPermutedTorchFile(CheckpointConformance):
+    """Axes in reverse order in memory, whatever their number and size."""
+
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        def turned(tensor: Tensor) -> Tensor:
+            axes = tuple(reversed(range(tensor.ndim)))
+            return tensor.permute(axes).contiguous().permute(axes)
+
+        torch.save({n: turned(t) for n, t in tensors.items()}, folder / "pytorch_model.bin")
+        return open_checkpoint(folder)
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """The same values as a lazily negated tensor, where its dtype has one: the memory holds the other sign."""
+    return torch._neg_view(-tensor) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
+
+
+class TestNegatedTorchFile(CheckpointConformance):
+    """What `torch.save` stores with the sign as a flag, such as the imaginary part of a conjugated tensor."""
+
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        torch.save({n: negated(t) for n, t in tensors.items()}, folder / "pytorch_model.bin")
+        return open_checkpoint(folder)
+
+
+class TestNegatedMemory(CheckpointConformance):
+    has_handle = False
+
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        return MemoryCheckpoint({n: negated(t) for n, t in tensors.items()})
+
+
 class TestMemory(CheckpointConformance):
     has_handle = False
 

@@ -26,6 +26,16 @@ def test_ties_in_memory_are_aliases() -> None:
     assert checkpoint.aliases == {"b": "a"}
 
 
+def test_a_lazily_negated_view_of_another_tensor_is_no_alias() -> None:
+    shared = torch.ones(3, 2)
+    checkpoint = MemoryCheckpoint(
+        {"a": shared, "b": torch.complex(shared, shared).conj().imag, "c": shared._neg_view()}
+    )
+    assert checkpoint.aliases == {}
+    assert torch.equal(checkpoint.read("c"), -shared)
+    assert torch.equal(checkpoint.read("b"), -shared)
+
+
 def test_names_added_to_the_mapping_later_are_not_seen() -> None:
     tensors = {"a": torch.ones(2)}
     checkpoint = MemoryCheckpoint(tensors, config={"model_type": "x"})

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.raw import copy_range, raw_bytes
 
 
 def test_a_view_keeps_its_tensor_alive() -> None:
@@ -40,3 +43,33 @@ def test_a_view_writes_through() -> None:
 def test_other_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         raw_bytes(torch.zeros(3, 2).T)
+
+
+class CountingCopies(TorchDispatchMode):
+    """Entries that torch's operations copy or allocate copies for."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "copy" in str(func) or "clone" in str(func):
+            self.entries += out.numel()
+        return out
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 300, 200), (3, 100, 200), (2, 3, 1, 100, 100), (60000,), (1, 1, 60000), (60000, 1)]
+)
+@pytest.mark.parametrize("chunk", [4096, 4099])
+def test_reading_in_chunks_copies_each_entry_once(shape: tuple[int, ...], chunk: int) -> None:
+    """Whatever the order of the axes in memory, and wherever a chunk ends: no time grows with chunks times size."""
+    whole = torch.arange(60000.0).reshape(shape)
+    axes = tuple(reversed(range(len(shape))))
+    tensors: list[Tensor] = [whole.permute(axes).contiguous().permute(axes), torch.stack([whole, whole], -1)[..., 0]]
+    for tensor in tensors:
+        out = bytearray(whole.numel() * 4)
+        with CountingCopies() as copies:
+            for start in range(0, len(out), chunk):
+                copy_range(tensor, start, memoryview(out)[start : start + chunk])
+        assert bytes(out) == bytes(raw_bytes(whole))
+        assert copies.entries <= 1.01 * whole.numel()

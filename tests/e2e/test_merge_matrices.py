@@ -8,7 +8,7 @@ from tests.helpers.models import naive_actmat
 from tests.tolerances import BF16_ROUNDING, F64_ORACLE, relative_error
 
 import actmat
-from actmat.errors import AlignmentError, RecipeError
+from actmat.errors import AlignmentError, NumericalError, RecipeError
 from actmat.methods import METHODS, MergeMethod
 
 GENERATOR = torch.Generator().manual_seed(2)
@@ -144,3 +144,15 @@ def test_a_missing_base_is_named() -> None:
         else:
             with pytest.raises(RecipeError, match=f"'{method.name}' looks at the base weights"):
                 actmat.merge_matrices(method.name, experts_for(method))
+
+
+def test_what_is_not_finite_is_an_error() -> None:
+    """Of the result, in the dtype of the deltas, and of the deltas."""
+    with pytest.raises(NumericalError, match="gave NaN or Inf for finite deltas"):
+        actmat.merge_matrices("task_arithmetic", [d.float() * 1e38 for d in DELTAS])
+    with pytest.raises(NumericalError, match="beyond float16's range"):
+        actmat.merge_matrices("task_arithmetic", [d.half() * 2e4 for d in DELTAS], scaling=2.0)
+    with pytest.raises(NumericalError, match="expert 1"):
+        actmat.merge_matrices("average", [DELTAS[0], DELTAS[1] / 0])
+    big = actmat.merge_matrices("average", [torch.full((2, 2), 3e38), torch.zeros(2, 2)])
+    assert big.isfinite().all(), "an overflowing sum of finite entries is none"

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tests.helpers.adapters import tiny
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, expert_of
+from tests.helpers.merging import actmat as actmat_command
 from torch import Tensor
 
 import actmat
@@ -28,7 +29,7 @@ from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.tensor import TensorMerge
 from actmat.engine.units import Unit, plan_units
-from actmat.errors import CheckpointError, NumericalError
+from actmat.errors import CheckpointError, NumericalError, RecipeError
 from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
 from actmat.plan import parts as parts_module
 from actmat.recipe import make_recipe
@@ -391,3 +392,71 @@ def test_what_runs_while_another_unit_fails_is_returned(family: Family, monkeypa
                 found.append(result.unit.name)
     assert len(began) == 2
     assert found == began[1:]
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "settings"),
+    [
+        ("float32", "float32", {"method": "task_arithmetic", "options": {"scaling": 1.0}}),
+        ("bfloat16", "bfloat16", {"method": "task_arithmetic", "options": {"scaling": 1.0}}),
+        ("float32", "bfloat16", {"method": "average"}),
+        ("float32", "float32", {"method": "average", "scale": 3e38}),
+        ("float32", "float32", {"method": "model_stock", "scale": 3e38}),
+        ("float32", "float32", {"method": "actmat", "scale": 3e38}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["method"],
+)
+def test_no_infinity_is_written(family: Family, stored: str, dtype: str, settings: dict[str, Any]) -> None:
+    """A sum, a scale, a cast: whatever takes finite entries out of range stops the merge."""
+    largest = 3.4e38 if dtype != stored else 3.3e38
+    for folder, value in ((family.base, 3e38), *((e, largest) for e in family.experts)):
+        family.change(folder, lambda t: t.update({n: x.to(getattr(torch, stored)) for n, x in t.items()}))
+        value = (0.0 if folder == family.base else 40.0) if "scale" in settings else value
+        family.change(folder, lambda t, v=value: t[Q0][0].fill_(v))  # type: ignore[misc]
+    with pytest.raises(NumericalError, match=f"has values beyond {dtype}'s range"):
+        merge(family, dtype=dtype, scope="all", **settings)
+    assert not family.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--weight", "1e300", "--weight", "1"], "experts.0.weight"),
+        (["--scale", "1e300"], "scale: found 1e+300, expected a factor that float32 holds"),
+        (["--method", "task_arithmetic", "--option", "scaling=1e300"], "option 'scaling' must be at most 3.40282e+38"),
+    ],
+)
+def test_factors_that_float32_does_not_hold_are_refused(family: Family, flags: list[str], said: str) -> None:
+    outcome = actmat_command(family.argv(*flags))
+    assert outcome.code == 1
+    assert said in " ".join(outcome.err.split())
+
+
+def test_a_product_of_factors_is_refused_too(family: Family) -> None:
+    with pytest.raises(RecipeError) as caught:
+        merge(family, scale=1e30, postprocess={"lines": [1e10, 1.0]})
+    assert "beyond float32's range" in caught.value.problems[0]
+    with pytest.raises(NumericalError, match="gives a factor beyond the compute dtype's range"):
+        merge(family, method="dare", options={"density": 1e-300}, scope="all")
+
+
+def test_a_variance_stays_one(family: Family) -> None:
+    """A method that adds deltas up would make it negative: it is averaged, and the plan says so."""
+    name = "bn.running_var"
+    for folder, value in ((family.base, 1.0), *((e, 0.25) for e in family.experts)):
+        family.change(folder, lambda t, v=value: t.update({name: torch.full((4,), v)}))  # type: ignore[misc]
+    chosen = {"method": "task_arithmetic", "options": {"scaling": 1.0}}
+    merged, rows = merge(family, scope="all", **chosen)
+    assert merged[name].tolist() == [0.25] * 4
+    assert "variance of a BatchNorm" in rows[name]["reason"]
+    with pytest.raises(NumericalError, match=r"holds variances, expected to be 0 or more, and has -0\.5"):
+        merge(family, rules=[{"match": name, **chosen}])
+
+
+def test_tensors_without_entries_are_copied(family: Family) -> None:
+    for folder in (family.base, *family.experts):
+        family.change(folder, lambda t: t.update({"none.weight": torch.empty(0, 5)}))
+    for method in ("actmat", "actmat_bounded", "wudi", "knots", "iso_cts"):
+        merged, rows = merge(family, method=method)
+        assert merged["none.weight"].shape == (0, 5)
+        assert rows["none.weight"]["action"] == "copy"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.helpers.experts import Experts, merged, usable_experts
 from tests.helpers.spectra import orthogonal
-from tests.tolerances import relative_error
+from tests.tolerances import F32_ELEMENTWISE, relative_error
 
 from actmat.methods import METHODS, MergeMethod
 from actmat.methods.contract import Law
@@ -101,6 +101,17 @@ CHECKS: dict[str, Callable[[MergeMethod, Experts], float]] = {
 
 def test_every_law_of_the_contract_has_a_check() -> None:
     assert set(CHECKS) == set(typing.get_args(Law))
+
+
+@pytest.mark.parametrize("exponent", [-100, -70, -50, 50, 70, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("method", [m for m in METHODS if "homogeneous" in m.laws], ids=lambda m: m.name)
+def test_homogeneous_methods_are_so_at_any_size(method: MergeMethod, dtype: torch.dtype, exponent: int) -> None:
+    """Deltas from 1e-31 to 1e29."""
+    experts = Experts.random(usable_experts(method, 3), (N_OUT, N_IN), seed=1).to(dtype)
+    far = experts.with_deltas([torch.ldexp(d, torch.tensor(exponent)) for d in experts.deltas])
+    found = merged(method, far).double() * 2.0**-exponent
+    assert relative_error(found, merged(method, experts)) <= F32_ELEMENTWISE
 
 
 @pytest.mark.parametrize("inputs", INPUTS)

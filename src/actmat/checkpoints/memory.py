@@ -103,13 +103,13 @@ def _fault(name: Any, value: Any) -> str:
 
 
 def shared_storage(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> first name of the tensor with the same memory, shape, strides and dtype."""
+    """Name -> first name of the tensor with the same memory, shape, strides, dtype and sign."""
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in tensors.items():
         if tensor.numel() == 0:  # no memory to share
             continue
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg())
         canonical = first.setdefault(key, name)
         if canonical != name:
             aliases[name] = canonical

@@ -219,8 +219,8 @@ def _base(merged: Merged) -> Tensor:
 
 
 def _reduced(stage: object) -> Reduced | None:
-    """The problem that the method solved for one matrix, where it belongs to the interference family."""
-    return stage.items[0] if isinstance(stage, State) and len(stage.items) == 1 else None
+    """The problem that the method solved for one matrix, if in the units of the deltas; interference family only."""
+    return stage.items[0] if isinstance(stage, State) and stage.exponents == [0] else None
 
 
 def _member(delta: LowRank, index: int) -> LowRank:

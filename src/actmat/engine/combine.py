@@ -53,5 +53,5 @@ def merge_combined(task: Task, part: Part, base_raw: Tensor | StreamedBase, read
         if may_overflow:
             with named_errors(task.kind, task.item.name, call.method):
                 checked_finite(sum_S, task)
-        write_chunk(task, torch.add(chunk.base_S, sum_S, alpha=call.scale, out=sum_S), reader)
+        write_chunk(task, torch.add(chunk.base_S, sum_S, alpha=call.scale, out=sum_S), chunk.stored_KS[0], reader)
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,10 +12,11 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.task import Task
 from actmat.errors import NumericalError
+from actmat.layout.classify import is_variance
 from actmat.plan.model import Item
 from actmat.plan.parts import CHUNK, Part
 
-__all__ = ["check_range", "write_chunk", "write_part"]
+__all__ = ["check_range", "check_sign", "write_chunk", "write_part"]
 
 
 def write_part(
@@ -29,36 +32,63 @@ def write_part(
             merged = reader.scratch.merged.take(chunk.numel(), reader.compute_dtype)
             wide, change = reader.wide_base(part.start + low, chunk), delta[low : low + CHUNK].to("cpu")
             chunk = torch.add(wide, change, alpha=task.call.scale, out=merged)
-        write_chunk(task, chunk, reader)
+        write_chunk(task, chunk, base_raw[low : low + CHUNK], reader)
 
 
-def write_chunk(task: Task, chunk: Tensor, reader: TensorReader) -> None:
-    """Cast and write one chunk.
+def write_chunk(task: Task, chunk: Tensor, base_raw: Tensor, reader: TensorReader) -> None:
+    """Cast, check and write one chunk.
+
+    Args:
+        chunk: merged entries.
+        base_raw: the same entries of the base, as stored.
 
     Raises:
-        NumericalError: from `check_range`.
+        NumericalError: from `check_range` and `check_sign`.
     """
     out_dtype = torch_dtype(task.item.out_dtype)
+    cast = chunk
     if chunk.dtype != out_dtype:
         cast = reader.scratch.cast.take(chunk.numel(), out_dtype).copy_(chunk)
-        check_range(task.item, chunk, cast)
-        chunk = cast
-    task.sink.write(raw_bytes(chunk))
+    # a sum is finite only if every entry is (or it overflows): one pass in the cache, an exact one only then
+    if out_dtype.is_floating_point and not math.isfinite(float(cast.sum())):
+        check_range(task.item, chunk, cast, base_raw)
+    if is_variance(task.item.name):
+        check_sign(task.item, cast, base_raw)
+    task.sink.write(raw_bytes(cast))
 
 
-def check_range(item: Item, value: Tensor, cast: Tensor) -> None:
-    """Refuse finite entries that became infinite; entries that were not finite (a mask of -inf) may stay so.
+def check_range(item: Item, value: Tensor, cast: Tensor, base_raw: Tensor) -> None:
+    """Refuse entries that are not finite where the base's are; a mask of -inf in the base may stay one.
+
+    Args:
+        value: merged entries; `cast`: the same in the output dtype.
 
     Raises:
-        NumericalError: they did.
+        NumericalError: there are some.
     """
-    narrower = cast.dtype == torch.float16 or value.dtype == torch.float64
-    if not narrower or bool(torch.isfinite(cast).all()):
+    lost = torch.isfinite(base_raw) & ~torch.isfinite(cast)
+    if not bool(lost.any()):
         return
-    lost = torch.isfinite(value) & ~torch.isfinite(cast)
+    largest = f"{item.out_dtype}'s range ({torch.finfo(cast.dtype).max:g})"
+    how = f"after merging with '{item.call.method}'" if item.call else "in the base"
+    found = float(value[lost][0])
+    such = f", such as {found:g}" if math.isfinite(found) else ""
+    wider = "bfloat16 or float32" if cast.dtype == torch.float16 else "float64"
+    raise NumericalError(
+        f"tensor '{item.name}' has values beyond {largest} {how}{such}; write with --dtype {wider}, or lower the scale"
+    )
+
+
+def check_sign(item: Item, cast: Tensor, base_raw: Tensor) -> None:
+    """Refuse variances that are negative where the base's are not.
+
+    Raises:
+        NumericalError: there are some.
+    """
+    lost = (cast < 0) & (base_raw >= 0)
     if bool(lost.any()):
         how = f"after merging with '{item.call.method}'" if item.call else "in the base"
         raise NumericalError(
-            f"tensor '{item.name}' has values beyond {item.out_dtype}'s range ({torch.finfo(cast.dtype).max:g}) {how}, "
-            f"such as {float(value[lost][0]):g}; write with --dtype bfloat16 or float32, or lower the scale"
+            f"tensor '{item.name}' holds variances, expected to be 0 or more, and has {float(cast[lost][0]):g} {how}; "
+            "merge it with 'average' and weights of 0 or more, or keep the base's (--keep '*running_var')"
         )

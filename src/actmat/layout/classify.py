@@ -14,7 +14,7 @@ from actmat.layout.families import Tower
 from actmat.layout.fused import GATED, QKV, RECURRENT, TRANSPOSED_PARAMETER, is_stacked, linear_layout, stacked_layout
 from actmat.layout.types import Role, TensorLayout
 
-__all__ = ["classify", "owner_of"]
+__all__ = ["classify", "is_variance", "owner_of"]
 
 # modules that wrap a layer; not part of the layer's name
 _WRAPPERS = frozenset({"base_layer", "parametrizations", "module", "_orig_mod", "original_module"})
@@ -68,6 +68,15 @@ def owner_of(name: str) -> tuple[str, str, bool]:
         return leaf, "", False
     named = [part for part in parts[:-1] if not part.isdigit()]
     return (named[-1] if named else leaf), leaf, parts[-2].isdigit()
+
+
+def is_variance(name: str) -> bool:
+    """True for the running variance of a BatchNorm, of which the root is taken: it must not become negative.
+
+    >>> is_variance("bn1.running_var"), is_variance("bn1.running_mean")
+    (True, False)
+    """
+    return owner_of(name)[0] == "running_var"
 
 
 def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) -> TensorLayout:

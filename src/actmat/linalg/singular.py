@@ -171,7 +171,12 @@ class JointBasis:
 
 
 def joint_basis(
-    deltas: Sequence[Tensor], *, atol: float = 0.0, rtol: float = RANK_RTOL, accuracy: torch.dtype | None = None
+    deltas: Sequence[Tensor],
+    *,
+    atol: float = 0.0,
+    rtol: float = RANK_RTOL,
+    accuracy: torch.dtype | None = None,
+    atol_spares_small: bool = False,
 ) -> JointBasis:
     """Left singular vectors and singular values of `[D_1 ... D_T]` (`O x T I`).
 
@@ -181,6 +186,7 @@ def joint_basis(
         atol: directions with `s <= atol` are dropped.
         rtol: directions with `s <= rtol * s_1` are dropped as well.
         accuracy: see `linalg.svd.thin_svd`.
+        atol_spares_small: leave `atol` out for a matrix of which it would drop every direction.
 
     Raises:
         NumericalError: a matrix is not finite, or its decomposition did not converge.
@@ -191,10 +197,11 @@ def joint_basis(
         for delta_OI in deltas[1:]:
             gram_OO += row_gram(delta_OI)
         s_R, u_OR, retries = gram_spectrum(gram_OO)
-        s_R, rank = numerical_range(s_R, rtol, atol)
     else:
-        svd = thin_svd(torch.cat(list(deltas), dim=-1), accuracy=accuracy, rtol=rtol, floor=atol)
-        u_OR, s_R, rank, retries = svd.u_OK, svd.s_K, svd.rank, svd.retries
+        svd = thin_svd(torch.cat(list(deltas), dim=-1), accuracy=accuracy, rtol=rtol)
+        u_OR, s_R, retries = svd.u_OK, svd.s_K, svd.retries
+    floor = torch.where((s_R > atol).any(-1), atol, 0.0) if atol_spares_small else atol
+    s_R, rank = numerical_range(s_R, rtol, floor)
     kept = int(rank.max())
     s_R = s_R[..., :kept]
     on_R = s_R > 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
+from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
 __all__ = ["CAT", "merge", "removal_basis"]
@@ -46,8 +47,11 @@ def merge(
     """
     grams = statistics["gram"]
     bases, retries = [], Retries()
+    # the directions do not depend on the size of the deltas, but float32 may not hold their squares
+    exponent = exponent_of(largest_entry(deltas))
+    near = [scaled(delta_OI, -exponent) for delta_OI in deltas]
     for k in range(len(deltas)):
-        basis, new = removal_basis(deltas, grams, k, rank, tradeoff)
+        basis, new = removal_basis(near, grams, k, rank, tradeoff)
         bases.append(basis)
         retries += new
     out = torch.zeros_like(deltas[0], memory_format=torch.contiguous_format)

@@ -19,6 +19,7 @@ A merge function has the form
 from __future__ import annotations
 
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.linalg.lowrank import LowRank
+from actmat.linalg.scaling import FLOAT32_MAX
 
 __all__ = [
     "NEEDS",
@@ -180,6 +182,8 @@ class Option:
         """Error message for a `value` that does not fit; None for one that does."""
         if not _fits(value, self.type):
             return f"option '{self.name}' expects {self.type_name}, got {value!r}"
+        if (far := _beyond_float32(value)) is not None:
+            return f"option '{self.name}' must be at most {FLOAT32_MAX:g} in magnitude, got {str(far)[:40]}"
         if self.bounds and isinstance(value, int | float) and not self.bounds.holds(value):
             return f"option '{self.name}' must lie in {self.bounds}, got {value!r}"
         return None
@@ -323,6 +327,14 @@ class MergeMethod:
         if problems:
             raise RecipeError("The options do not fit the method.", problems)
         return {name: given.get(name, o.default) for name, o in self.options.items()}
+
+
+def _beyond_float32(value: Any) -> int | float | None:
+    """A number in the value that float32 does not hold; infinity is a limit that some options have."""
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(number, int | float) and FLOAT32_MAX < abs(number) < math.inf:
+            return number
+    return None
 
 
 def _fits(value: Any, kind: Any) -> bool:

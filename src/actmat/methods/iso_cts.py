@@ -90,7 +90,7 @@ def _merge(
         for delta_OI, weight in zip(deltas, shares, strict=True):
             rest_OI = delta_OI - common_OC @ (common_OC.mT @ delta_OI)
             # The residual of a delta inside the common space is rounding: judge it by the delta, not by itself.
-            floor = rtol * torch.linalg.matrix_norm(delta_OI).to(torch.float64)
+            floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
             parts.append(thin_svd(rest_OI, k=n_task, accuracy=accuracy, rtol=rtol, floor=floor).scaled(weight))
     u_OJ, s_J, v_IJ = join([*parts, common])
     level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))

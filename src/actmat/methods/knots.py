@@ -69,7 +69,8 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
         order: whether the coordinates carry the singular values (`official`) or not (`actmat`).
         density: fraction of coordinates that `ties` (default 0.2) or `dare` (default 0.1) keeps.
         trim: rank coordinates over the whole model or within each tensor.
-        atol: singular values `<= atol` are dropped; 1e-5 in the official order and 0 in the other unless given.
+        atol: singular values `<= atol` are dropped; 1e-5 in the official order and 0 in the other unless given. The
+            default drops none of a tensor all of whose singular values are so small.
         rtol: singular values at or below `rtol` times the largest one are dropped as well.
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
@@ -115,9 +116,8 @@ def merge_lowrank(  # noqa: PLR0913 - as above
 def _dense_parts(
     deltas: Sequence[Tensor], order: Order, atol: float | None, rtol: float
 ) -> tuple[JointBasis, list[Tensor]]:
-    if atol is None:
-        atol = OFFICIAL_ATOL if order == "official" else 0.0
-    basis = joint_basis(deltas, atol=atol, rtol=rtol)
+    cut = atol if atol is not None else OFFICIAL_ATOL if order == "official" else 0.0
+    basis = joint_basis(deltas, atol=cut, rtol=rtol, atol_spares_small=atol is None)
     return basis, [basis.coordinates(d) if order == "official" else basis.whitened(d) for d in deltas]
 
 

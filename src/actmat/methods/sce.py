@@ -17,6 +17,7 @@ from torch import Tensor
 from actmat.linalg.chunks import chunks_of
 from actmat.linalg.masks.election import elect, election_workspace
 from actmat.linalg.masks.mask import Keep, Mask, Trim, Where, top_trims
+from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Fraction, Merged, MergeMethod
 
 __all__ = ["SCE", "merge"]
@@ -30,6 +31,9 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
     Args:
         select_topk: fraction, of the entries on which the experts differ at all, to keep; 1 keeps every entry.
     """
+    # squares of entries far from 1 leave float32's range; a power of two changes nothing else
+    exponent = exponent_of(largest_entry(deltas))
+    deltas = [scaled(delta, -exponent) for delta in deltas]
     masks: list[Mask] = [Keep()] * len(deltas)
     if select_topk < 1:
         variance_N, trim = _selection(deltas, select_topk)
@@ -38,7 +42,7 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
     total = math.fsum(energies)
     share = [e / total for e in energies] if total > 0 else [1 / len(deltas)] * len(deltas)
     value = elect(deltas, masks, scales=[1.0] * len(deltas), counts=share, mix=share, zero_sign="positive")
-    return Merged(value, {"largest_share": max(share)})
+    return Merged(scaled(value, exponent), {"largest_share": max(share)})
 
 
 def _selection(deltas: Sequence[Tensor], fraction: float) -> tuple[Tensor, Trim]:

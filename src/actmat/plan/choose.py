@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import MergeError
+from actmat.layout.classify import is_variance
 from actmat.layout.paper import paper_scope
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
@@ -92,6 +93,8 @@ class Chooser:
         return [text for text, matches in listed if not any(map(matches, names))]
 
     def _inside(self, spec: TensorSpec, layout: TensorLayout, explicit: bool) -> tuple[bool, str, TensorLayout]:
+        if not explicit and self.recipe.scope == "all" and is_variance(spec.name):
+            return False, "variance of a BatchNorm, which other methods may make negative", layout
         if explicit or self.recipe.scope == "all":
             return True, layout.reason, layout
         if self.recipe.scope == "paper":

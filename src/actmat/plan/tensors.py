@@ -92,6 +92,8 @@ def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapp
         return Decision("copy", f"kept from the base by the recipe ('{kept[spec.name]}')", layout)
     if layout.role is Role.BUFFER or not spec.is_floating:
         return Decision("copy", f"{layout.reason}: copied from the base", layout)
+    if not spec.numel:
+        return Decision("copy", "no entries: nothing to merge", layout)
     return chooser.decide(spec, layout)
 
 

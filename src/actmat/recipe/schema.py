@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
@@ -19,6 +19,7 @@ __all__ = ["ExpertRef", "Postprocess", "Recipe", "RoleRule", "Rule", "add_statis
 
 Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # without torch, which takes a second to import
 _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
@@ -30,6 +31,17 @@ def _numbers(value: Any) -> Any:
         return [_numbers(v) for v in value]
     return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
+
+def _held_by_float32(value: float) -> float:
+    if abs(value) > FLOAT32_MAX:
+        raise ValueError(
+            f"found {value:g}, expected a factor that float32 holds, of at most {FLOAT32_MAX:g} in magnitude"
+        )
+    return value
+
+
+Factor = Annotated[float, AfterValidator(_held_by_float32)]
+"""A factor of weights or deltas."""
 
 Options = Annotated[dict[str, Any], BeforeValidator(_numbers)]
 
@@ -52,7 +64,7 @@ class ExpertRef(_Strict):
     path: str = Field(description="directory, file or hub id org/name[@revision]")
     name: str = Field(default="", description="short name for plans and records; default: last part of the path")
     weight: Annotated[
-        float, Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True)
+        Factor, Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True)
     ] = Field(default=1.0, description="weight, for methods that take weights")
     statistics: Annotated[
         str, Flag(help="NAME=PATH: what 'actmat statistics collect' wrote for expert NAME.", repeated=True)
@@ -77,7 +89,7 @@ class Rule(_Strict):
     match: Patterns = Field(description="patterns on tensor names: globs (* crosses dots, {a,b}), or re:REGEX")
     method: str | None = Field(default=None, description="merge method of these tensors; default: the recipe's")
     options: Options = Field(default_factory=dict, description="options of that method")
-    scale: float | None = Field(default=None, description="factor of the merged delta; default: the recipe's")
+    scale: Factor | None = Field(default=None, description="factor of the merged delta; default: the recipe's")
     keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
 
     @model_validator(mode="after")
@@ -105,7 +117,7 @@ class RoleRule(_Strict):
 class Postprocess(_Strict):
     """Changes to every merged delta after its method, in this order."""
 
-    lines: tuple[float, float] | None = Field(
+    lines: tuple[Factor, Factor] | None = Field(
         default=None,
         description="LiNeS: factor of the first and of the last layer, linear in depth between; others keep 1",
     )
@@ -143,7 +155,7 @@ class Recipe(_Strict):
         Options,
         Flag(("--option", "-o"), "name=value of the method; merge and plan try each value of name=a,b."),
     ] = Field(default_factory=dict, description="options of the merge method")
-    scale: Annotated[float, Flag()] = Field(
+    scale: Annotated[Factor, Flag()] = Field(
         default=1.0, description="factor of the merged delta, for tensors merged by the method: W* = W_0 + scale * D*"
     )
     scope: Annotated[Scope, Flag()] = Field(
@@ -218,6 +230,17 @@ class Recipe(_Strict):
             raise ValueError(f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name'")
         if self.files_from != "base" and self.files_from not in labels:
             raise ValueError(f"files_from names '{self.files_from}'; it must be 'base' or one of {labels}")
+        return self
+
+    @model_validator(mode="after")
+    def _held_products(self) -> Recipe:
+        depth = max(map(abs, self.postprocess.lines or (1.0, 1.0)))
+        for scale in (self.scale, *(r.scale for r in self.rules if r.scale is not None)):
+            if abs(scale) * depth > FLOAT32_MAX:
+                raise ValueError(
+                    f"the scale {scale:g} times the factor {depth:g} of 'postprocess.lines' is beyond float32's range "
+                    f"({FLOAT32_MAX:g}): lower one of them"
+                )
         return self
 
     @property

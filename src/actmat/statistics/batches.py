@@ -58,7 +58,7 @@ class DataSeen:
         if not tensors:
             raise StatisticsError("A batch holds no tensors.")
         for name in sorted(tensors):
-            tensor = tensors[name].detach().cpu().contiguous()
+            tensor = tensors[name].detach().cpu().resolve_neg().contiguous()
             self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             if tensor.numel():
                 self._hash.update(raw_bytes(tensor if tensor.dtype != torch.bool else tensor.to(torch.uint8)))

@@ -142,7 +142,7 @@ def _same(value: Tensor, stored: Tensor) -> bool:
 def content_hash(tensor: Tensor) -> str:
     """Content hash of a tensor's bytes."""
     seen = ContentHash()
-    seen.update(raw_bytes(tensor.detach().cpu().contiguous()))
+    seen.update(raw_bytes(tensor.detach().cpu().resolve_neg().contiguous()))
     return seen.hexdigest()
 
 

@@ -282,7 +282,7 @@ class TestRefusals:
 
     def test_overflow_is_an_error(self):
         with pytest.raises(NumericalError):
-            solve([torch.full((3, 3), 1e25)], Rule())
+            solve([torch.tensor([[3e38, 3e38]]), torch.tensor([[3e38, -3e38]])], Rule())
 
 
 def test_state_can_be_prepared_for_a_compressed_basis():

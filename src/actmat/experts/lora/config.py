@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from actmat.checkpoints.file_names import ADAPTER_CONFIG
+from actmat.checkpoints.folder import shown
+from actmat.linalg.scaling import FLOAT32_MAX
+
 __all__ = ["AdapterConfig", "parse_adapter_config"]
+
+MAX_RANK = 2**31 - 1
+"""Far above the side of any matrix."""
 
 REFUSED_TYPES = {
     "LOHA": "a Hadamard product of low-rank factors (LoHa) is not low rank",
@@ -92,15 +99,19 @@ def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list
     """The config, and one sentence for everything in it that rules out a plain low-rank delta."""
     problems = _refusals(fields)
     rank, alpha = fields.get("r"), fields.get("lora_alpha", 8)
-    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank > 0
-    if fields.get("peft_type") == "LORA" and not is_rank:
-        problems.append(f"expected a positive integer rank 'r', found {rank!r}; is the file complete?")
+    if fields.get("peft_type") == "LORA" and not _is_rank(rank):
+        problems.append(
+            f"{ADAPTER_CONFIG}: expected a positive integer rank 'r' of at most {MAX_RANK}, found {shown(rank)}; "
+            "is the file complete?"
+        )
     if not _is_number(alpha):
-        problems.append(f"expected a finite number 'lora_alpha', found {alpha!r}")
+        problems.append(
+            f"{ADAPTER_CONFIG}: expected a finite number 'lora_alpha' of at most {FLOAT32_MAX:g}, found {shown(alpha)}"
+        )
     rank_pattern, alpha_pattern = (_pattern(fields, name, problems) for name in ("rank_pattern", "alpha_pattern"))
     parameters = fields.get("target_parameters") or ()
     config = AdapterConfig(
-        r=rank if isinstance(rank, int) and rank > 0 else 1,
+        r=rank if isinstance(rank, int) and _is_rank(rank) else 1,
         alpha=float(alpha) if _is_number(alpha) else 1.0,
         use_rslora=bool(fields.get("use_rslora")),
         rank_pattern=rank_pattern,
@@ -144,20 +155,24 @@ def _pattern(fields: Mapping[str, Any], name: str, problems: list[str]) -> dict[
     """The valid entries of `rank_pattern` or `alpha_pattern`; the others become problems."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
-        problems.append(f"expected '{name}' to map patterns to numbers, found {value!r}")
+        problems.append(f"expected '{name}' to map patterns to numbers, found {shown(value)}")
         return {}
     found: dict[str, Any] = {}
     for pattern, number in value.items():
-        is_valid = _is_number(number) and (name == "alpha_pattern" or (isinstance(number, int) and number > 0))
+        is_valid = _is_number(number) if name == "alpha_pattern" else _is_rank(number)
         if is_valid and _compiles(pattern):
             found[pattern] = number
         else:
-            problems.append(f"{name} has the entry {pattern!r}: {number!r}, which is no pattern with a number")
+            problems.append(f"{name}: {shown(pattern)} with {shown(number)} is no pattern with a number")
     return found
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= FLOAT32_MAX
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_RANK
 
 
 def _compiles(pattern: Any) -> bool:

@@ -66,6 +66,11 @@ def list_modules(
         match = _FACTOR.fullmatch(bare)
         if not spec.is_floating:
             problems.append(f"tensor '{name}' is {spec.dtype}; a quantised adapter cannot be merged")
+        elif spec.dtype.startswith("float8"):
+            problems.append(
+                f"tensor '{name}' is {spec.dtype}; an adapter in 8-bit floats is quantised, with scales that this file "
+                "may not hold. Merge the adapter that it was quantised from, or save a bfloat16 copy first"
+            )
         elif match is not None:
             side = "bias" if match["leaf"] == "bias" else match["side"]
             halves.setdefault((match["module"], match["kind"] is not None), {})[side] = name

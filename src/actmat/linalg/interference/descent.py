@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.solver import batch_items, checked_deltas
+from actmat.linalg.interference.solver import batch_items, checked_deltas, checked_weight
 from actmat.linalg.interference.spectral_solve import Stats
+from actmat.linalg.scaling import exponent_of, scaled
 
 __all__ = ["Adam", "Descent", "accumulate", "descend", "descent_workspace"]
 
@@ -70,7 +71,9 @@ def accumulate(deltas: Sequence[Tensor], weights: Sequence[float] | None) -> Des
             if squared_norms[item] == 0:
                 continue
             sum_OI, gram_II, residual_OI = out.sum_BOI[item], out.gram_BII[item], out.residual_BOI[item]
-            term_II = (delta_OI.mT @ delta_OI).mul_(share / squared_norms[item])
+            exponent = exponent_of(math.sqrt(squared_norms[item]))  # its square would leave float32's range
+            unit_OI, weight = scaled(delta_OI, -exponent), share / (squared_norms[item] * 4.0**-exponent)
+            term_II = (unit_OI.mT @ unit_OI).mul_(checked_weight(weight, delta_OI.dtype))
             residual_OI.addmm_(sum_OI, term_II).addmm_(delta_OI, gram_II, alpha=share)
             if share != 1.0:
                 residual_OI.addmm_(delta_OI, term_II, alpha=share - 1.0)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, economy_svd, eigh
+from actmat.linalg.scaling import scaled
 
 __all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "form_for", "gram_of_rows"]
 
@@ -180,6 +181,11 @@ class PrimalMoments:
         self.gram_II.add_(self._term(), alpha=weight)
         self.left_OI.addmm_(delta_OI, self._term(), alpha=weight)
 
+    def rescale(self, exponent: float, gram_exponent: float) -> None:
+        """Multiply what was added by powers of two: `B` as the deltas and `S` together, `S` by the second."""
+        scaled(self.left_OI, exponent + gram_exponent, out=self.left_OI)
+        scaled(self.gram_II, gram_exponent, out=self.gram_II)
+
     def reduced(self, form: Form = "primal") -> Reduced:
         """The finished sums; the accumulator must not be used afterwards."""
         assert form == "primal", "the other forms have accumulators of their own"
@@ -203,6 +209,12 @@ class StackedMoments:
         torch.mul(factor_RI, math.sqrt(weight), out=self.a_NI[here])
         self.m_ON[:, here] = delta_OI @ self.a_NI[here].mT
         self._filled = here.stop
+
+    def rescale(self, exponent: float, gram_exponent: float) -> None:
+        """As `PrimalMoments.rescale`; the factors `A` take the root of the factor of `S`."""
+        filled = slice(0, self._filled)
+        scaled(self.m_ON[:, filled], exponent + gram_exponent / 2, out=self.m_ON[:, filled])
+        scaled(self.a_NI[filled], gram_exponent / 2, out=self.a_NI[filled])
 
     def reduced(self, form: Form) -> Reduced:
         """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""

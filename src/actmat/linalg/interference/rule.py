@@ -54,6 +54,11 @@ class Estimator:
     power: float = 1.0  # `K_t = (A^T A)^power` in place of `A^T A`
     normalise: Normaliser = "none"  # "norm": `1 / ||D_t||_F^2` of the full delta (WUDI), 0 for a zero delta
 
+    @property
+    def degree(self) -> float:
+        """Power with which `w_t K_t` grows with the delta: 2 as it is, 0 with the normaliser."""
+        return 2 * self.power - (2 if self.normalise == "norm" else 0)
+
     def rows(self, out_features: int, in_features: int) -> int:
         """Rows `R` of the factor of an `O x I` delta."""
         return out_features if self.power == 1.0 else min(out_features, in_features)

@@ -14,6 +14,9 @@ Maps that read the same input can share one `S` (query, key and value of one att
 along `O`, merge the tall matrix, split the result. The Gram of stacked rows is the sum of the Grams, and the rows
 of `B` are independent, so nothing else is needed.
 
+Where the deltas are far from 1, the problem is solved for the deltas times a power of two, at which float32 holds their
+cubes: the same bits at any size, and records in the units of the deltas.
+
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced problem (see
 `moments`), `B` batch items. Leading batch axes are allowed; every item is a separate problem.
 """
@@ -33,8 +36,9 @@ from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, Sta
 from actmat.linalg.interference.rule import ZERO_MEAN, Rule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, solve
 from actmat.linalg.lapack import Retries, retry_stats
+from actmat.linalg.scaling import exponent_of, scaled
 
-__all__ = ["State", "batch_items", "checked_deltas", "finish", "prepare"]
+__all__ = ["State", "batch_items", "checked_deltas", "checked_weight", "finish", "prepare"]
 
 
 @dataclass(slots=True)
@@ -49,6 +53,8 @@ class State:
     weight_sum: float  # `sum_t v_t`
     width: int  # in_features of the layer; more than `I` when the problem was compressed to a smaller basis
     squared_norms: list[float]  # `||D_t||_F^2` per expert, over the whole batch
+    exponents: list[int]  # per batch item: its sums are those of `D_t 2^-exponent`
+    largest: list[float]  # per batch item: the largest `||D_t||_F` so far
     retries: Retries
 
 
@@ -64,7 +70,7 @@ def prepare(
     """Accumulate the sums of one tensor: one pass over the deltas, one alive at a time.
 
     Args:
-        deltas: `*batch O I` each, float32 or float64. Entries below 1e-12 underflow in float32 when cubed.
+        deltas: `*batch O I` each, float32 or float64.
         weights: non-negative, one per expert; they multiply `K_t` and, in the fill, `D_t`.
         grams: `I x I` or `*batch I I`, one per expert, in place of the estimates.
         factors: `*batch R I`, one per expert: the estimator's input in place of the delta, already trimmed and centred.
@@ -88,16 +94,14 @@ def prepare(
         gram_BII = None if grams is None else _checked_gram(grams, delta, index)
         factor_BRI = None if factors is None else batch_items(factors[index])
         for item, delta_OI in enumerate(batch_items(delta)):
-            accumulator = moments[item]
             if gram_BII is not None:
+                accumulator = moments[item]
                 assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
-                weight = share * rule.gram_weight(gram_BII[item])
+                weight = checked_weight(share * rule.gram_weight(gram_BII[item]), delta.dtype)
                 accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal)
             else:
-                estimate = rule.estimator
-                factor, new = estimate.factor(delta_OI) if factor_BRI is None else estimate.powered(factor_BRI[item])
-                accumulator.add(delta_OI, factor, share * estimate.weight(squared_norms[item]))
-                state.retries += new
+                given_RI = None if factor_BRI is None else factor_BRI[item]
+                delta_OI = _add(state, rule, moments[item], item, delta_OI, share, squared_norms[item], given_RI)
             if state.sum_BOI is not None:
                 state.sum_BOI[item].add_(delta_OI, alpha=share)
         state.weight_sum += share
@@ -127,10 +131,13 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
     records: list[Stats] = []
     retries = state.retries
     for item, reduced in enumerate(state.items):
-        fill_OI = None if fill is None else (fill[0].reshape(-1, rows, columns)[item], fill[1])
+        fill_OI = None if fill is None else (batch_items(fill[0])[item], fill[1])
         record, new = solve(reduced, rule.spectral, state.width, out_BOI[item], fill_OI, rule.solver == "auto")
         if rule.bounded and fill_OI is not None:
             record |= _bound(out_BOI[item], fill_OI[1] * frobenius_norm64(fill_OI[0]))
+        if exponent := state.exponents[item]:
+            scaled(out_BOI[item], exponent, out=out_BOI[item])
+            record = _in_units_of_deltas(record, rule, exponent)
         records.append(record)
         retries += new
         if consume:  # frees the item's Gram matrix and spectrum before the next item makes its own
@@ -155,7 +162,78 @@ def _start(
     else:
         moments = [StackedMoments(rows, *stack, delta) for _ in range(count)]
     sum_BOI = delta.new_zeros(count, rows, columns) if rule.needs_sum else None
-    return State([], delta.shape, delta.new_empty(0), left_BOI, sum_BOI, 0.0, columns, [], ()), moments
+    state = State(
+        items=[],
+        shape=delta.shape,
+        like=delta.new_empty(0),
+        left_BOI=left_BOI,
+        sum_BOI=sum_BOI,
+        weight_sum=0.0,
+        width=columns,
+        squared_norms=[],
+        exponents=[0] * count,
+        largest=[0.0] * count,
+        retries=(),
+    )
+    return state, moments
+
+
+def _add(
+    state: State,
+    rule: Rule,
+    accumulator: PrimalMoments | StackedMoments,
+    item: int,
+    delta_OI: Tensor,
+    share: float,
+    squared_norm: float,
+    given_RI: Tensor | None,
+) -> Tensor:
+    """Add one expert's estimate to the sums of a batch item; returns the delta in the item's unit."""
+    estimate, norm = rule.estimator, math.sqrt(squared_norm)
+    if norm > state.largest[item]:
+        step = state.exponents[item] - exponent_of(norm)
+        if step and state.largest[item] > 0:  # else there are only zeros so far
+            accumulator.rescale(step, step * estimate.degree)
+            if state.sum_BOI is not None:
+                scaled(state.sum_BOI[item], step, out=state.sum_BOI[item])
+        state.exponents[item] -= step
+        state.largest[item] = norm
+    unit = -state.exponents[item]
+    delta_OI = scaled(delta_OI, unit)
+    # the normaliser brings every expert's estimate to the same size, so that each is formed in a unit of its own
+    own = exponent_of(norm * 2.0**unit) if estimate.normalise == "norm" else 0
+    if given_RI is None:
+        factor_RI, new = estimate.factor(scaled(delta_OI, -own))
+    else:
+        factor_RI, new = estimate.powered(scaled(given_RI, unit - own))
+    weight = share * estimate.weight(squared_norm * 4.0 ** (unit - own)) * 2.0 ** (own * estimate.degree)
+    accumulator.add(delta_OI, factor_RI, checked_weight(weight, delta_OI.dtype))
+    state.retries += new
+    return delta_OI
+
+
+def checked_weight(weight: float, dtype: torch.dtype) -> float:
+    """The weight itself, once it is known that the compute dtype holds it.
+
+    Raises:
+        NumericalError: it does not.
+    """
+    if weight <= torch.finfo(dtype).max:
+        return weight
+    raise NumericalError(
+        f"the weight of an expert's estimate, {weight:g}, is beyond {str(dtype).removeprefix('torch.')}'s range "
+        f"({torch.finfo(dtype).max:g}). Likely cause: weights far from 1, or deltas of very different sizes with "
+        "normalise='norm'. Fix: weights near 1, or compute in float64."
+    )
+
+
+def _in_units_of_deltas(record: Stats, rule: Rule, exponent: int) -> Stats:
+    """The record of a problem that was solved for the deltas times `2^-exponent`."""
+    of_gram = exponent * rule.estimator.degree
+    powers = {"cutoff": of_gram, "ridge": of_gram, "norm_before_bound": exponent, "norm_bound": exponent}
+    if not rule.spectral.time_is_absolute:
+        powers["time"] = -of_gram
+    return {n: x * 2.0 ** powers[n] if n in powers and not isinstance(x, str) else x for n, x in record.items()}
 
 
 def _fill(state: State, rule: Rule, base: Tensor | None) -> tuple[Tensor, float] | None:
