@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,7 @@ def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite:
     """
     inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
     inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
-    existing = {k: p for k, p in inputs.items() if p.exists()}
+    existing = {k: p for k, p in inputs.items() if os.path.exists(p)}
     problems = [p for out in outs for p in check_output_path(out, overwrite=overwrite, inputs=existing)]
     twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]

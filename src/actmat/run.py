@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.sidecars import check_sidecars
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
@@ -101,6 +102,8 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
     with problems.noted():
         check_device_name(device)
     with opened_inputs([recipe], problems) as inputs:
+        with problems.noted():
+            _check_sidecars([recipe], inputs)
         return plans_of([recipe], inputs, device, problems)[0]
 
 
@@ -131,6 +134,8 @@ def run_recipes(
     with problems.noted():
         check_outputs(recipes, outs, overwrite=settings.overwrite)
     with opened_inputs(recipes, problems) as inputs:
+        with problems.noted():
+            _check_sidecars(recipes, inputs)
         plans = plans_of(recipes, inputs, settings.device, problems)
         observers = Observers(recipes[0].seed, settings.exact) if settings.diagnose else None
         resources = share_resources(plans, settings.device, settings.max_memory, settings.threads, observers)
@@ -328,6 +333,22 @@ def _judge(findings: Findings) -> None:
             "out why the fine-tuning produced them, or pass --allow-nonfinite to treat them as unchanged.",
             problems,
         )
+
+
+def _check_sidecars(recipes: Sequence[Recipe], inputs: Inputs) -> None:
+    """Refuse local folders whose config or tokenizer files cannot be copied into an output.
+
+    Raises:
+        CheckpointError: a file is a link out of its folder, or no regular file.
+    """
+    if inputs.base is None or inputs.base.directory is None:
+        return
+    for wanted in {recipe.files_from for recipe in recipes}:
+        folder: Path | None = inputs.base.directory
+        if wanted in inputs.labels:
+            expert = inputs.experts[inputs.labels.index(wanted)]
+            folder = expert.checkpoint.directory if isinstance(expert, CheckpointExpert) else None
+        check_sidecars(inputs.base.directory, folder)
 
 
 def _check_values(inputs: Inputs) -> None:

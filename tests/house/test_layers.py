@@ -25,6 +25,7 @@ from tests.helpers.repository import (
 LAYERS = (
     "version",
     "errors",
+    "bounds",
     "flag",
     "linalg",
     "methods",

@@ -132,10 +132,10 @@ def test_a_failing_last_sync_is_told(family: Family, monkeypatch: pytest.MonkeyP
 
 
 def test_a_sidecar_that_cannot_be_written(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copyfile(source: object, target: object) -> None:
+    def copyfileobj(source: object, target: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("shutil.copyfile", copyfile)
+    monkeypatch.setattr("shutil.copyfileobj", copyfileobj)
     refused(family, family.out, says="the disk is full")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,6 @@ def diagnose_output(
         MergeError: it has neither, or its inputs are gone.
     """
     folder = Path(directory)
-    if (folder / REPORT_NAME).is_file():
+    if os.path.isfile(folder / REPORT_NAME):
         return read_diagnosis(folder)
     return diagnose_recipe(recipe_of_output(folder), settings, progress)

@@ -6,48 +6,31 @@ opened.
 
 from __future__ import annotations
 
-import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from actmat.bounds import kind_of_file, read_object
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import CheckpointError
 
-__all__ = ["INDEX_SUFFIX", "join_shards", "member", "read_config", "read_index", "read_json_object", "shown"]
+__all__ = ["INDEX_SUFFIX", "join_shards", "member", "read_config", "read_index", "shown"]
 
 INDEX_SUFFIX = ".index.json"
-MAX_JSON_BYTES = 200_000_000
-
-
-def read_json_object(path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """Content of a JSON file whose value is an object; `unique` refuses a key given twice."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: expected a JSON file, found {size} bytes, more than {MAX_JSON_BYTES}")
-        value = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_keys if unique else None)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise CheckpointError(
-            f"{path}: expected JSON, found {str(error)[:200]}. Fix: fetch or write the file again."
-        ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def read_config(directory: Path | None) -> Mapping[str, Any] | None:
     """Parsed `config.json` of a folder, or None where there is no folder or no such file."""
-    if directory is None or not (directory / "config.json").is_file():
+    if directory is None or not os.path.lexists(directory / "config.json"):
         return None
-    return read_json_object(directory / "config.json")
+    return read_object(member(directory, "config.json"))
 
 
 def read_index(path: Path) -> dict[str, str]:
     """`weight_map` (tensor name -> plain file name) of a `*.index.json`."""
-    weight_map = read_json_object(path, unique=True).get("weight_map")
+    weight_map = read_object(path, unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{path}: expected a weight_map of tensor names to file names, found none. "
@@ -67,11 +50,17 @@ def member(folder: Path, name: str) -> Path:
     if not _is_plain_name(name):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a plain file name")
     path = folder / name
-    if not path.is_file():
+    try:
+        mode = path.stat().st_mode
+        target, home = path.resolve(), folder.resolve()
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{path}: the file is missing. Likely cause: an incomplete download. Fix: fetch the folder again."
-        )
-    target, home = path.resolve(), folder.resolve()
+        ) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path}: expected a file, found {kind_of_file(mode)}")
     if not any(target.is_relative_to(parent) for parent in (home, *_hub_blobs(home))):
         raise CheckpointError(
             f"{path}: is a link to {target}, outside its folder. Likely cause: a hostile archive, or links made by "
@@ -107,18 +96,6 @@ def join_shards(
             problems,
         )
     return specs
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of `json` that refuses a key given twice (`ValueError`)."""
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {shown(key)} twice")
-            seen.add(key)
-    return out
 
 
 def shown(value: Any) -> str:

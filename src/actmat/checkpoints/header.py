@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from actmat.bounds import check_values, unique_keys
 from actmat.checkpoints.base import DTYPES, TensorSpec
-from actmat.checkpoints.folder import shown, unique_keys
+from actmat.checkpoints.folder import shown
 from actmat.errors import CheckpointError
 
 __all__ = ["MAX_HEADER_BYTES", "Header", "header_length", "read_header"]
@@ -96,6 +97,7 @@ def _load_json(raw: bytes, file: str) -> dict[str, Any]:
 
     if not raw.startswith(b"{"):
         invalid("no opening brace" if raw else "a header of length 0")
+    check_values(raw, file)
     try:
         entries = json.loads(
             raw.decode("utf-8").rstrip(" "), object_pairs_hook=unique_keys, parse_constant=_no_constant

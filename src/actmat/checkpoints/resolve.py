@@ -5,12 +5,14 @@ A local path wins over a hub id of the same text, unless that is written `hf://o
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from actmat.bounds import list_folder, local_path
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.memory import MemoryCheckpoint
@@ -55,13 +57,13 @@ def find_source(location: str | Path, *, cache_dir: str | Path | None = None) ->
     text = str(location)
     if not text or "\0" in text:
         raise CheckpointError(f"expected a folder, a weight file or a hub id, found {text!r}")
-    path = Path(text).expanduser()
+    path = local_path(text)
     hub_id = HUB_ID.fullmatch(text) if isinstance(location, str) else None
     if hub_id is None or not hub_id["scheme"]:
-        if path.exists():
+        if os.path.exists(path):
             return LocalSource(path, text)
         # a missing `a/b` whose parent is a folder that exists is a path rather than a hub id
-        if hub_id is None or (path.parent != Path() and path.parent.is_dir()):
+        if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
             raise _not_found(path, text)
     from actmat.checkpoints.hub import open_repository
 
@@ -70,10 +72,10 @@ def find_source(location: str | Path, *, cache_dir: str | Path | None = None) ->
 
 def _not_found(path: Path, text: str) -> CheckpointError:
     parent = path.parent
-    while not parent.is_dir() and parent != parent.parent:
+    while not os.path.isdir(parent) and parent != parent.parent:
         parent = parent.parent
     missing = path.relative_to(parent).parts[0]
-    hint = did_you_mean(missing, (p.name for p in parent.iterdir()))
+    hint = did_you_mean(missing, list_folder(parent))
     return CheckpointError(
         f"{text}: expected a folder, a weight file or a hub id (org/name or org/name@revision), found nothing there: "
         f"'{parent}' has no '{missing}'.{hint} Fix: correct the path; to mean the hub, write hf://org/name."

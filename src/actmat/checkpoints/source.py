@@ -7,12 +7,14 @@ checkpoint from a source without asking which of them it is.
 from __future__ import annotations
 
 import abc
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from actmat.bounds import kind_of_file, list_folder
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
 from actmat.checkpoints.file_names import NOT_WEIGHTS
 from actmat.checkpoints.files import file_identity
@@ -83,10 +85,16 @@ class LocalSource(Source):
     def __init__(self, path: Path, location: str | None = None) -> None:
         self.location = str(path) if location is None else location
         self._path = path
-        is_folder = path.is_dir()
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise CheckpointError(f"{self.location}: cannot be read: {error.strerror}") from error
+        is_folder = stat.S_ISDIR(mode)
+        if not is_folder and not stat.S_ISREG(mode):
+            raise CheckpointError(f"{self.location}: expected a file or a folder, found {kind_of_file(mode)}")
         self._folder = path if is_folder else path.parent
         self.named = None if is_folder else path.name
-        self.names = sorted(entry.name for entry in path.iterdir()) if is_folder else [path.name]
+        self.names = list_folder(path) if is_folder else [path.name]
         self._members: dict[str, Path] = {}
 
     @property

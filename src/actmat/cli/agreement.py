@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def measure_on_data(merged: Path, given: Sequence[str], *, quiet: bool) -> tuple
 
 def _pairs(given: Sequence[str]) -> dict[str, str] | str:
     """Expert -> data, or one data set for all; a text that is an existing path names no expert."""
-    split = [("", text) if Path(text).exists() else split_name(text) for text in given]
+    split = [("", text) if os.path.exists(text) else split_name(text) for text in given]
     names = [name for name, _ in split if name]
     if not names and len(split) == 1:
         return split[0][1]

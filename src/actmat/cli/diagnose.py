@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +56,7 @@ def diagnose(
     experts, findings of the checks, and the ten layers on which the experts
     disagree most. To measure while merging: actmat merge --diagnose.
     """
-    if recipe is not None and recipe.is_dir():
+    if recipe is not None and os.path.isdir(recipe):
         found = _of_output(recipe, given, run, data, quiet=quiet)
     elif data.data:
         raise typer.BadParameter("--data goes with a merged model that exists: actmat diagnose MERGED --data DATA")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def _experts(given: Sequence[str], weights: Sequence[float] | None) -> list[dict
         raise RecipeError(f"There are {len(given)} experts and {len(weights)} weights; give one --weight each.")
     experts: list[dict[str, Any]] = []
     for i, text in enumerate(given):
-        name, path = ("", text) if Path(text).exists() else split_name(text)
+        name, path = ("", text) if os.path.exists(text) else split_name(text)
         named = {"name": name} if name else {}
         experts.append({"path": path, **named} | ({"weight": weights[i]} if weights else {}))
     return experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,7 @@ def report(
     from actmat.report.html import write_html
 
     found = read_diagnosis(place)
-    folder = place if place.is_dir() else place.parent
+    folder = place if os.path.isdir(place) else place.parent
     out = folder / "report.html" if html is None else html
     with disk_errors(out.parent):
         write_html(found, out)

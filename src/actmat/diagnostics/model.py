@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from actmat.bounds import MAX_WRITTEN_VALUES, check_values, local_path, read_bytes
 from actmat.errors import CheckpointError
 
 FORMAT: Literal[1] = 1
@@ -315,14 +317,17 @@ def read_diagnosis(path: str | Path) -> Diagnosis:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    file = _report_file(path)
+    file = _report_file(local_path(path))
     try:
-        text = file.read_bytes()
-    except OSError as error:
+        text = read_bytes(file)
+    except CheckpointError as error:
+        cause = error.__cause__
+        found = cause.strerror if isinstance(cause, OSError) else error.problems[0].removeprefix(f"{file}: ")
         raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}). A report is written by actmat merge --diagnose, or by "
+            f"{file} cannot be read ({found}). A report is written by actmat merge --diagnose, or by "
             "actmat diagnose --out."
         ) from None
+    check_values(text, str(file), values=MAX_WRITTEN_VALUES)
     return Diagnosis.from_json(text, where=str(file))
 
 
@@ -340,10 +345,12 @@ def write_whole(file: Path, data: bytes) -> Path:
     """Write a file, and its folder if need be; readers see the old file or the new one, never a part."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.part")
-    unfinished.write_bytes(data)
+    unfinished.unlink(missing_ok=True)  # whatever an earlier run left: a link would be written through
+    with unfinished.open("xb") as out:
+        out.write(data)
     unfinished.replace(file)
     return file
 
 
 def _report_file(path: str | Path) -> Path:
-    return Path(path) / REPORT_NAME if Path(path).is_dir() else Path(path)
+    return Path(path) / REPORT_NAME if os.path.isdir(path) else Path(path)

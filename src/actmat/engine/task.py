@@ -133,7 +133,22 @@ class Record:
     def from_json(cls, data: Mapping[str, Any]) -> Record | None:
         """The record of a journal's line; None for a line that is none."""
         names = {f.name for f in dataclasses.fields(cls)} - {"observed"}
-        if not names <= data.keys() or not isinstance(data["hashes"], dict):
+        if not names <= data.keys() or not _is_record(data):
             return None
         fields = {n: data[n] for n in names} | {"expert_hashes": tuple(data["expert_hashes"])}
         return cls(**fields, observed=data.get(OBSERVED))
+
+
+def _is_record(data: Mapping[str, Any]) -> bool:
+    """True if the fields of a journal's line have their types."""
+    if not isinstance(data["hashes"], dict) or not isinstance(data["expert_hashes"], list):
+        return False
+    texts = (data["name"], data["hash"], data["base_hash"], *data["hashes"].values(), *data["expert_hashes"])
+    return (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(data["stats"], dict)
+        and isinstance(data.get(OBSERVED, {}), dict)
+        and type(data["unchanged"]) is bool
+        and type(data["nonfinite"]) is int
+        and isinstance(data["seconds"], int | float)
+    )

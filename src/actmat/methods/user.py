@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import os
 from pathlib import Path
 
 from actmat.errors import RecipeError, did_you_mean
@@ -56,6 +57,6 @@ def _load(name: str, digest: str) -> MergeMethod:
 
 def _file(name: str) -> Path:
     path = Path(name.rpartition(":")[0])
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RecipeError(f"method '{name}' names the file {path}, and there is none; write PATH.py:NAME.")
     return path

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from actmat.bounds import local_path, read_bytes
 from actmat.errors import RecipeError
 from actmat.recipe.schema import Recipe, make_recipe
 
 __all__ = ["load_recipe", "recipe_yaml"]
 
+MAX_BYTES = 1_000_000
 MAX_VALUES = 100_000
 
 
@@ -34,10 +37,12 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
     """
-    file = Path(path)
+    file = local_path(path, error=RecipeError)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(file, most=MAX_BYTES, error=RecipeError).decode("utf-8")
+    except RecipeError as error:
+        raise RecipeError(f"Cannot read the recipe {error}") from None
+    except UnicodeDecodeError as error:
         raise RecipeError(f"Cannot read the recipe {file}: {error}") from None
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -126,7 +131,7 @@ def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             return {k: local(v) if k in ("path", "statistics") else v for k, v in value.items()}
         if not isinstance(value, str) or Path(value).is_absolute():
             return value
-        found = value.startswith(("./", "../")) or (folder / value).exists()
+        found = value.startswith(("./", "../")) or os.path.exists(folder / value)
         return str(folder / value) if found else value
 
     fields = dict(data)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
 from actmat.checkpoints.hashing import HASH_NAME, hash_names, sha256_file
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.engine.task import Record
@@ -158,7 +159,7 @@ def _expert(plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expe
 
 def _input(summary: InputSummary, out: Path) -> dict[str, Any]:
     row = summary.to_json()
-    if Path(summary.location).exists():
+    if os.path.exists(summary.location):
         row["from_here"] = os.path.relpath(summary.location, out)
     return row
 
@@ -188,16 +189,16 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: none there, damaged, or of a newer actmat.
     """
-    path = directory / MANIFEST_NAME
-    if not path.is_file():
+    path = local_path(directory) / MANIFEST_NAME
+    if not os.path.lexists(path):
         reason = "it is no merge made by actmat, or the file was removed."
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: {reason}")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("actmat_manifest") != FORMAT:
-        found = manifest.get("actmat_manifest") if isinstance(manifest, dict) else type(manifest).__name__
+        manifest = read_object(path, values=MAX_WRITTEN_VALUES)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is damaged: {error.problems[0].removeprefix(f'{path}: ')}") from None
+    if manifest.get("actmat_manifest") != FORMAT:
+        found = repr(manifest.get("actmat_manifest"))[:120]
         raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")
     if missing := REQUIRED - manifest.keys():
         raise CheckpointError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}.")
@@ -216,4 +217,4 @@ def expert_hashes(manifest: Mapping[str, Any], name: str) -> dict[str, str]:
 def input_location(entry: Mapping[str, Any], out: Path) -> str:
     """Present location of an input: relative to the output if it is there, else as it was given."""
     near = out / entry["from_here"] if "from_here" in entry else None
-    return os.path.normpath(near) if near is not None and near.exists() else str(entry["location"])
+    return os.path.normpath(near) if near is not None and os.path.exists(near) else str(entry["location"])

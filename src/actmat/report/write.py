@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
@@ -17,6 +18,6 @@ def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
     from actmat.report.html import write_html
 
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(file):
         return [write_diagnosis(diagnosis, file), write_html(diagnosis, file / "report.html")]
     return [write_html(diagnosis, path) if file.suffix == ".html" else write_diagnosis(diagnosis, path)]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from actmat.bounds import check_values
 from actmat.errors import StatisticsError
 
 __all__ = ["FILE_NAME", "METADATA_KEY", "DataInfo", "GramInfo", "Header", "ModelInfo", "describe", "parse_header"]
@@ -121,6 +122,7 @@ def parse_header(metadata: Mapping[str, str], location: str) -> Header:
             f"{location}: expected statistics made by 'actmat statistics collect', found a safetensors file without "
             f"'{METADATA_KEY}' in its metadata"
         )
+    check_values(text.encode(), location, error=StatisticsError)
     try:
         return Header.model_validate_json(text)
     except ValidationError as error:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from actmat.bounds import list_folder, local_path
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.header import read_header
@@ -111,9 +112,9 @@ def open_statistics(location: str | Path) -> Statistics:
     Raises:
         StatisticsError: nothing there, not statistics, or damaged.
     """
-    path = Path(location).expanduser()
-    file = path / FILE_NAME if path.is_dir() else path
-    if not file.is_file():
+    path = local_path(location, error=StatisticsError)
+    file = path / FILE_NAME if os.path.isdir(path) else path
+    if not os.path.isfile(file):
         raise StatisticsError(f"{location}: expected a folder with {FILE_NAME} (actmat statistics collect), found none")
     return Statistics(str(location), file)
 
@@ -129,8 +130,9 @@ def _disagreements(header: Header, specs: Mapping[str, TensorSpec]) -> Iterator[
 
 def check_output(out: Path, *, overwrite: bool) -> None:
     """Check that statistics can be written to the folder `out`."""
+    local_path(out, error=OutputError)
     if out.is_dir():
-        there = sorted(p.name for p in out.iterdir())
+        there = list_folder(out, error=OutputError)
         if there and there != [FILE_NAME]:
             raise OutputError(f"{out} holds other files ({', '.join(there[:3])}); choose another place.")
         if there and not overwrite:

@@ -9,27 +9,31 @@ the whole file is loaded when it is opened, and refused if it is larger than the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
 import struct
+import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from actmat.bounds import open_regular
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
+from actmat.checkpoints.formats.pickles import PickleBoundsError, check_pickle
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 
-__all__ = ["DAMAGED", "TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint"]
+__all__ = ["TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint", "load_torch"]
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 BIN_NAME = "pytorch_model.bin"
@@ -37,6 +41,9 @@ BIN_INDEX_SUFFIX = ".bin.index.json"
 BIN_INDEX_NAME = "pytorch_model.bin.index.json"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts put the state dict."""
+
+LEGACY_PICKLES = 5
+"""Magic number, protocol, system, state dict, keys of storages."""
 
 ZIP_MAGIC = b"PK\x03\x04"
 BLOCKED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
@@ -123,22 +130,83 @@ def _main_file(found: Sequence[str], location: str) -> str:
 
 def _load(path: Path, label: str, location: str) -> Mapping[Any, Any]:
     """The state dict of one file."""
-    try:
-        with path.open("rb") as file:
-            is_zip = file.read(4) == ZIP_MAGIC
-    except OSError as error:
-        raise CheckpointError(f"{location}: {label} cannot be read: {error.strerror}") from error
-    size, memory = path.stat().st_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    content = load_torch(path, label, location)
+    state, size = _unwrap(content, label, location), path.stat().st_size
+    repeated = [n for n, t in state.items() if isinstance(t, Tensor) and t.numel() * t.itemsize > size]
+    if repeated:
+        raise CheckpointError(
+            f"{location}: {label} has {size} bytes, its tensors more: they repeat stored values (torch.expand). Likely "
+            "cause: a hostile file. Fix: save {name: tensor.contiguous()} if they are meant.",
+            [f"tensor {str(n)[:120]!r} in {label}: {_described(state[n])} of {size}" for n in repeated],
+        )
+    return state
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}, more than the file's bytes"
+
+
+def load_torch(path: Path, label: str, location: str) -> Any:
+    """The object in a file of `torch.save`, tensors mapped where that is possible.
+
+    Args:
+        path: the file.
+        label, location: its name and that of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: no such file, with code in it, damaged, or beyond the bounds.
+    """
+    with open_regular(path) as file:
+        is_zip = file.read(4) == ZIP_MAGIC
+        size = os.fstat(file.fileno()).st_size
+        try:
+            _check_bounds(file, is_zip=is_zip)
+        except PickleBoundsError as error:
+            raise CheckpointError(
+                f"{location}: {label} is not a readable torch file: it has {error}. Likely cause: a hostile file, or "
+                "a damaged one. Fix: fetch the file again, or save the state dict as safetensors."
+            ) from None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not is_zip and size > memory:
         raise CheckpointError(
             f"{location}: {label} is a legacy torch file of {size} bytes, which cannot be mapped and does not fit the "
             f"{memory} bytes of memory. Fix: convert it to safetensors on a larger machine."
         )
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except DAMAGED as error:
         raise _refusal(error, label, location) from error
-    return _unwrap(content, label, location)
+
+
+def _check_bounds(file: IO[bytes], *, is_zip: bool) -> None:
+    """Refuse a file that unfolds to more than it holds; damaged ones are left to torch.
+
+    Raises:
+        PickleBoundsError: with the reason.
+    """
+    file.seek(0)
+    if not is_zip:
+        with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:"):
+            raise PickleBoundsError("the form of a tar archive, which torch unpacks to the disk")
+        file.seek(0)
+        for _ in range(LEGACY_PICKLES):
+            if not file.peek(1):  # type: ignore[attr-defined]  # a buffered file
+                return
+            check_pickle(file)
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+            packed = [r for r in records if r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size]
+            if packed:
+                sizes = f"{packed[0].compress_size} bytes that unpack to {packed[0].file_size}"
+                raise PickleBoundsError(f"the compressed record {packed[0].filename[:120]!r}, {sizes}")
+            for record in records:
+                if record.filename.endswith("data.pkl"):
+                    with archive.open(record) as content:
+                        check_pickle(content)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, OSError, EOFError, struct.error):
+        return
 
 
 def _refusal(error: BaseException, label: str, location: str) -> CheckpointError:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-__all__ = ["copy_sidecars"]
+from actmat.bounds import list_folder, open_regular, read_object
+from actmat.checkpoints.folder import member
+from actmat.errors import CheckpointError
+
+__all__ = ["check_sidecars", "copy_sidecars"]
 
 CONFIG_PATTERNS = ("config.json", "*.py")
 """Files of the architecture, always from the base, whose tensors the output has. Code is copied, never run."""
@@ -22,11 +26,36 @@ video_preprocessor_config.json feature_extractor_config.json
 
 
 def list_sidecars(directory: Path | None, patterns: Sequence[str]) -> list[Path]:
-    """Plain files in `directory` that match, sorted; none for a checkpoint without a directory."""
-    if directory is None or not directory.is_dir():
+    """Files in `directory` that match, sorted; none for a checkpoint without a directory.
+
+    Raises:
+        CheckpointError: one of them is a link out of the folder, whose target would be published with the output, or
+            is no regular file; names all of them.
+    """
+    if directory is None or not os.path.isdir(directory):
         return []
-    files = sorted(path for path in directory.iterdir() if path.is_file())
-    return [path for path in files if any(fnmatch.fnmatchcase(path.name, p) for p in patterns)]
+    found: list[Path] = []
+    problems: list[str] = []
+    for name in list_folder(directory):
+        if os.path.isdir(directory / name) or not any(fnmatch.fnmatchcase(name, x) for x in patterns):
+            continue
+        try:
+            found.append(member(directory, name))
+        except CheckpointError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise CheckpointError(f"{directory}: files that an output needs cannot be copied", problems)
+    return found
+
+
+def check_sidecars(base: Path | None, files_from: Path | None) -> None:
+    """Refuse folders from which `copy_sidecars` would not copy.
+
+    Raises:
+        CheckpointError: all reasons of one folder.
+    """
+    list_sidecars(base, CONFIG_PATTERNS)
+    list_sidecars(files_from, PATTERNS.split())
 
 
 def copy_sidecars(base: Path | None, files_from: Path | None, out: Path, dtype: str | None) -> list[str]:
@@ -38,11 +67,12 @@ def copy_sidecars(base: Path | None, files_from: Path | None, out: Path, dtype: 
     for path in [*list_sidecars(base, CONFIG_PATTERNS), *list_sidecars(files_from, PATTERNS.split())]:
         target = out / path.name
         if path.name == "config.json" and dtype is not None:
-            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            config = read_object(path)
             for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
                 config[key] = dtype
             target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         else:
-            shutil.copyfile(path, target)
+            with open_regular(path) as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy)
         copied.append(path.name)
     return copied

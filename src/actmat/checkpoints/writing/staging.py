@@ -17,11 +17,13 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from actmat.bounds import kind_of_file, list_folder, local_path, parse_object, read_bytes
 from actmat.errors import OutputError, format_size
 
 __all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_path", "disk_errors"]
@@ -29,6 +31,8 @@ __all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_path", "dis
 JOURNAL_NAME = "journal.jsonl"
 MANIFEST_NAME = "actmat_manifest.json"
 LONGEST_NAME = 255
+LOCK_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+MAX_JOURNAL_BYTES = 2_000_000_000
 
 
 def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
@@ -37,42 +41,62 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
     `overwrite` replaces only an output of actmat (a directory with a manifest): a mistyped path must not delete a
     folder of other files. An input is never replaced.
     """
+    try:
+        local_path(out, error=OutputError)
+    except OutputError as error:
+        return list(error.problems)
     if len(os.fsencode(_sibling(out, "previous").name)) > LONGEST_NAME:
         return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
-    problems = []
-    resolved = out.resolve()
+    problems = _obstacles(out)
+    resolved = Path(os.path.realpath(out))
     for label, path in inputs.items():
-        source = path.resolve()
+        source = Path(os.path.realpath(path))
         if source == resolved or resolved in source.parents:
             problems.append(f"{out} is, or contains, an input of this merge ({label}); write somewhere else")
-        elif source in resolved.parents and source.is_dir():
+        elif source in resolved.parents and os.path.isdir(source):
             problems.append(f"{out} lies inside an input of this merge ({label}); write somewhere else")
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
+    if os.path.islink(out) or (os.path.exists(out) and not os.path.isdir(out)):
         problems.append(f"{out} exists and is not a directory; choose another place")
     else:
         problems += _occupied(out, overwrite=overwrite)
     parent = resolved.parent
-    while not parent.exists():
+    while not os.path.exists(parent):
         parent = parent.parent
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         problems.append(f"{parent} is a file, {out} cannot lie in it; choose another place")
     elif not os.access(parent, os.W_OK):
         problems.append(f"{parent} is not writable; choose a place you may write to")
     return problems
 
 
+def _obstacles(out: Path) -> list[str]:
+    """Problems: siblings with the names that a run needs, which no run made; a link would be written through."""
+    problems = []
+    for suffix, is_ours, expected in (
+        ("partial", stat.S_ISDIR, "the directory of an interrupted run"),
+        ("previous", stat.S_ISDIR, "the output that is being replaced"),
+        ("lock", stat.S_ISREG, "the lock file of a run"),
+    ):
+        path = _sibling(out, suffix)
+        with contextlib.suppress(OSError):
+            mode = path.lstat().st_mode
+            if not is_ours(mode):
+                problems.append(f"{path} is in the way: expected {expected}, found {kind_of_file(mode)}; remove it")
+    return problems
+
+
 def _occupied(out: Path, *, overwrite: bool) -> list[str]:
     previous = _sibling(out, "previous")
-    if not out.exists() and previous.exists() and not overwrite:
+    if not os.path.exists(out) and os.path.exists(previous) and not overwrite:
         return [
             f"{out} was being replaced when an earlier run was killed; its old content is in {previous}. Give the "
             "same command with --overwrite again, or rename that folder back"
         ]
-    if not out.is_dir() or not any(out.iterdir()):
+    if not os.path.isdir(out) or not list_folder(out, error=OutputError):
         return []
     if not overwrite:
         return [f"{out} exists and is not empty; choose another place or pass --overwrite"]
-    if not (out / MANIFEST_NAME).is_file():
+    if not os.path.isfile(out / MANIFEST_NAME):
         return [
             f"{out} was not written by actmat (it has no {MANIFEST_NAME}), so --overwrite will not delete it; "
             "remove it yourself or choose another place"
@@ -101,11 +125,16 @@ def disk_errors(path: Path) -> Iterator[None]:
         }
         cause = causes.get(error.errno or 0)
         if cause is None:
-            raise
-        free = shutil.disk_usage(path if path.exists() else path.parent).free
+            raise OutputError(
+                f"Cannot write to {path}: {error.strerror or error}. Likely cause: another program changed the folder, "
+                "or its file system takes no such files. Choose another place; the inputs are untouched."
+            ) from error
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f" ({format_size(shutil.disk_usage(path if path.exists() else path.parent).free)} free)"
         raise OutputError(
-            f"Cannot write to {path}: {cause} ({format_size(free)} free). Free some space or choose another place "
-            "with --out; the inputs are untouched."
+            f"Cannot write to {path}: {cause}{free}. Free some space or choose another place with --out; the inputs "
+            "are untouched."
         ) from error
 
 
@@ -132,6 +161,8 @@ class Staging:
         with disk_errors(self.out.parent):
             self._made = [p for p in (self.out.parent, *self.out.parent.parents) if not p.exists()]
             self.out.parent.mkdir(parents=True, exist_ok=True)
+            if problems := _obstacles(self.out):
+                raise OutputError(f"The output {self.out} cannot be written.", problems)
             self._lock()
             if self._previous.exists() and not self.out.exists():
                 os.rename(self._previous, self.out)  # killed between the two renames of `commit`
@@ -191,7 +222,7 @@ class Staging:
 
     def _lock(self) -> None:
         while self._lock_file is None:
-            file = self._lock_path.open("ab")
+            file = os.fdopen(os.open(self._lock_path, LOCK_FLAGS, 0o644), "ab")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -208,9 +239,12 @@ class Staging:
     def _read_journal(self) -> dict[str, dict[str, Any]] | None:
         """Entries of the journal; None if there is none with the fingerprint of this run."""
         journal = self.path / JOURNAL_NAME
-        if not journal.exists():
+        if not os.path.exists(journal) or _foreign(self.path):
             return None
-        lines = journal.read_text(encoding="utf-8", errors="replace").split("\n")
+        try:
+            lines = read_bytes(journal, most=MAX_JOURNAL_BYTES, error=OutputError).split(b"\n")
+        except OutputError:  # not written by a run
+            return None
         whole = lines[:-1]  # a line without its newline was being written when the process died
         entries = list(_entries(whole))
         if not entries or entries[0].get("fingerprint") != self.fingerprint:
@@ -227,14 +261,20 @@ class Staging:
                 line = line[self._journal.write(line) :]
 
 
-def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _foreign(folder: Path) -> bool:
+    """True if the folder holds anything but regular files: no run left it, and a link would be written through."""
+    with os.scandir(folder) as entries:
+        return not all(entry.is_file(follow_symlinks=False) for entry in entries)
+
+
+def _entries(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Entries before the first damaged line."""
     for number, line in enumerate(lines):
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
+            entry = parse_object(line, JOURNAL_NAME, error=OutputError)
+        except OutputError:
             return
-        if not isinstance(entry, dict) or (number and not {"name", "hash"} <= entry.keys()):
+        if number and not (isinstance(entry.get("name"), str) and isinstance(entry.get("hash"), str)):
             return
         yield entry
 
@@ -242,7 +282,7 @@ def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 def _is_at(file: IO[bytes], path: Path) -> bool:
     """True if `path` names the open file."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:
         return False
 

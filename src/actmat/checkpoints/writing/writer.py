@@ -18,6 +18,7 @@ __all__ = ["ShardWriter", "TensorSink"]
 
 _CHECK_BYTES = 1 << 22
 _FLUSH_BYTES = 1 << 26
+SHARD_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TensorSink:
@@ -74,7 +75,7 @@ class ShardWriter:
 
     def _prepare(self, shard: Shard) -> None:
         with disk_errors(self.directory):
-            handle = os.open(self.directory / shard.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(self.directory / shard.file, SHARD_FLAGS, 0o644)
             self._handles[shard.file] = handle
             if os.fstat(handle).st_size != shard.size or os.pread(handle, len(shard.header), 0) != shard.header:
                 os.ftruncate(handle, 0)

@@ -10,16 +10,16 @@ in the order of the modules, without names or alpha. Such a `.pt` file is read a
 
 from __future__ import annotations
 
-import zipfile
+import os
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from actmat.bounds import list_folder, local_path, read_object
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
-from actmat.checkpoints.folder import member, read_json_object
+from actmat.checkpoints.folder import member
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
-from actmat.checkpoints.formats.torch_files import DAMAGED, TORCH_FILES, TORCH_SUFFIXES
+from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES, load_torch
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.checkpoints.source import LocalSource
@@ -35,13 +35,13 @@ PAIR_LIST = "pairs"
 
 def is_adapter(location: str | Path) -> bool:
     """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
-    path = Path(location).expanduser()
-    if path.is_dir():
-        return _holds_adapter([p.name for p in path.iterdir()])
-    if path.is_file():
+    path = local_path(location)
+    if os.path.isdir(path):
+        return _holds_adapter(list_folder(path))
+    if os.path.isfile(path):
         return path.name in ADAPTER_WEIGHTS or (path.suffix == ".pt" and _pair_list(path) is not None)
     hub_id = HUB_ID.fullmatch(str(location))
-    if hub_id is None or (path.parent != Path() and path.parent.is_dir()):
+    if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
         return False
     from actmat.checkpoints.hub import open_repository
 
@@ -56,13 +56,13 @@ def open_adapter(location: str | Path) -> Adapter:
         CheckpointError: no adapter there, or its files cannot be read. Problems of its contents are in
             `Adapter.problems`.
     """
-    path = Path(location).expanduser()
-    if path.is_file() and path.name not in ADAPTER_WEIGHTS:
+    path = local_path(location)
+    if os.path.isfile(path) and path.name not in ADAPTER_WEIGHTS:
         pairs = _pair_list(path)
         if pairs is None:
             raise CheckpointError(f"{location}: expected a list of (up, down) factor pairs, found something else")
         return _of_pairs(pairs, str(location))
-    if path.exists():
+    if os.path.exists(path):
         folder = path if path.is_dir() else path.parent
         config = member(folder, ADAPTER_CONFIG)
         names = [n for n in ADAPTER_WEIGHTS if (folder / n).is_file()] if path.is_dir() else [path.name]
@@ -71,7 +71,7 @@ def open_adapter(location: str | Path) -> Adapter:
         config, files = _fetch(str(location))
     if not files:
         raise CheckpointError(f"{location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
-    parsed, problems = parse_adapter_config(read_json_object(config))
+    parsed, problems = parse_adapter_config(read_object(config))
     (name, file), *_ = files.items()
     weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(LocalSource(file, str(location)))
     return Adapter(weights, parsed, problems)
@@ -95,8 +95,8 @@ def _fetch(location: str) -> tuple[Path, dict[str, Path]]:
 
 def _pair_list(path: Path) -> list[Tensor] | None:
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except DAMAGED:
+        value = load_torch(path, path.name, str(path))
+    except CheckpointError:
         return None  # not a list of tensors; opening it as a checkpoint gives the error
     listed = isinstance(value, list) and len(value) > 0 and all(isinstance(x, Tensor) for x in value)
     return value if listed else None

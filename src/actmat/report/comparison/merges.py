@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def compare(
     notes: list[str] = []
     with open_output(Path(first), manifests[0]) as one, open_output(Path(second), manifests[1]) as two:
         tensors = _tensors(one, two, notes, progress)
-    report_one, report_two = (read_diagnosis(o) if (Path(o) / REPORT_NAME).is_file() else None for o in outs)
+    report_one, report_two = (read_diagnosis(o) if os.path.isfile(Path(o) / REPORT_NAME) else None for o in outs)
     if missing := [o for o, r in zip(outs, (report_one, report_two), strict=True) if r is None]:
         notes.append(f"no {REPORT_NAME} in {' and '.join(missing)}: residuals and checks are not compared")
     base = manifests[0]["base"]

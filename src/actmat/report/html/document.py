@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -59,7 +60,7 @@ def _asset(name: str) -> str:
 def write_document(text: str, path: str | Path) -> Path:
     """Write a document to a file, whole or not at all; halves of surrogate pairs become `?`, a directory is refused."""
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(file):
         raise OutputError(
             f"Expected a file to write the page to, found the directory {file}: add a name such as x.html."
         )

@@ -1,0 +1,223 @@
+"""Reading of files that others wrote: only regular files, and sizes are checked before anything is parsed.
+
+Checkpoints, recipes, manifests, reports and journals come with downloads or lie in folders that others write to. A
+pipe would block its reader, a device has no end, and a small text can describe an object that fills the memory. Every
+reader of such files goes through this module; tensors are read by `checkpoints.files`, which checks the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from actmat.errors import CheckpointError, MergeError
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_VALUES",
+    "MAX_WRITTEN_VALUES",
+    "check_values",
+    "kind_of_file",
+    "list_folder",
+    "local_path",
+    "open_regular",
+    "parse_object",
+    "read_bytes",
+    "read_object",
+    "unique_keys",
+]
+
+MAX_BYTES = 200_000_000
+"""Largest JSON file. The index of a model with 100,000 tensors takes 10 MB."""
+
+MAX_VALUES = 4_000_000
+"""Most values in a JSON text of others; a header with 500,000 tensors has as many. Each takes about 100 bytes."""
+
+MAX_WRITTEN_VALUES = 20_000_000
+"""Most values in a manifest or a report, which hold about 100 per tensor."""
+
+MAX_DEPTH = 100
+"""Deepest nesting of JSON values; configs and manifests have less than 10."""
+
+MAX_PATH_BYTES = 4095
+"""Longest path that Linux takes."""
+
+KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a link",
+    stat.S_IFREG: "a file",
+}
+
+
+def kind_of_file(mode: int) -> str:
+    """Words for the kind of a file, from `st_mode`.
+
+    >>> kind_of_file(Path(".").stat().st_mode)
+    'a directory'
+    """
+    return KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def local_path(text: str | Path, *, error: type[MergeError] = CheckpointError) -> Path:
+    """A path that the system can look up, `~` expanded; it need not exist.
+
+    >>> local_path("merged")
+    PosixPath('merged')
+
+    Raises:
+        MergeError: empty, too long, not UTF-8, with a NUL, or in the home of an unknown user; of the type `error`.
+    """
+    given = str(text)
+    try:
+        encoded = given.encode()
+    except UnicodeEncodeError:
+        shown = given.encode("utf-8", "backslashreplace").decode()[:200]
+        raise error(f"{shown}: expected a path in UTF-8, found other bytes. Fix: rename the file.") from None
+    if not given or "\0" in given:
+        raise error(f"expected a path, found {given[:200]!r}")
+    if len(encoded) > MAX_PATH_BYTES or any(len(part) > 255 for part in encoded.split(b"/")):
+        raise error(
+            f"{given[:60]}...: the path is too long ({len(encoded)} bytes; a name takes at most 255, a path "
+            f"{MAX_PATH_BYTES}). Fix: correct or shorten it."
+        )
+    try:
+        return Path(given).expanduser()
+    except RuntimeError:
+        user = given.partition("/")[0]
+        raise error(f"{given}: there is no user '{user.removeprefix('~')}' on this machine. Fix: write the whole path, "
+                    f"or ./{given} for a folder of that name.") from None  # fmt: skip
+
+
+def list_folder(folder: Path, *, error: type[MergeError] = CheckpointError) -> list[str]:
+    """Names in a folder, sorted.
+
+    Raises:
+        MergeError: the system does not list it; of the type `error`.
+    """
+    with _explained(folder, "listed", error):
+        return sorted(os.listdir(folder))
+
+
+@contextmanager
+def open_regular(path: Path, *, error: type[MergeError] = CheckpointError) -> Iterator[IO[bytes]]:
+    """Open a regular file for reading, without waiting for the writer of a pipe.
+
+    Raises:
+        MergeError: missing, unreadable, or no regular file; of the type `error`.
+    """
+    with _explained(path, "read", error):
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise error(f"{path}: expected a file, found {kind_of_file(mode)}")
+    with os.fdopen(handle, "rb") as file:
+        yield file
+
+
+def read_bytes(path: Path, *, most: int = MAX_BYTES, error: type[MergeError] = CheckpointError) -> bytes:
+    """Content of a regular file of at most `most` bytes.
+
+    Raises:
+        MergeError: missing, unreadable, no regular file, or larger; of the type `error`.
+    """
+    with open_regular(path, error=error) as file, _explained(path, "read", error):
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
+    if size > most or len(content) > most:
+        raise error(f"{path}: expected at most {most} bytes, found {max(size, len(content))}; is this the right file?")
+    return content
+
+
+def read_object(
+    path: Path, *, values: int = MAX_VALUES, unique: bool = False, error: type[MergeError] = CheckpointError
+) -> dict[str, Any]:
+    """The object in a JSON file; `unique` refuses a key given twice.
+
+    Raises:
+        MergeError: unreadable, too large, no JSON, or no object; of the type `error`.
+    """
+    return parse_object(read_bytes(path, error=error), str(path), values=values, unique=unique, error=error)
+
+
+def parse_object(
+    text: bytes,
+    where: str,
+    *,
+    values: int = MAX_VALUES,
+    unique: bool = False,
+    error: type[MergeError] = CheckpointError,
+) -> dict[str, Any]:
+    """The object that a JSON text holds; see `read_object`.
+
+    >>> parse_object(b'{"a": [1, 2]}', "config.json")
+    {'a': [1, 2]}
+    """
+    check_values(text, where, values=values, error=error)
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys if unique else None)
+        _check_depth(value)
+    except (ValueError, RecursionError) as problem:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise error(
+            f"{where}: expected JSON, found {str(problem)[:200]}. Fix: fetch or write the file again."
+        ) from problem
+    if not isinstance(value, dict):
+        raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def check_values(
+    text: bytes, where: str, *, values: int = MAX_VALUES, error: type[MergeError] = CheckpointError
+) -> None:
+    """Refuse a JSON text with more than `values` values, which would take many times its size in memory.
+
+    Raises:
+        MergeError: of the type `error`.
+    """
+    if len(text) <= values:
+        return
+    found = sum(map(text.count, (b",", b"[", b"{")))
+    if found > values:
+        raise error(f"{where}: expected a JSON text of at most {values} values, found about {found}")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of `json` that refuses a key given twice (`ValueError`)."""
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key[:120]!r} twice")
+            seen.add(key)
+    return out
+
+
+def _check_depth(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"values nested more than {MAX_DEPTH} deep")
+        inner = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [v for values in inner for v in values if isinstance(v, dict | list)]
+
+
+@contextmanager
+def _explained(path: Path, verb: str, error: type[MergeError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno == errno.ENXIO:  # a socket, or a device without a driver
+            raise error(f"{path}: expected a file, found {kind_of_file(os.stat(path).st_mode)}") from None
+        raise error(f"{path}: cannot be {verb}: {problem.strerror}") from problem

@@ -1,0 +1,327 @@
+"""Files that others wrote: links, pipes, devices, bombs and odd paths end in one error of ours, at once."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.merging import Family, actmat, hidden
+
+from actmat import bounds
+from actmat.checkpoints.formats.pickles import MAX_OPCODES, PickleBoundsError, check_pickle
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
+from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, StatisticsError
+from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.recipe import load_recipe
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    return Family.make(tmp_path, layers=1)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "modeling.py", "config.json", "vocab.txt"])
+@pytest.mark.parametrize("command", ["merge", "plan"])
+def test_a_file_that_links_out_of_the_base_is_not_copied(family: Family, name: str, command: str) -> None:
+    secret = family.root / "secret"
+    secret.write_text('{"key": "secret"}')
+    (family.base / name).unlink(missing_ok=True)
+    (family.base / name).symlink_to(secret)
+    outcome = actmat(family.argv(command=command))
+    assert outcome.code == 1, outcome
+    assert f"{family.base / name}: is a link to {secret}, outside its folder" in outcome.err
+    assert not family.out.exists()
+
+
+def test_a_tokenizer_that_links_out_of_the_named_expert_is_not_copied(family: Family) -> None:
+    (family.experts[0] / "vocab.txt").symlink_to("/etc/hostname")
+    assert actmat(family.argv("--files-from", "expert0")).code == 1
+    assert actmat(family.argv()).code == 0, "its files are not copied"
+
+
+def test_links_to_the_blobs_of_a_hub_cache_are_copied(tmp_path: Path) -> None:
+    family = Family.make(tmp_path / "models--org--m" / "snapshots", layers=1)
+    blobs = tmp_path / "models--org--m" / "blobs"
+    blobs.mkdir()
+    (family.base / "tokenizer.json").rename(blobs / "abc")
+    (family.base / "tokenizer.json").symlink_to(blobs / "abc")
+    assert actmat(family.argv("--out", str(tmp_path / "out"))).code == 0
+    copy = tmp_path / "out" / "tokenizer.json"
+    assert copy.read_bytes() == (blobs / "abc").read_bytes()
+    assert not copy.is_symlink()
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+ODD = [pipe, endless, folder, dangling, itself]
+
+
+@pytest.mark.parametrize("make", ODD)
+@pytest.mark.parametrize(
+    "name",
+    ["f.bin", "f.pt", "model.safetensors", "m.safetensors.index.json", "r.yaml", "report.json", "actmat_manifest.json"],
+)
+def test_what_is_no_regular_file_is_refused_by_every_reader(
+    tmp_path: Path, make: Callable[[Path], None], name: str
+) -> None:
+    make(tmp_path / name)
+    path = str(tmp_path / name)
+    commands = [["inspect", path], ["plan", path], ["report", path], ["verify", str(tmp_path)], ["diagnose", path]]
+    commands += [
+        ["plan", "-b", path, "-e", path],
+        ["inspect", str(tmp_path)],
+        ["compare", str(tmp_path), str(tmp_path)],
+    ]
+    for argv in commands:
+        outcome = actmat(argv)
+        assert outcome.code in (1, 2), (argv, outcome)
+
+
+@pytest.mark.parametrize("make", [pipe, endless, dangling, itself])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
+def test_a_folder_with_something_else_in_place_of_a_file(
+    family: Family, make: Callable[[Path], None], name: str
+) -> None:
+    (family.base / name).unlink(missing_ok=True)
+    make(family.base / name)
+    outcome = actmat(family.argv())
+    assert outcome.code == 1, outcome
+    assert name in outcome.err
+
+
+PATHS = {
+    "too long": "x" * 5000,
+    "name too long": "a/" + "x" * 300,
+    "unknown user": "~nobody_of_this_name/model",
+    "not UTF-8": "\udcff\udcfe",
+    "NUL": "a\0b",
+    "below a file": "/etc/hostname/x",
+    "deep": "a/" * 3000,
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_paths_that_cannot_be_looked_up(family: Family, case: str) -> None:
+    text = PATHS[case]
+    for call in (open_checkpoint, is_adapter, open_adapter, load_recipe):
+        try:
+            assert call(text) is False, "only is_adapter may answer"
+        except (CheckpointError, RecipeError) as error:
+            str(error).encode()
+    if case == "NUL":  # cannot be typed
+        return
+    flags = ["--base", "--expert", "--out"]
+    commands = [[*family.argv(), flag, text] for flag in flags] + [
+        [c, text] for c in ("report", "verify", "inspect", "plan")
+    ]
+    for argv in commands:
+        assert actmat(argv).code in (1, 2), argv
+    assert not family.out.exists()
+
+
+def test_an_output_in_a_file_system_of_the_kernel(family: Family) -> None:
+    outcome = actmat(family.argv("--out", "/proc/x"))
+    assert outcome.code == 1
+    assert "Cannot write to /proc" in outcome.err
+
+
+def test_a_folder_that_is_not_listed(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(CheckpointError, match="cannot be listed: Permission denied"):
+        open_checkpoint(family.base)
+
+
+def text_file(path: Path) -> None:
+    path.write_bytes(b"\xff\x00junk")
+
+
+def link_to_folder(path: Path) -> None:
+    (path.parent / "mine").mkdir(exist_ok=True)
+    (path.parent / "mine" / "precious").write_text("mine")
+    path.symlink_to(path.parent / "mine")
+
+
+@pytest.mark.parametrize("make", [pipe, endless, dangling, itself, text_file, link_to_folder, folder])
+@pytest.mark.parametrize("suffix", ["partial", "previous", "lock"])
+def test_something_else_with_the_name_of_a_run(family: Family, make: Callable[[Path], None], suffix: str) -> None:
+    place = family.root / f".out.actmat-{suffix}"
+    make(place)
+    ours = (make is folder) == (suffix != "lock") and (make is not text_file or suffix == "lock")
+    if make is text_file and suffix == "lock":
+        ours = True
+    outcome = actmat(family.argv("--overwrite"))
+    assert outcome.code == (0 if ours else 1), outcome
+    if not ours:
+        assert f"{place} is in the way" in outcome.err
+        assert not family.out.exists()
+    if make is link_to_folder:
+        assert [p.name for p in (family.root / "mine").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("make", [*ODD, text_file, link_to_folder])
+@pytest.mark.parametrize("name", [JOURNAL_NAME, "model.safetensors", "config.json"])
+def test_something_else_in_a_partial_folder(family: Family, make: Callable[[Path], None], name: str) -> None:
+    assert actmat(family.argv()).code == 0
+    expected = (family.out / "model.safetensors").read_bytes()
+    partial = family.root / ".other.actmat-partial"
+    partial.mkdir()
+    make(partial / name)
+    assert actmat(family.argv("--out", str(family.root / "other"))).code == 0
+    assert (family.root / "other" / "model.safetensors").read_bytes() == expected
+    assert hidden(family.root) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[" * 100_000, b'{"a":' * 5000, b'{"name": 1, "hash": 2}', b'{"name": "x", "hash": []}', b"\xff", b"9" * 9999],
+)
+def test_lines_of_a_journal_that_no_run_wrote(tmp_path: Path, line: bytes) -> None:
+    stage = Staging(tmp_path / "out", "print")
+    assert stage.open() == {}
+    stage.close()
+    journal = stage.path / JOURNAL_NAME
+    journal.write_bytes(journal.read_bytes() + line + b"\n")
+    again = Staging(tmp_path / "out", "print")
+    assert again.open() == {}
+    again.close()
+
+
+def test_a_stale_unfinished_report_is_replaced_not_written_through(tmp_path: Path) -> None:
+    from actmat.diagnostics.model import write_whole
+
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / ".x.json.part").symlink_to(tmp_path / "target")
+    write_whole(tmp_path / "x.json", b"new")
+    assert (tmp_path / "target").read_text() == "mine"
+    assert (tmp_path / "x.json").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"[" * 100_000, "expected JSON"),
+        (b'{"a":' * 200 + b"1" + b"}" * 200, "nested more than 100 deep"),
+        (b'{"a": [' + b"[]," * 5_000_000 + b"1]}", "at most 4000000 values"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "expected JSON"),
+        (b"[1]", "expected a JSON object, found list"),
+        (b"\xff", "expected JSON"),
+    ],
+)
+def test_json_beyond_the_bounds(text: bytes, said: str) -> None:
+    for error in (CheckpointError, StatisticsError):
+        with pytest.raises(error, match=said):
+            bounds.parse_object(text, "x.json", error=error)
+
+
+def test_a_file_larger_than_it_says_is_not_read_to_its_end() -> None:
+    with pytest.raises(CheckpointError, match="at most 10 bytes"):
+        bounds.read_bytes(Path("/proc/self/environ"), most=10)
+
+
+def torch_file(path: Path, content: bytes, *, compressed: bool = False) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", "3\n")
+    return path
+
+
+PROTO, STOP = b"\x80\x02", b"."
+PICKLES = {
+    "marks": (b"(" * 1_000_000, "more than 1000 open marks"),
+    "opcodes": (b"N" * (MAX_OPCODES + 2), "more than 4000000 opcodes"),
+    "nested tuple": (b")" + b"\x85" * 100_000 + b"q\x00}h\x00Ns", "a tuple of"),
+    "doubling tuple": (b")q\x00" + b"".join(b"h\x00h\x00\x86q\x00" for _ in range(60)) + b"}h\x00Ns", "a tuple of"),
+    "array": (b"cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x01\x85R", "an array of bytes"),
+}
+
+
+@pytest.mark.parametrize("case", PICKLES)
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_pickles_beyond_the_bounds(tmp_path: Path, case: str, as_zip: bool) -> None:
+    body, said = PICKLES[case]
+    content = PROTO + body + STOP
+    path = tmp_path / "m.pt"
+    if as_zip:
+        torch_file(path, content)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(path)
+    with pytest.raises(PickleBoundsError):
+        check_pickle(io.BytesIO(content))
+    assert not is_adapter(path)
+
+
+def test_a_compressed_pickle_is_not_unpacked(tmp_path: Path) -> None:
+    torch_file(tmp_path / "m.pt", bytes(50_000_000), compressed=True)
+    with pytest.raises(
+        CheckpointError, match=r"the compressed record 'archive/data.pkl', \d+ bytes that unpack to 50000000"
+    ):
+        open_checkpoint(tmp_path / "m.pt")
+
+
+def test_a_tensor_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1).expand(10**12), "v": torch.zeros(1).expand(20)}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"repeat stored values") as caught:
+        open_checkpoint(tmp_path / "m.pt")
+    assert len(caught.value.problems) == 1, "a small one is copied out"
+    assert "1000000000000 float32" in caught.value.problems[0]
+
+
+def test_a_tar_archive_is_not_unpacked(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "m.pt", "w") as archive:
+        for name in ("storages", "tensors", "pickle"):
+            archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(CheckpointError, match="tar archive"):
+        open_checkpoint(tmp_path / "m.pt")
+
+
+def test_a_header_of_too_many_values_is_not_parsed(tmp_path: Path) -> None:
+    text = b'{"a":[' + b"[]," * 5_000_000 + b"1]}"
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match="at most 4000000 values"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_ordinary_pickles_pass(protocol: int) -> None:
+    check_pickle(io.BytesIO(pickle.dumps({f"layer.{i}": (i, [i, {"a": 1.5}]) for i in range(1000)}, protocol)))
+
+
+def test_errors_are_those_of_the_tree() -> None:
+    for error in (CheckpointError, RecipeError, StatisticsError, OutputError):
+        with pytest.raises(error):
+            bounds.local_path("", error=error)
+        assert issubclass(error, MergeError)
+    assert json.loads(json.dumps(bounds.parse_object(b"{}", "x"))) == {}
