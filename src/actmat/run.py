@@ -218,7 +218,7 @@ class _Opening:
         try:
             opened = open_input()
         except CheckpointError as error:
-            self.problems += error.problems if len(error.problems) > 1 else [str(error)]
+            self.problems += error.problems if len(error.problems) > 1 else [error.sentence]
             return None
         self._stack.callback(opened.close)
         return opened

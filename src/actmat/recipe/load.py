@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from actmat.errors import RecipeError
+from actmat.foreign import in_one_line, terminal
 from actmat.recipe.schema import Recipe, make_recipe
 
 __all__ = ["load_recipe", "recipe_yaml"]
@@ -44,7 +45,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         _check_size(node, file)
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{file} is not valid YAML: {error}") from None
+        raise RecipeError(f"{file} is not valid YAML: {in_one_line(error)}") from None
     if node is None or not isinstance(data, dict):
         raise RecipeError(f"{file}: a recipe is a mapping (base: ..., experts: [...]); found {type(data).__name__}.")
     where = _lines(node, file)
@@ -62,7 +63,20 @@ def recipe_yaml(recipe: Recipe) -> str:
     - path: math
     """
     data = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"out"})
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+    shown = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    if shown == terminal(shown, keep="\n"):
+        return shown
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts with characters that are not printable in one line, in quotes, with escapes."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _check_size(node: yaml.Node | None, file: Path) -> None:
