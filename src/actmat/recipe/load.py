@@ -12,7 +12,7 @@ from actmat.errors import RecipeError
 from actmat.foreign import in_one_line, terminal
 from actmat.recipe.schema import Recipe, make_recipe
 
-__all__ = ["load_recipe", "recipe_yaml"]
+__all__ = ["load_recipe", "printable_yaml", "recipe_yaml"]
 
 MAX_VALUES = 100_000
 
@@ -63,14 +63,19 @@ def recipe_yaml(recipe: Recipe) -> str:
     - path: math
     """
     data = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"out"})
-    shown = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return printable_yaml(data)
+
+
+def printable_yaml(data: Mapping[str, Any]) -> str:
+    """Data as YAML; a text that is not printable stands in one line, in quotes, with escapes."""
+    shown = str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
     if shown == terminal(shown, keep="\n"):
         return shown
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100)
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts with characters that are not printable in one line, in quotes, with escapes."""
+    """Quotes texts with characters that are not printable, so that these become escapes."""
 
     def represent_text(self, text: str) -> yaml.Node:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')

@@ -21,6 +21,7 @@ from typing import Literal
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.config import AdapterConfig
+from actmat.layout.matching import MatchError
 
 __all__ = ["AdapterModule", "ModuleKind", "list_modules"]
 
@@ -86,7 +87,11 @@ def list_modules(
                 "trained. Fold the adapter into its base with the PEFT that trained it, and merge full models"
             )
             continue
-        found = _pair(module, embedding, names, specs, config)
+        try:
+            found = _pair(module, embedding, names, specs, config)
+        except MatchError as error:
+            problems.append(str(error))
+            break
         if isinstance(found, str):
             problems.append(found)
         else:
