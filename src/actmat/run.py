@@ -321,6 +321,12 @@ def _execute(
 def _judge(findings: Findings) -> None:
     if findings.foreign_statistics:
         raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
+    if findings.broken_ties and (findings.tolerated or not findings.nonfinite):
+        raise CheckpointError(
+            f"The inputs hold tensors that config.json ties and that differ: {len(findings.broken_ties)} problem(s). "
+            "Merging one for both would lose the other.",
+            sorted(findings.broken_ties),
+        )
     if findings.fatal:
         problems = findings.problems()
         raise CheckpointError(

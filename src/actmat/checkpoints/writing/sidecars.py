@@ -6,7 +6,9 @@ import fnmatch
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from actmat.errors import CheckpointError
 
 __all__ = ["copy_sidecars"]
 
@@ -49,11 +51,24 @@ def copy_sidecars(base: Path | None, files_from: Path | None, out: Path, dtype: 
     for path in [*list_sidecars(base, CONFIG_PATTERNS), *list_sidecars(files_from, PATTERNS)]:
         target = out / path.name
         if path.name == "config.json" and dtype is not None:
-            config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            with _opened(path) as source:
+                config: dict[str, Any] = json.load(source)
             for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
                 config[key] = dtype
             target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         else:
-            shutil.copyfile(path, target)
+            with _opened(path) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file)
         copied.append(path.name)
     return copied
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """The file, open for reading: an error of an input must not be told as one of the output."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}). It is copied into the merged model: make it readable, or "
+            "remove it if the model does not need it."
+        ) from error
