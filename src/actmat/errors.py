@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
+from actmat.foreign import terminal
+
 __all__ = [
     "AlignmentError",
     "CheckpointError",
@@ -32,6 +34,8 @@ class MergeError(Exception):
       - scale: not a number
       - seed: not a number
 
+    Every problem is shown in one line of printable characters, whatever the names in it hold.
+
     Args:
         headline: summary in one line.
         problems: every problem, with its tensor and file; default: the headline.
@@ -45,11 +49,16 @@ class MergeError(Exception):
         self.problems: tuple[str, ...] = tuple(problems) or (headline,)
         super().__init__(self._render())
 
+    @property
+    def sentence(self) -> str:
+        """Headline and all problems in one line, for the list of problems of another error."""
+        return self.headline if self.problems == (self.headline,) else f"{self.headline} {'; '.join(self.problems)}"
+
     def _render(self) -> str:
         if self.problems == (self.headline,):
-            return self.headline
+            return terminal(self.headline)
         shown = self.problems[:SHOWN_PROBLEMS]
-        lines = [self.headline, *(f"  - {p}" for p in shown)]
+        lines = [terminal(self.headline), *(f"  - {terminal(p)}" for p in shown)]
         if len(self.problems) > len(shown):
             lines.append(f"  ... and {len(self.problems) - len(shown)} more problems of the same input")
         return "\n".join(lines)

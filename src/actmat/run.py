@@ -223,7 +223,7 @@ class _Opening:
         try:
             opened = open_input()
         except CheckpointError as error:
-            self.problems += error.problems if len(error.problems) > 1 else [str(error)]
+            self.problems += error.problems if len(error.problems) > 1 else [error.sentence]
             return None
         self._stack.callback(opened.close)
         return opened
@@ -326,6 +326,12 @@ def _execute(
 def _judge(findings: Findings) -> None:
     if findings.foreign_statistics:
         raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
+    if findings.broken_ties and (findings.tolerated or not findings.nonfinite):
+        raise CheckpointError(
+            f"The inputs hold tensors that config.json ties and that differ: {len(findings.broken_ties)} problem(s). "
+            "Merging one for both would lose the other.",
+            sorted(findings.broken_ties),
+        )
     if findings.fatal:
         problems = findings.problems()
         raise CheckpointError(

@@ -52,9 +52,7 @@ def compare(
 
 
 def _print(found: Comparison) -> None:
-    from rich.markup import escape
-
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, escape
 
     console.print(f"[bold]first[/bold]   {escape(found.outs[0])}  ({escape(found.methods[0])})")
     console.print(f"[bold]second[/bold]  {escape(found.outs[1])}  ({escape(found.methods[1])})")
@@ -68,7 +66,7 @@ def _print(found: Comparison) -> None:
     checks = [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
     _rows(["check", "first", "second"], checks)
     for note in found.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {escape(note)}")
 
 
 def _print_tensors(found: Comparison) -> None:
@@ -95,9 +93,7 @@ def _short(value: Any) -> str:
 
 def _rows(head: list[str], rows: list[list[str]]) -> None:
     """Print a table and an empty line; nothing without rows."""
-    from rich.markup import escape
-
-    from actmat.cli.screen import console, plain_table
+    from actmat.cli.screen import console, escape, plain_table
 
     if rows:
         table = plain_table(*head, numbers=head[1:] if len(head) != 3 else ())

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
 
-from actmat.cli.screen import console, plain_table
+from actmat.cli.screen import console, escape, plain_table
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, Measure
 
 __all__ = ["print_checks", "print_diagnosis"]

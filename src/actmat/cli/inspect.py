@@ -75,19 +75,17 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
 
 
 def _print(data: Mapping[str, Any], *, every: bool) -> None:
-    from rich.markup import escape
-
-    from actmat.cli.screen import console, first_to_last, plain_table
+    from actmat.cli.screen import console, escape, first_to_last, plain_table
     from actmat.errors import format_size
 
     family = data["family"] or "not recognised, by names and shapes"
     console.print(f"[bold]{escape(data['location'])}[/bold]")
-    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, family: {family}")
-    console.print("dtypes: " + ", ".join(f"{k} ({n})" for k, n in data["dtypes"].items()))
+    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, family: {escape(family)}")
+    console.print("dtypes: " + ", ".join(f"{escape(k)} ({n})" for k, n in data["dtypes"].items()))
     files = ", ".join(list(data["files"])[:3]) + (", ..." if len(data["files"]) > 3 else "")
-    console.print(f"files: {len(data['files'])} ({files})", markup=False)
+    console.print(f"files: {len(data['files'])} ({escape(files)})")
     for alias, canonical in data["ties"].items():
-        console.print(f"tied: {alias} = {canonical}", markup=False)
+        console.print(f"tied: {escape(alias)} = {escape(canonical)}")
     table = plain_table("tensors", "role", "which, and why", numbers=["tensors"])
     groups: dict[tuple[str, str], list[str]] = {}
     for row in data["tensors"]:
@@ -128,9 +126,7 @@ def _describe_adapter(location: str) -> dict[str, Any]:
 
 
 def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
-    from rich.markup import escape
-
-    from actmat.cli.screen import console, first_to_last, plain_table
+    from actmat.cli.screen import console, escape, first_to_last, plain_table
     from actmat.errors import format_size
 
     place = f"[bold]{escape(data['location'])}[/bold]"
@@ -151,6 +147,6 @@ def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
         table.add_row(str(len(names)), *map(str, key[:4]), escape(first_to_last(names)))
     console.print(table)
     for name, shape in data["full_tensors"].items():
-        console.print(f"trained in full: {name} {'x'.join(map(str, shape))}", markup=False)
+        console.print(f"trained in full: {escape(name)} {'x'.join(map(str, shape))}")
     for problem in data["problems"]:
         console.print(f"[red]problem[/red]: {escape(problem)}")

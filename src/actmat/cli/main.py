@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -24,6 +25,7 @@ from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
 from actmat.cli.verify import verify
 from actmat.errors import MergeError
+from actmat.foreign import terminal
 from actmat.version import __version__
 
 __all__ = ["app", "main"]
@@ -32,16 +34,35 @@ __all__ = ["app", "main"]
 class _Commands(ExtensibleGroup):
     """The commands. Deferred ones get their flags when they are called; an interruption says how to go on."""
 
+    def make_context(self, *args: Any, **given: Any) -> Any:
+        with _printable_usage_errors():
+            return super().make_context(*args, **given)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         return name, resolved(command), rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _printable_usage_errors():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             typer.echo("actmat: interrupted; the same command goes on where it stopped.", err=True)
             raise typer.Exit(130) from None
+
+
+_UsageError: Any = typer.BadParameter.__base__
+"""Base of all errors of the command line; its module is another in each version of typer."""
+
+
+@contextlib.contextmanager
+def _printable_usage_errors() -> Iterator[None]:
+    """Show errors of the command line in one line of printable characters: arguments can hold names of files."""
+    try:
+        yield
+    except _UsageError as error:
+        error.message = terminal(error.message)
+        raise
 
 
 app = typer.Typer(

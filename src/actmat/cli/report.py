@@ -29,7 +29,7 @@ def report(
     write the page elsewhere.
     """
     from actmat.checkpoints.writing.staging import disk_errors
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, escape
     from actmat.diagnostics.model import read_diagnosis
     from actmat.report.html import write_html
 
@@ -38,4 +38,4 @@ def report(
     out = folder / "report.html" if html is None else html
     with disk_errors(out.parent):
         write_html(found, out)
-    console.print(f"{out}  ({len(found.experts)} experts, {len(found.tensors)} tensors)", markup=False)
+    console.print(f"{escape(out)}  ({len(found.experts)} experts, {len(found.tensors)} tensors)")

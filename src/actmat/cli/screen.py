@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
+
+from actmat.foreign import terminal
 
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
 
-console = Console(highlight=False)
-note_console = Console(stderr=True, highlight=False)
+
+class SafeConsole(Console):
+    """A console that shows characters which are not printable in place of sending them to the terminal.
+
+    It cannot tell newlines of foreign text from ours: `escape` and `terminal` replace those where a text is inserted.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments of what is shown; colours and cursor movements are segments of rich's own."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else terminal(text, keep="\n"), style, control)
+
+
+console = SafeConsole(highlight=False, emoji=False)
+note_console = SafeConsole(stderr=True, highlight=False, emoji=False)
+
+
+def escape(text: object) -> str:
+    """Foreign text for a line with rich's markup: printable, in one line, without markup of its own."""
+    return escape_markup(terminal(text))
 
 
 def print_json(data: Any) -> None:
-    """Print data as JSON on stdout."""
-    typer.echo(json.dumps(data, indent=1))
+    """Print data as JSON on stdout, in ASCII; JSON leaves one control character as it is."""
+    typer.echo(json.dumps(data, indent=1).replace("\x7f", "\\u007f"))
 
 
 def plain_table(*columns: str, numbers: Collection[str] = ()) -> Table:

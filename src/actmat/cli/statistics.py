@@ -184,13 +184,11 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _print(out: Path, header: Header, *, every: bool = False) -> None:
-    from rich.markup import escape
-
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, escape
     from actmat.statistics.kinds import KINDS
 
     on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""
-    console.print(f"[bold]{escape(str(out))}[/bold]  ({escape(header.model.location + on)})")
+    console.print(f"[bold]{escape(out)}[/bold]  ({escape(header.model.location + on)})")
     console.print(
         f"  {header.samples:,} samples, {header.tokens:,} tokens of", escape(", ".join(d.source for d in header.data))
     )

@@ -14,13 +14,11 @@ __all__ = ["print_plan", "print_summary"]
 
 def print_plan(plan: MergePlan, *, every: bool) -> None:
     """Groups of outputs with what happens to them and why; `every`: one line per output."""
-    from rich.markup import escape
-
-    from actmat.cli.screen import console, first_to_last, plain_table
+    from actmat.cli.screen import console, escape, first_to_last, plain_table
 
     to_adapter = plan.output == "adapter"
     over = "adapters, into an adapter" if to_adapter else f"experts of {escape(plan.recipe.base)}"
-    console.print(f"[bold]{plan.recipe.method}[/bold] over {len(plan.experts)} {over}")
+    console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {len(plan.experts)} {over}")
     counted = "modules" if to_adapter else "tensors"
     table = plain_table(counted, "action", "which, and why", numbers=[counted])
     groups: dict[tuple[str, str], list[str]] = {}
@@ -39,7 +37,7 @@ def print_plan(plan: MergePlan, *, every: bool) -> None:
     console.print(_ranks(plan) if to_adapter else _counts(plan))
     console.print(_traffic(plan))
     for note in plan.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {escape(note)}")
 
 
 def _ranks(plan: MergePlan) -> str:
@@ -51,10 +49,12 @@ def _ranks(plan: MergePlan) -> str:
 
 
 def _counts(plan: MergePlan) -> str:
+    from actmat.cli.screen import escape
     from actmat.plan.model import count_actions
 
     counts = ", ".join(f"{n} {a}" for a, n in count_actions(plan.items).items() if n)
-    return f"{len(plan.items)} tensors: {counts}; family: {plan.family or 'not recognised, by names and shapes'}"
+    family = escape(plan.family or "not recognised, by names and shapes")
+    return f"{len(plan.items)} tensors: {counts}; family: {family}"
 
 
 def _traffic(plan: MergePlan) -> str:
@@ -69,15 +69,13 @@ def _traffic(plan: MergePlan) -> str:
 
 def print_summary(report: MergeReport) -> None:
     """Result of a merge: what was done, norms of an adapter, traffic, notes, findings if it was diagnosed."""
-    from rich.markup import escape
-
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, escape
     from actmat.errors import format_size
 
     plan = report.plan
     to_adapter = plan.output == "adapter"
     of = "adapters into an adapter" if to_adapter else "experts"
-    console.print(f"[bold]{escape(str(report.out))}[/bold]  ({plan.recipe.method}; {len(plan.experts)} {of})")
+    console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(plan.recipe.method)}; {len(plan.experts)} {of})")
     for line in _adapter_lines(report) if to_adapter else _model_lines(report):
         console.print(f"  {line}")
     console.print(
@@ -85,7 +83,7 @@ def print_summary(report: MergeReport) -> None:
         "all hashes in actmat_manifest.json"
     )
     for note in plan.notes:
-        console.print(f"  note: {note}", markup=False)
+        console.print(f"  note: {escape(note)}")
     if not to_adapter and (nonfinite := sum(t["nonfinite"] for t in report.manifest["tensors"])):
         console.print(f"  note: {nonfinite} NaN or Inf entries of experts were treated as unchanged")
     if report.diagnosis is not None:

@@ -19,9 +19,7 @@ def verify(
     Exit code 0: everything matches; 1: something differs or cannot be found.
     All differences are listed.
     """
-    from rich.markup import escape
-
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, escape
     from actmat.report.verify import verify as check
 
     result = check(out, inputs=inputs)
@@ -29,6 +27,6 @@ def verify(
         console.print(f"[red]differs[/red]: {escape(problem)}")
     checked = f"{result.tensors} tensors of {out}" + (f", inputs {', '.join(result.inputs)}" if result.inputs else "")
     if not result.ok:
-        console.print(f"{len(result.problems)} difference(s); checked {checked}", markup=False)
+        console.print(f"{len(result.problems)} difference(s); checked {escape(checked)}")
         raise typer.Exit(1)
     console.print(f"[green]intact[/green]: {escape(checked)}")

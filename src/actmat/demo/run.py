@@ -27,6 +27,7 @@ from actmat.demo.train import finetune, pretrain
 from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
+from actmat.foreign import terminal
 from actmat.version import __version__
 
 __all__ = ["DemoSettings", "load_data", "run_demo"]
@@ -236,6 +237,7 @@ def _show(result: DemoResult, folder: DemoFolder, console: Console) -> None:
     console.print(drop_table(result))
     if result.left_out:
         console.print(f"Left out: {'; '.join(f'{name} ({why})' for name, why in result.left_out.items())}.\n")
-    console.print(f"Checkpoints and all numbers are in {result.out}. Go on with them:\n", soft_wrap=True)
+    went_to = f"Checkpoints and all numbers are in {terminal(result.out)}. Go on with them:\n"
+    console.print(went_to, soft_wrap=True, markup=False)
     command = next_command(folder.base, [folder.expert(name) for name in result.task_names])
     console.print(command, soft_wrap=True, markup=False, highlight=False)

@@ -5,7 +5,8 @@ A pattern describes the *whole* name:
 * shell globs: `*` is any run of characters, dots included; `?` one character; `[abc]`, `[a-z]`, `[!abc]` one of a set;
 * `{q,k,v}` is any of the alternatives, which may hold globs and braces of their own;
 * a backslash takes the next character literally;
-* `re:` starts a regular expression (Python's `re`, matched against the whole name).
+* `re:` starts a regular expression, matched against the whole name in time linear in its length: no lookaround, no
+  backreferences (`actmat.layout.matching`).
 
 `*.mlp.{up,gate}_proj.weight` and `re:.*\.layers\.(1[0-9])\..*` are examples.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from actmat.errors import RecipeError
+from actmat.layout.matching import MatchError, Regex
 
 __all__ = ["compile_pattern"]
 
@@ -35,12 +37,12 @@ def compile_pattern(text: str) -> Callable[[str], bool]:
     if not source:
         raise RecipeError("Empty name pattern: write '*' to match every tensor.")
     try:
-        regex = re.compile(source, re.DOTALL)
-    except re.error as error:
+        return Regex(source, dot_all=True).matches
+    except MatchError as error:
         raise RecipeError(
-            f"Name pattern {text!r} is not valid: {error}. Globs need no prefix; 're:' starts a regular expression."
+            f"Name pattern {text[:200]!r} is not valid: {error}. Globs need no prefix; 're:' starts a "
+            "regular expression."
         ) from error
-    return lambda name: regex.fullmatch(name) is not None
 
 
 # one step of a glob: an escaped character, a set, or any other single character

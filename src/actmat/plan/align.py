@@ -54,6 +54,7 @@ def align(
         if prefix is not None:
             notes.append(f"expert '{label}' {prefix.describe()}; its names were matched without it")
         used: set[str] = set()
+        before = len(problems)
         for name, aliases in groups.items():
             known = [name, *aliases, *(a for a, c in layouts.ties.items() if c == name)]
             there = dict.fromkeys(prefix.apply(n) if prefix else n for n in known)
@@ -68,6 +69,8 @@ def align(
                 problems.append(_missing(base.specs[name], label, expert))
             else:
                 problems.extend(_mismatch(base.specs[name], expert.specs[source], label, layouts.tensors[name].role))
+        if len(base.specs) > 1 and not any(found[-1] for found in sources.values()):
+            problems[before:] = [_nothing_in_common(base, label, expert)]
         extra = tuple(n for n in expert.specs if n not in used)
         ignored.append(extra)
         if extra:
@@ -134,6 +137,15 @@ def _prefix(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) ->
         if found > direct and (best is None or found > best[0]):
             best = (found, candidate)
     return best[1] if best else None
+
+
+def _nothing_in_common(base: Checkpoint, label: str, expert: Expert) -> str:
+    first, other = next(iter(base.specs)), next(iter(expert.specs), None)
+    has = "holds no tensors" if other is None else f"has other names, such as '{other}'"
+    return (
+        f"expert '{label}' ({expert.location}) has no tensor name in common with the base ({base.location}): the base "
+        f"has {len(base.specs)} tensors, such as '{first}', the expert {has}. Is it of another architecture?"
+    )
 
 
 def _missing(spec: TensorSpec, label: str, expert: Expert) -> str:

@@ -11,9 +11,10 @@ import yaml
 
 from actmat.bounds import local_path, read_bytes
 from actmat.errors import RecipeError
+from actmat.foreign import in_one_line, terminal
 from actmat.recipe.schema import Recipe, make_recipe
 
-__all__ = ["load_recipe", "recipe_yaml"]
+__all__ = ["load_recipe", "printable_yaml", "recipe_yaml"]
 
 MAX_BYTES = 1_000_000
 MAX_VALUES = 100_000
@@ -49,7 +50,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         _check_size(node, file)
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{file} is not valid YAML: {error}") from None
+        raise RecipeError(f"{file} is not valid YAML: {in_one_line(error)}") from None
     if node is None or not isinstance(data, dict):
         raise RecipeError(f"{file}: a recipe is a mapping (base: ..., experts: [...]); found {type(data).__name__}.")
     where = _lines(node, file)
@@ -67,7 +68,25 @@ def recipe_yaml(recipe: Recipe) -> str:
     - path: math
     """
     data = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"out"})
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+    return printable_yaml(data)
+
+
+def printable_yaml(data: Mapping[str, Any]) -> str:
+    """Data as YAML; a text that is not printable stands in one line, in quotes, with escapes."""
+    shown = str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
+    if shown == terminal(shown, keep="\n"):
+        return shown
+    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts with characters that are not printable, so that these become escapes."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _check_size(node: yaml.Node | None, file: Path) -> None:

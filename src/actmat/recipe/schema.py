@@ -296,7 +296,7 @@ def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = 
     try:
         return Recipe.model_validate(dict(fields))
     except ValidationError as error:
-        problems = [_problem(e["loc"], e["msg"], e["type"], where or {}) for e in error.errors()]
+        problems = [_problem(e["loc"], _with_value(e), e["type"], where or {}) for e in error.errors()]
         raise RecipeError("The recipe is not valid.", dict.fromkeys(problems)) from None
 
 
@@ -306,6 +306,12 @@ _MODELS: dict[str, type[BaseModel]] = {
     "roles": RoleRule,
     "postprocess": Postprocess,
 }
+
+
+def _with_value(error: Mapping[str, Any]) -> str:
+    """The message of an error, with the value where it is a short one that is none of the choices."""
+    shown = error["type"] == "literal_error" and isinstance(error["input"], str | int | float | bool)
+    return f"{error['msg']}; found {str(error['input'])[:200]!r}" if shown else str(error["msg"])
 
 
 def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:

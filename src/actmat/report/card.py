@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from actmat.foreign import markdown
 from actmat.methods import get_method
 from actmat.plan.model import MergePlan, count_actions
 from actmat.recipe import Recipe
@@ -29,6 +30,8 @@ def model_card(plan: MergePlan) -> str:
     )
     made = f"Made with actmat {plan.versions['actmat']}."
     recipe_title = "" if is_adapter else "## Recipe\n\n"
+    written = recipe_yaml(recipe).strip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", written)), default=0))  # a path cannot close the block
     return f"""---
 {yaml.safe_dump(head, sort_keys=False).strip()}
 ---
@@ -45,9 +48,9 @@ Reference: {method.reference}.
 
 {done}
 
-{recipe_title}```yaml
-{recipe_yaml(recipe).strip()}
-```
+{recipe_title}{fence}yaml
+{written}
+{fence}
 
 `actmat_manifest.json` tells for every {thing} what was done and why, {with_what} {made}
 """
@@ -67,9 +70,9 @@ def _of_model(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
         "copy": "copied from the base",
         "tie": "tied to another tensor",
     }
-    table = f"| | checkpoint | weight |\n|---|---|---|\n| base | {recipe.base} | |\n{_expert_rows(recipe)}"
+    table = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n{_expert_rows(recipe)}"
     done = "Tensors: " + ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.items).items() if n) + "."
-    return head, f"Merge of {len(recipe.experts)} experts with {recipe.method}", table, done
+    return head, f"Merge of {len(recipe.experts)} experts with {markdown(recipe.method)}", table, done
 
 
 def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
@@ -83,8 +86,8 @@ def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
     table = f"| adapter | from | weight |\n|---|---|---|\n{_expert_rows(recipe)}"
     top = max((m.pair.rank for m in plan.modules), default=0)
     done = f"{len(plan.modules)} modules of rank up to {top}, scaling 1."
-    return head, f"Merge of {len(recipe.experts)} adapters with {recipe.method}", table, done
+    return head, f"Merge of {len(recipe.experts)} adapters with {markdown(recipe.method)}", table, done
 
 
 def _expert_rows(recipe: Recipe) -> str:
-    return "\n".join(f"| {e.label} | {e.path} | {e.weight:g} |" for e in recipe.experts)
+    return "\n".join(f"| {markdown(e.label)} | {markdown(e.path)} | {e.weight:g} |" for e in recipe.experts)

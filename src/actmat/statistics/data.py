@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import StatisticsError, did_you_mean
+from actmat.foreign import in_one_line
 from actmat.statistics.models import Loaded, extra
 
 __all__ = ["DataOptions", "check_data", "make_batches"]
@@ -59,7 +60,7 @@ def check_data(options: DataOptions) -> None:
     except StopIteration:  # raised by `datasets` for an empty file
         found = None
     except Exception as error:  # readers of files raise errors of many types
-        raise StatisticsError(f"{options.location}: the data cannot be read: {error}") from error
+        raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
     if found is None:
         raise StatisticsError(f"{options.location} is empty: expected at least one sample")
 
@@ -90,7 +91,7 @@ def _rows(options: DataOptions) -> Iterable[Row]:
         name, _, revision = options.location.partition("@")
         return load(name, options.subset, split=options.split, revision=revision or None, streaming=True)
     except (OSError, ValueError) as error:  # DatasetNotFoundError is a FileNotFoundError
-        raise StatisticsError(f"{options.location}: the data cannot be read: {error}") from error
+        raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
 
 
 def _local(path: Path) -> tuple[str, list[str]]:
@@ -119,7 +120,7 @@ def _arrays(path: Path) -> Iterator[Row]:
         with numpy.load(path, allow_pickle=False) as file:
             arrays = {k: file[k] for k in file.files}
     except (OSError, ValueError) as error:
-        raise StatisticsError(f"{path}: cannot be read: {error}") from error
+        raise StatisticsError(f"{path}: cannot be read: {in_one_line(error)}") from error
     images = {k: a for k, a in arrays.items() if a.ndim in (3, 4) and a.dtype == numpy.uint8}
     if len(images) != 1:
         found = ", ".join(f"{k} {a.shape} {a.dtype}" for k, a in arrays.items())
@@ -153,7 +154,8 @@ class _Encoder:
         except (OSError, ValueError) as error:
             what = "tokenizer" if wants_text else "image processor"
             raise StatisticsError(
-                f"{loaded.files}: {what} cannot be loaded from there: {error}. Copy its files beside the model."
+                f"{loaded.files}: {what} cannot be loaded from there: {in_one_line(error)}. Copy its files beside the "
+                "model."
             ) from error
         if self._tokenizer is not None and self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token  # any token will do: padding is masked

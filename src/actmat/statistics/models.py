@@ -13,6 +13,7 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
 from actmat.errors import StatisticsError, did_you_mean
 from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.foreign import in_one_line
 
 __all__ = ["Loaded", "extra", "load_model"]
 
@@ -92,7 +93,9 @@ def _load(location: str, model_class: str | None, dtype: str) -> Any:
     try:
         model, found = kind.from_pretrained(path, dtype=torch_dtype(dtype), output_loading_info=True, **revision)
     except (OSError, ValueError) as error:
-        raise StatisticsError(f"{location}: transformers cannot load it as {model_class}: {error}") from error
+        raise StatisticsError(
+            f"{location}: transformers cannot load it as {model_class}: {in_one_line(error)}"
+        ) from error
     finally:
         if bars:
             logging.enable_progress_bar()

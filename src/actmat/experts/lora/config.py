@@ -11,13 +11,14 @@ Source: PEFT (https://github.com/huggingface/peft), `LoraConfig`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.checkpoints.file_names import ADAPTER_CONFIG
 from actmat.checkpoints.folder import shown
+from actmat.experts.lora.patterns import PatternTable
+from actmat.layout.matching import MatchError
 from actmat.linalg.scaling import FLOAT32_MAX
 
 __all__ = ["AdapterConfig", "parse_adapter_config"]
@@ -63,8 +64,8 @@ class AdapterConfig:
     r: int
     alpha: float
     use_rslora: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: PatternTable = field(default_factory=PatternTable)
+    alpha_pattern: PatternTable = field(default_factory=PatternTable)
     fan_in_fan_out: bool = False
     target_parameters: tuple[str, ...] = ()
     bias: str = "none"
@@ -73,11 +74,11 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """Rank of the module called `module` in the model."""
-        return self.rank_pattern.get(_matching(self.rank_pattern, module), self.r)
+        return int(self.rank_pattern.of_module(module, self.r))
 
     def scaling_of(self, module: str) -> float:
         """Factor of `B A` for that module."""
-        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
+        alpha = self.alpha_pattern.of_module(module, self.alpha)
         rank = self.rank_of(module)
         return float(alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -89,10 +90,6 @@ class AdapterConfig:
             if not owner or module == owner or module.endswith("." + owner):
                 found.append(name)
         return tuple(sorted(found))
-
-
-def _matching(patterns: Mapping[str, Any], module: str) -> str:
-    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), "")
 
 
 def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
@@ -151,20 +148,24 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _pattern(fields: Mapping[str, Any], name: str, problems: list[str]) -> dict[str, Any]:
+def _pattern(fields: Mapping[str, Any], name: str, problems: list[str]) -> PatternTable:
     """The valid entries of `rank_pattern` or `alpha_pattern`; the others become problems."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
         problems.append(f"expected '{name}' to map patterns to numbers, found {shown(value)}")
-        return {}
+        return PatternTable()
     found: dict[str, Any] = {}
     for pattern, number in value.items():
         is_valid = _is_number(number) if name == "alpha_pattern" else _is_rank(number)
-        if is_valid and _compiles(pattern):
+        if is_valid and isinstance(pattern, str):
             found[pattern] = number
         else:
             problems.append(f"{name}: {shown(pattern)} with {shown(number)} is no pattern with a number")
-    return found
+    try:
+        return PatternTable(found, name)
+    except MatchError as error:
+        problems.append(f"{name} of adapter_config.json {error}")
+        return PatternTable()
 
 
 def _is_number(value: Any) -> bool:
@@ -173,11 +174,3 @@ def _is_number(value: Any) -> bool:
 
 def _is_rank(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_RANK
-
-
-def _compiles(pattern: Any) -> bool:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError):
-        return False
-    return True

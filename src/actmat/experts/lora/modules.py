@@ -19,14 +19,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.config import AdapterConfig
+from actmat.layout.matching import MatchError
 
 __all__ = ["AdapterModule", "ModuleKind", "list_modules"]
 
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")
+LARGEST_SCALING = torch.finfo(torch.float32).max
 _PREFIX = "base_model.model."
 _TWICE = ".base_layer.out_proj"
 """Suffix of a layer inside an attention that PEFT wraps as a whole: `MultiheadAttention.merge` in PEFT adds the delta
@@ -48,6 +52,15 @@ class AdapterModule:
     bias: str | None = None  # name of the stored `lora_B.bias`, which `scaling` multiplies too
 
 
+def _quantised(spec: TensorSpec) -> str:
+    if not spec.is_floating:
+        return f"tensor '{spec.name}' is {spec.dtype}; a quantised adapter cannot be merged"
+    return (
+        f"tensor '{spec.name}' is {spec.dtype}; an adapter in 8-bit floats is quantised, with scales that this file may "
+        "not hold. Merge the adapter that it was quantised from, or save a bfloat16 copy first"
+    )
+
+
 def list_modules(
     specs: Mapping[str, TensorSpec], config: AdapterConfig
 ) -> tuple[dict[str, AdapterModule], dict[str, str], dict[str, str], list[str]]:
@@ -64,13 +77,8 @@ def list_modules(
     for name, spec in specs.items():
         bare = name.removeprefix(_PREFIX)
         match = _FACTOR.fullmatch(bare)
-        if not spec.is_floating:
-            problems.append(f"tensor '{name}' is {spec.dtype}; a quantised adapter cannot be merged")
-        elif spec.dtype.startswith("float8"):
-            problems.append(
-                f"tensor '{name}' is {spec.dtype}; an adapter in 8-bit floats is quantised, with scales that this file "
-                "may not hold. Merge the adapter that it was quantised from, or save a bfloat16 copy first"
-            )
+        if not spec.is_floating or spec.dtype.startswith("float8"):
+            problems.append(_quantised(spec))
         elif match is not None:
             side = "bias" if match["leaf"] == "bias" else match["side"]
             halves.setdefault((match["module"], match["kind"] is not None), {})[side] = name
@@ -91,7 +99,11 @@ def list_modules(
                 "trained. Fold the adapter into its base with the PEFT that trained it, and merge full models"
             )
             continue
-        found = _pair(module, embedding, names, specs, config)
+        try:
+            found = _pair(module, embedding, names, specs, config)
+        except MatchError as error:
+            problems.append(str(error))
+            break
         if isinstance(found, str):
             problems.append(found)
         else:
@@ -117,6 +129,11 @@ def _pair(
     if len(found) > 1:
         return f"module '{module}': rank_pattern or alpha_pattern tell its parameters apart, the adapter's names do not"
     rank, scaling = found.pop()
+    if abs(scaling) > LARGEST_SCALING:
+        return (
+            f"module '{module}': adapter_config.json gives its factors the scaling {scaling:g}, beyond float32; "
+            "'lora_alpha' or 'alpha_pattern' is wrong, expected a number such as 16"
+        )
     if len(a) < 2 or len(b) != len(a):
         return f"module '{module}': lora_A is {_x(a)} and lora_B is {_x(b)}; expected matrices or kernels"
     rows, columns = a[0], b[1]

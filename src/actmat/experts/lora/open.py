@@ -26,6 +26,7 @@ from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
+from actmat.experts.lora.patterns import PatternTable
 
 __all__ = ["PAIR_LIST", "is_adapter", "open_adapter"]
 
@@ -115,5 +116,6 @@ def _of_pairs(pairs: list[Tensor], location: str) -> Adapter:
         ranks[module] = int(pairs[2 * i + 1].shape[0]) if pairs[2 * i + 1].ndim else 1
     first = next(iter(ranks.values()), 1)
     others = {m.replace(".", r"\."): r for m, r in ranks.items() if r != first}
-    config = AdapterConfig(r=first, alpha=float(first), rank_pattern=others, alpha_pattern=others)
+    table = PatternTable(others)
+    config = AdapterConfig(r=first, alpha=float(first), rank_pattern=table, alpha_pattern=table)
     return Adapter(MemoryCheckpoint(tensors, location=location), config, problems, is_pair_list=True)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import yaml
-
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import format_size
+from actmat.recipe.load import printable_yaml
 from actmat.report.html.document import document, write_document
 from actmat.report.html.elements import Markup, code_block, el, join, plural, section, tensor_link, tiles
 from actmat.report.html.measures import norms, overlap, residuals, rounding, spectra
@@ -48,7 +47,7 @@ def cost(diagnosis: Diagnosis) -> Markup:
 def recipe_text(recipe: Mapping[str, Any]) -> str:
     """The recipe as YAML that `actmat merge` reads; the output is given on the command line."""
     fields = {k: v for k, v in recipe.items() if k != "out"}
-    return str(yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=100))
+    return printable_yaml(fields)
 
 
 def recipe(diagnosis: Diagnosis) -> Markup:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup as Markup
-from markupsafe import escape
+
+from actmat.foreign import html, terminal
 
 Child = str | int | Markup | None
 
@@ -33,12 +34,12 @@ def _attribute(name: str, value: str | float | bool | None) -> str:
     if value is None or value is False:
         return ""
     name = name.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{escape(value)}"'
+    return f" {name}" if value is True else f' {name}="{html(value)}"'
 
 
 def join(children: Iterable[Child]) -> Markup:
     """Several children as one; texts are escaped."""
-    return Markup("").join(escape(c) for c in children if c is not None)
+    return Markup("").join(html(c) for c in children if c is not None)
 
 
 def data_block(name: str, data: Any) -> Markup:
@@ -46,8 +47,17 @@ def data_block(name: str, data: Any) -> Markup:
 
     `<`, `>` and `&` are written as JSON escapes, so that `</script>` or `<!--` in a name stays part of a string.
     """
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_IN_SCRIPT)
-    return Markup(f'<script type="application/json" id="{escape(name)}">{text}</script>')
+    text = json.dumps(_printable(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Markup(f'<script type="application/json" id="{html(name)}">{text.translate(_IN_SCRIPT)}</script>')
+
+
+def _printable(data: Any) -> Any:
+    """Data with the texts that elements show for the same texts, so that the script finds one by the other."""
+    if isinstance(data, str):
+        return terminal(data, keep="\n\t")
+    if isinstance(data, Mapping):
+        return {_printable(k): _printable(v) for k, v in data.items()}
+    return [_printable(v) for v in data] if isinstance(data, list | tuple) else data
 
 
 CAVEAT = (
