@@ -125,7 +125,8 @@ def staged_outputs(
 ) -> Iterator[list[StagedOutput]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
-    After an error of ours nothing is kept: the same command would fail again, another would not use what is done.
+    Whatever stops the run, finished items are kept for the same command, and a note of the error says how many; not
+    after an error that would recur, because another recipe or other inputs start anew.
 
     Raises:
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
@@ -133,10 +134,10 @@ def staged_outputs(
     with contextlib.ExitStack() as stack:
         stages = [Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)]
         journals = []
-        for stage in stages:
-            journals.append(stage.open())
-            stack.callback(stage.close)
         try:
+            for stage in stages:
+                stack.callback(stage.close)
+                journals.append(stage.open())
             _check_room(stages, plans)
             outputs = []
             for stage, plan, journal in zip(stages, plans, journals, strict=True):
@@ -145,12 +146,24 @@ def staged_outputs(
                 records = dict(_intact(plan, journal, writer, observed=settings.diagnose))
                 outputs.append(StagedOutput(plan, writer, records, stage, frozenset(records)))
             yield outputs
-        except MergeError:
-            for stage in reversed(stages):  # the first one made the folder of all
-                stage.discard()
+            for stage in stages:
+                stage.commit()
+        except BaseException as error:
+            _leave(stages, plans, error)
             raise
-        for stage in stages:
-            stage.commit()
+
+
+def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
+    """Keep unfinished outputs of which something is done, remove the others; the error gets a note of what is kept."""
+    useless = isinstance(error, MergeError) and error.recurs
+    kept = total = 0
+    for stage, plan in reversed(list(zip(stages, plans, strict=True))):  # the first one made the folder of all
+        if useless or not stage.finished:
+            stage.discard()
+        kept += stage.finished
+        total += 0 if stage.committed else sum(i.action != "tie" for i in plan.items)
+    if kept:
+        error.add_note(f"{kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
 def _intact(

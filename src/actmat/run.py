@@ -115,7 +115,8 @@ def run_recipes(
         progress: receives callbacks.
 
     Raises:
-        MergeError: nothing is left at any `out` unless that output was finished; interrupted ones can be resumed.
+        MergeError: nothing is at any `out` unless that output was finished. What was done of the others is kept for
+            the same call, which a note of the error says, unless the error would recur.
     """
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
@@ -323,11 +324,13 @@ def _judge(findings: Findings) -> None:
         raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
     if findings.fatal:
         problems = findings.problems()
-        raise CheckpointError(
+        error = CheckpointError(
             f"The inputs hold values that cannot be merged: {len(problems)} problem(s). NaN and Inf would spread; find "
             "out why the fine-tuning produced them, or pass --allow-nonfinite to treat them as unchanged.",
             problems,
         )
+        error.recurs = True
+        raise error
 
 
 def _check_values(inputs: Inputs) -> None:

@@ -5,18 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TimeRemainingColumn
 from rich.table import Table
 
+from actmat.cli.streams import Notes
+
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
 
-console = Console(highlight=False)
-note_console = Console(stderr=True, highlight=False)
+
+class _Results(Console):
+    """The console of stdout: the command line decides what a broken pipe means."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error that is being handled."""
+        raise  # rich calls this in an except clause
+
+
+console = _Results(highlight=False)
+note_console = Console(file=cast(IO[str], Notes()), highlight=False)
 
 
 def print_json(data: Any) -> None:
