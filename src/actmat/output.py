@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,10 @@ def _intact(
             yield name, record
 
 
-def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool) -> None:
-    """Refuse folders that outputs may not be written to.
+def check_outputs(
+    recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool, finished: Container[Path] = ()
+) -> None:
+    """Refuse folders that outputs may not be written to; those in `finished` may hold an output.
 
     Raises:
         OutputError: in use, an input, or wanted twice; all problems in one.
@@ -189,7 +191,9 @@ def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite:
     inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
     inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
     existing = {k: p for k, p in inputs.items() if p.exists()}
-    problems = [p for out in outs for p in check_output_path(out, overwrite=overwrite, inputs=existing)]
+    problems = [
+        p for out in outs for p in check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
+    ]
     twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
     if problems:

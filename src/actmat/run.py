@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.build import build_diagnosis
-from actmat.diagnostics.model import Diagnosis
+from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
 from actmat.engine.executors import find_executor
 from actmat.engine.findings import Findings
@@ -26,6 +26,7 @@ from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsEr
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.resolve import is_adapter, open_expert
+from actmat.finished import finished_manifest, has_manifest_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
@@ -57,6 +58,7 @@ class MergeReport:
         seconds: wall time of this run.
         resumed: items taken over from an interrupted run.
         diagnosis: contents of `report.json`, where one was asked for.
+        was_finished: an earlier call finished the output; it was only verified.
     """
 
     out: Path
@@ -65,6 +67,7 @@ class MergeReport:
     seconds: float
     resumed: int = 0
     diagnosis: Diagnosis | None = None
+    was_finished: bool = False
 
 
 @dataclass
@@ -109,6 +112,9 @@ def run_recipes(
 ) -> list[MergeReport]:
     """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
 
+    An output that an earlier call with the same recipe and inputs finished is verified and not made again, unless it
+    may be overwritten.
+
     Args:
         recipes: each with its own `out`.
         settings: how to run them.
@@ -129,25 +135,51 @@ def run_recipes(
         check_device(settings.device)
     with problems.noted():
         find_executor(settings.executor)
+    same = () if settings.overwrite else {o for r, o in zip(recipes, outs, strict=True) if has_manifest_of(r, o)}
     with problems.noted():
-        check_outputs(recipes, outs, overwrite=settings.overwrite)
+        check_outputs(recipes, outs, overwrite=settings.overwrite, finished=same)
     with opened_inputs(recipes, problems) as inputs:
-        plans = plans_of(recipes, inputs, settings.device, problems)
-        observers = Observers(recipes[0].seed, settings.exact) if settings.diagnose else None
-        resources = share_resources(plans, settings.device, settings.max_memory, settings.threads, observers)
-        with staged_outputs(outs, plans, settings) as outputs:
-            resumed = [len(o.done) for o in outputs]
-            progress.started(plans, sum(resumed), resources.workers)
-            _check_values(inputs)
-            _execute(outputs, inputs, settings.executor, resources, observers, progress)
-            progress.finishing()
-            manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
-            reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
-        seconds = time.perf_counter() - began
-        return [
-            MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
-            for i, (o, manifest, n) in enumerate(zip(outputs, manifests, resumed, strict=True))
-        ]
+        plans = dict(zip(outs, plans_of(recipes, inputs, settings.device, problems), strict=True))
+        reports = {out: _finished(plans[out], out, settings) for out in outs if out in same}
+        plans = {out: plan for out, plan in plans.items() if out not in same}
+        if plans:
+            reports |= {r.out: r for r in _merge(plans, inputs, settings, progress, began)}
+    return [reports[out] for out in outs]
+
+
+def _finished(plan: MergePlan, out: Path, settings: RunSettings) -> MergeReport:
+    """Report of an output that an earlier run finished.
+
+    Raises:
+        OutputError: it is not what the plan gives now.
+    """
+    began = time.perf_counter()
+    manifest = finished_manifest(plan, out, settings)
+    diagnosis = read_diagnosis(out) if settings.diagnose else None
+    items = sum(i.action != "tie" for i in plan.items)
+    return MergeReport(out, plan, manifest, time.perf_counter() - began, items, diagnosis, was_finished=True)
+
+
+def _merge(
+    plans: Mapping[Path, MergePlan], inputs: Inputs, settings: RunSettings, progress: Progress, began: float
+) -> list[MergeReport]:
+    """Carry out plans over the same inputs; `began`: start of the run on the performance counter."""
+    (recipe, *_) = (p.recipe for p in plans.values())
+    observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
+    resources = share_resources(list(plans.values()), settings.device, settings.max_memory, settings.threads, observers)
+    with staged_outputs(list(plans), list(plans.values()), settings) as outputs:
+        resumed = [len(o.done) for o in outputs]
+        progress.started(list(plans.values()), sum(resumed), resources.workers)
+        _check_values(inputs)
+        _execute(outputs, inputs, settings.executor, resources, observers, progress)
+        progress.finishing()
+        manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
+        reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
+    seconds = time.perf_counter() - began
+    return [
+        MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
+        for i, (o, manifest, n) in enumerate(zip(outputs, manifests, resumed, strict=True))
+    ]
 
 
 def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> Diagnosis:

@@ -39,6 +39,10 @@ def checked_stdout() -> Iterator[None]:
     try:
         yield
         _flush()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # from rich, which prints the help
+            raise typer.Exit(BROKEN_PIPE) from None
+        raise
     except OSError as error:
         if not _is_of_stdout(error):
             raise

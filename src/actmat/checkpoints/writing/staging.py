@@ -191,6 +191,20 @@ class Staging:
                 shutil.rmtree(self._previous)
         self.close()
 
+    def sweep(self) -> None:
+        """Remove what is left of a run that was killed after its last rename, and make that rename durable.
+
+        Raises:
+            OutputError: another process writes the same output.
+        """
+        with disk_errors(self.out.parent):
+            self._lock()
+            _sync_directory(self.out.parent)
+            self._journal_aside.unlink(missing_ok=True)
+            if self._previous.exists():
+                shutil.rmtree(self._previous)
+        self.close()
+
     def close(self) -> None:
         """Release the lock and keep the partial directory for a later run. May be called twice."""
         if self._journal is not None:
