@@ -44,6 +44,9 @@ class MergeError(Exception):
     exit_code: ClassVar[int] = 3
     """Exit code of the command line: 1 if inputs, recipe or output location are wrong, 3 for a failure at run time."""
 
+    recurs: bool = False
+    """True if only another recipe or other inputs can mend it: what a run had finished then is of no use."""
+
     def __init__(self, headline: str, problems: Iterable[str] = ()) -> None:
         self.headline = headline
         self.problems: tuple[str, ...] = tuple(problems) or (headline,)
@@ -68,6 +71,7 @@ class RecipeError(MergeError):
     """The recipe or the flags cannot be carried out as written (unknown method, misspelt option, bad value)."""
 
     exit_code = 1
+    recurs = True
 
 
 class CheckpointError(MergeError):
@@ -80,12 +84,14 @@ class AlignmentError(MergeError):
     """The checkpoints do not fit together (a tensor missing in one expert, another shape, other ties)."""
 
     exit_code = 1
+    recurs = True
 
 
 class StatisticsError(MergeError):
     """Statistics are missing, of another model, or of the wrong shape."""
 
     exit_code = 1
+    recurs = True
 
 
 class OutputError(MergeError):
@@ -98,6 +104,7 @@ class NumericalError(MergeError):
     """A computation failed on finite inputs (an eigensolver that never converged)."""
 
     exit_code = 3
+    recurs = True
 
 
 def format_size(nbytes: float) -> str:

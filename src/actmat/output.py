@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,8 @@ def staged_outputs(
 ) -> Iterator[list[StagedOutput]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
-    After an error of ours nothing is kept: the same command would fail again, another would not use what is done.
+    Whatever stops the run, finished items are kept for the same command, and a note of the error says how many; not
+    after an error that would recur, because another recipe or other inputs start anew.
 
     Raises:
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
@@ -134,10 +135,10 @@ def staged_outputs(
     with contextlib.ExitStack() as stack:
         stages = [Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)]
         journals = []
-        for stage in stages:
-            journals.append(stage.open())
-            stack.callback(stage.close)
         try:
+            for stage in stages:
+                stack.callback(stage.close)
+                journals.append(stage.open())
             _check_room(stages, plans)
             outputs = []
             for stage, plan, journal in zip(stages, plans, journals, strict=True):
@@ -146,12 +147,24 @@ def staged_outputs(
                 records = dict(_intact(plan, journal, writer, observed=settings.diagnose))
                 outputs.append(StagedOutput(plan, writer, records, stage, frozenset(records)))
             yield outputs
-        except MergeError:
-            for stage in reversed(stages):  # the first one made the folder of all
-                stage.discard()
+            for stage in stages:
+                stage.commit()
+        except BaseException as error:
+            _leave(stages, plans, error)
             raise
-        for stage in stages:
-            stage.commit()
+
+
+def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
+    """Keep unfinished outputs of which something is done, remove the others; the error gets a note of what is kept."""
+    useless = isinstance(error, MergeError) and error.recurs
+    kept = total = 0
+    for stage, plan in reversed(list(zip(stages, plans, strict=True))):  # the first one made the folder of all
+        if useless or not stage.finished:
+            stage.discard()
+        kept += stage.finished
+        total += 0 if stage.committed else sum(i.action != "tie" for i in plan.items)
+    if kept:
+        error.add_note(f"{kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
 def _intact(
@@ -168,8 +181,10 @@ def _intact(
             yield name, record
 
 
-def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool) -> None:
-    """Refuse folders that outputs may not be written to.
+def check_outputs(
+    recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool, finished: Container[Path] = ()
+) -> None:
+    """Refuse folders that outputs may not be written to; those in `finished` may hold an output.
 
     Raises:
         OutputError: in use, an input, or wanted twice; all problems in one.
@@ -177,7 +192,9 @@ def check_outputs(recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite:
     inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
     inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
     existing = {k: p for k, p in inputs.items() if os.path.exists(p)}
-    problems = [p for out in outs for p in check_output_path(out, overwrite=overwrite, inputs=existing)]
+    problems = [
+        p for out in outs for p in check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
+    ]
     twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
     if problems:

@@ -14,7 +14,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.sidecars import check_sidecars
 from actmat.diagnostics.build import build_diagnosis
-from actmat.diagnostics.model import Diagnosis
+from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
 from actmat.engine.executors import find_executor
 from actmat.engine.findings import Findings
@@ -27,6 +27,7 @@ from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsEr
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.resolve import is_adapter, open_expert
+from actmat.finished import finished_manifest, has_manifest_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
@@ -58,6 +59,7 @@ class MergeReport:
         seconds: wall time of this run.
         resumed: items taken over from an interrupted run.
         diagnosis: contents of `report.json`, where one was asked for.
+        was_finished: an earlier call finished the output; it was only verified.
     """
 
     out: Path
@@ -66,6 +68,7 @@ class MergeReport:
     seconds: float
     resumed: int = 0
     diagnosis: Diagnosis | None = None
+    was_finished: bool = False
 
 
 @dataclass
@@ -112,13 +115,17 @@ def run_recipes(
 ) -> list[MergeReport]:
     """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
 
+    An output that an earlier call with the same recipe and inputs finished is verified and not made again, unless it
+    may be overwritten.
+
     Args:
         recipes: each with its own `out`.
         settings: how to run them.
         progress: receives callbacks.
 
     Raises:
-        MergeError: nothing is left at any `out` unless that output was finished; interrupted ones can be resumed.
+        MergeError: nothing is at any `out` unless that output was finished. What was done of the others is kept for
+            the same call, which a note of the error says, unless the error would recur.
     """
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
@@ -131,27 +138,53 @@ def run_recipes(
         check_device(settings.device)
     with problems.noted():
         find_executor(settings.executor)
+    same = () if settings.overwrite else {o for r, o in zip(recipes, outs, strict=True) if has_manifest_of(r, o)}
     with problems.noted():
-        check_outputs(recipes, outs, overwrite=settings.overwrite)
+        check_outputs(recipes, outs, overwrite=settings.overwrite, finished=same)
     with opened_inputs(recipes, problems) as inputs:
         with problems.noted():
             _check_sidecars(recipes, inputs)
-        plans = plans_of(recipes, inputs, settings.device, problems)
-        observers = Observers(recipes[0].seed, settings.exact) if settings.diagnose else None
-        resources = share_resources(plans, settings.device, settings.max_memory, settings.threads, observers)
-        with staged_outputs(outs, plans, settings) as outputs:
-            resumed = [len(o.done) for o in outputs]
-            progress.started(plans, sum(resumed), resources.workers)
-            _check_values(inputs)
-            _execute(outputs, inputs, settings.executor, resources, observers, progress)
-            progress.finishing()
-            manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
-            reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
-        seconds = time.perf_counter() - began
-        return [
-            MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
-            for i, (o, manifest, n) in enumerate(zip(outputs, manifests, resumed, strict=True))
-        ]
+        plans = dict(zip(outs, plans_of(recipes, inputs, settings.device, problems), strict=True))
+        reports = {out: _finished(plans[out], out, settings) for out in outs if out in same}
+        plans = {out: plan for out, plan in plans.items() if out not in same}
+        if plans:
+            reports |= {r.out: r for r in _merge(plans, inputs, settings, progress, began)}
+    return [reports[out] for out in outs]
+
+
+def _finished(plan: MergePlan, out: Path, settings: RunSettings) -> MergeReport:
+    """Report of an output that an earlier run finished.
+
+    Raises:
+        OutputError: it is not what the plan gives now.
+    """
+    began = time.perf_counter()
+    manifest = finished_manifest(plan, out, settings)
+    diagnosis = read_diagnosis(out) if settings.diagnose else None
+    items = sum(i.action != "tie" for i in plan.items)
+    return MergeReport(out, plan, manifest, time.perf_counter() - began, items, diagnosis, was_finished=True)
+
+
+def _merge(
+    plans: Mapping[Path, MergePlan], inputs: Inputs, settings: RunSettings, progress: Progress, began: float
+) -> list[MergeReport]:
+    """Carry out plans over the same inputs; `began`: start of the run on the performance counter."""
+    (recipe, *_) = (p.recipe for p in plans.values())
+    observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
+    resources = share_resources(list(plans.values()), settings.device, settings.max_memory, settings.threads, observers)
+    with staged_outputs(list(plans), list(plans.values()), settings) as outputs:
+        resumed = [len(o.done) for o in outputs]
+        progress.started(list(plans.values()), sum(resumed), resources.workers)
+        _check_values(inputs)
+        _execute(outputs, inputs, settings.executor, resources, observers, progress)
+        progress.finishing()
+        manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
+        reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
+    seconds = time.perf_counter() - began
+    return [
+        MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
+        for i, (o, manifest, n) in enumerate(zip(outputs, manifests, resumed, strict=True))
+    ]
 
 
 def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> Diagnosis:
@@ -334,11 +367,13 @@ def _judge(findings: Findings) -> None:
         )
     if findings.fatal:
         problems = findings.problems()
-        raise CheckpointError(
+        error = CheckpointError(
             f"The inputs hold values that cannot be merged: {len(problems)} problem(s). NaN and Inf would spread; find "
             "out why the fine-tuning produced them, or pass --allow-nonfinite to treat them as unchanged.",
             problems,
         )
+        error.recurs = True
+        raise error
 
 
 def _check_sidecars(recipes: Sequence[Recipe], inputs: Inputs) -> None:

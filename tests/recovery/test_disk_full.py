@@ -1,4 +1,4 @@
-"""A full disk: told with what is free, nothing left behind, inputs untouched."""
+"""A full disk: told with what is free, inputs untouched; what is done is kept, and the same command goes on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.helpers.merging import Family, actmat, hidden
+from tests.helpers.merging import Family, actmat, contents, hidden
 
 from actmat.checkpoints.writing.writer import ShardWriter
+
+LAYERS = 40
+TENSORS = 4 * LAYERS + 3
 
 
 @pytest.fixture
 def family(tmp_path: Path) -> Family:
-    return Family.make(tmp_path, layers=40)
+    return Family.make(tmp_path, layers=LAYERS)
 
 
 def snapshot(family: Family) -> dict[str, bytes]:
@@ -37,6 +41,37 @@ def refused(family: Family, out: Path, *flags: str, says: str) -> str:
     assert hidden(out.parent) == []
     assert snapshot(family) == before
     return outcome.err
+
+
+def stopped(family: Family, out: Path, *, says: str, code: int = 1) -> int:
+    """A merge that fails on its way; number of tensors that it says are kept."""
+    before = snapshot(family)
+    outcome = actmat(family.argv("--out", str(out)))
+    assert outcome.code == code, outcome
+    assert says in outcome.err
+    assert not out.exists()
+    assert hidden(out.parent) == [".out.actmat-partial"]
+    assert snapshot(family) == before
+    said = re.search(r"(\d+) of (\d+) tensors are kept; the same command goes on where it stopped", outcome.err)
+    assert said is not None, outcome.err
+    assert int(said[2]) == TENSORS
+    return int(said[1])
+
+
+def goes_on(family: Family, out: Path, kept: int) -> None:
+    """The same command takes over what was kept and gives what an undisturbed one gives."""
+    outcome = actmat([a for a in family.argv("--out", str(out)) if a != "--quiet"])
+    assert outcome.code == 0, outcome
+    assert f"interrupted merge: {kept} tensors are done" in outcome.err
+    assert hidden(out.parent) == []
+    undisturbed = out.parent.with_name("undisturbed") / "out"
+    assert actmat(family.argv("--out", str(undisturbed))).code == 0
+    assert contents(out) == contents(undisturbed)
+
+
+@pytest.fixture
+def out(family: Family) -> Path:
+    return family.root / "place" / "out"
 
 
 @pytest.fixture
@@ -68,12 +103,18 @@ def test_several_outputs_must_fit_together(family: Family, monkeypatch: pytest.M
 
 
 def test_a_disk_that_fills_up_meanwhile(family: Family, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actmat.output._check_room", lambda stages, plans: None)
-    refused(family, small_disk / "out", says="the disk is full")
+    with monkeypatch.context() as patch:
+        patch.setattr("actmat.output._check_room", lambda stages, plans: None)
+        kept = stopped(family, small_disk / "out", says="the disk is full")
+    assert 0 < kept < TENSORS
+    again = stopped(family, small_disk / "out", says="the disk has only")  # seen before the work, which is still kept
+    assert again >= kept - 1  # the last line of the journal may have been cut
+    subprocess.run(["mount", "-o", "remount,size=10m", str(small_disk)], check=True)
+    goes_on(family, small_disk / "out", again)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_write_that_fails(family: Family, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_write_that_fails(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     real, calls = os.pwrite, []
 
     def pwrite(handle: int, data: memoryview, offset: int) -> int:
@@ -82,8 +123,21 @@ def test_a_write_that_fails(family: Family, monkeypatch: pytest.MonkeyPatch, num
             raise OSError(number, os.strerror(number))
         return real(handle, data[: max(1, len(data) // 2)], offset)  # short writes are legal
 
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        kept = stopped(family, out, says="Cannot write to")
+    assert 0 < kept < 50
+    goes_on(family, out, kept)
+
+
+def test_nothing_is_left_where_nothing_was_finished(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(handle: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr(os, "pwrite", pwrite)
-    refused(family, family.out, says="Cannot write to")
+    assert "kept" not in refused(family, family.out, says="Cannot write to")
+    outcome = actmat(family.argv("--out", str(family.root / "deep" / "place" / "out")))
+    assert (outcome.code, (family.root / "deep").exists()) == (1, False)
 
 
 def test_short_writes_are_completed(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +158,7 @@ def test_a_limit_on_the_size_of_files(family: Family) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_write_lost_in_the_background_is_told(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_lost_in_the_background_is_told(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system reports a failed write-back once, to whoever syncs first: the background flusher."""
 
     def fdatasync(handle: int) -> None:
@@ -120,23 +174,101 @@ def test_a_write_lost_in_the_background_is_told(family: Family, monkeypatch: pyt
         finish(writer, specs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ShardWriter, "finish", wait_for_the_flusher)
-    refused(family, family.out, says="input/output error")
+    assert stopped(family, out, says="input/output error") == TENSORS
+    monkeypatch.undo()
+    goes_on(family, out, TENSORS)
 
 
-def test_a_failing_last_sync_is_told(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_last_sync_is_told(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fsync(handle: int) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    refused(family, family.out, says="the disk is full")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        assert stopped(family, out, says="the disk is full") == TENSORS
+    goes_on(family, out, TENSORS)
 
 
-def test_a_sidecar_that_cannot_be_written(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sidecar_that_cannot_be_written(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copyfileobj(source: object, target: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("shutil.copyfileobj", copyfileobj)
-    refused(family, family.out, says="the disk is full")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfileobj", copyfileobj)
+        assert stopped(family, out, says="the disk is full") == TENSORS
+    goes_on(family, out, TENSORS)
+
+
+@pytest.mark.parametrize("which", range(2))
+def test_a_rename_that_fails(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    """The journal is put aside before the last rename, and back when that fails."""
+    real, calls = os.rename, []
+
+    def rename(source: object, target: object) -> None:
+        calls.append(target)
+        if len(calls) > which:
+            raise OSError(errno.ENOSPC, "full")
+        real(source, target)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        outcome = actmat(family.argv("--out", str(out)))
+    assert (outcome.code, out.exists()) == (1, False)
+    assert f"{TENSORS} of {TENSORS} tensors are kept" in outcome.err
+    goes_on(family, out, TENSORS)
+
+
+def test_a_read_that_fails(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.preadv, []
+
+    def preadv(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) > 100:
+            raise OSError(errno.EIO, "broken")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        kept = stopped(family, out, says="reading failed")
+    assert 0 < kept < TENSORS
+    goes_on(family, out, kept)
+
+
+def test_a_bug_on_the_way_keeps_what_is_done(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(writer: ShardWriter, specs: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", finish)
+        with pytest.raises(ZeroDivisionError) as caught:
+            actmat(family.argv("--out", str(out)))
+    assert caught.value.__notes__ == [f"{TENSORS} of {TENSORS} tensors are kept; the same command goes on where it "
+                                      "stopped."]  # fmt: skip
+    goes_on(family, out, TENSORS)
+
+
+def test_several_outputs_are_kept_together(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--method", "average", "--method", "linear")
+
+    def copyfileobj(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfileobj", copyfileobj)
+        outcome = actmat(family.argv(*flags))
+    assert f"{2 * TENSORS} of {2 * TENSORS} tensors are kept" in outcome.err
+    assert hidden(family.out) == [".average.actmat-partial", ".linear.actmat-partial"]
+    assert actmat(family.argv(*flags)).code == 0
+    assert sorted(p.name for p in family.out.iterdir()) == ["average", "linear"]
+
+
+def test_values_that_only_another_recipe_can_merge_leave_nothing(family: Family) -> None:
+    """Nothing of it could be used: --allow-nonfinite is another recipe, a repaired expert another input."""
+    family.change(family.experts[0], lambda t: t["lm_head.weight"][0].fill_(float("nan")))
+    outcome = actmat(family.argv())
+    assert (outcome.code, "--allow-nonfinite" in outcome.err, "kept" in outcome.err) == (1, True, False)
+    assert not family.out.exists()
+    assert hidden(family.root) == []
 
 
 def test_a_name_that_is_too_long(family: Family) -> None:

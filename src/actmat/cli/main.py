@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,10 @@ from actmat.cli.merge import merge
 from actmat.cli.methods import methods
 from actmat.cli.plan import plan
 from actmat.cli.report import report
+from actmat.cli.signals import Stopped, stopped_by_signals
 from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
+from actmat.cli.streams import checked_stdout, open_closed_streams, say
 from actmat.cli.verify import verify
 from actmat.errors import MergeError
 from actmat.foreign import terminal
@@ -34,21 +37,28 @@ __all__ = ["app", "main"]
 class _Commands(ExtensibleGroup):
     """The commands. Deferred ones get their flags when they are called; an interruption says how to go on."""
 
-    def make_context(self, *args: Any, **given: Any) -> Any:
-        with _printable_usage_errors():
-            return super().make_context(*args, **given)
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         return name, resolved(command), rest
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with checked_stdout(), _printable_usage_errors():  # --help prints here
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            with _printable_usage_errors():
+            with checked_stdout(), _printable_usage_errors():
                 return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("actmat: interrupted; the same command goes on where it stopped.", err=True)
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as stop:
+            by_signal = isinstance(stop, Stopped)
+            said = _notes(stop) or ("the same command goes on where it stopped.",)
+            say("; ".join([f"actmat: stopped by {stop}" if by_signal else "actmat: interrupted", *said]))
+            raise typer.Exit(128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)) from None
+
+
+def _notes(error: BaseException) -> tuple[str, ...]:
+    """Notes that were added to an error on its way, such as what is kept of an unfinished merge."""
+    return tuple(getattr(error, "__notes__", ()))
 
 
 _UsageError: Any = typer.BadParameter.__base__
@@ -74,7 +84,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Merge fine-tuned models of one base into one model, without data.",
     epilog="Exit codes: 0 done; 1 the inputs, the recipe or the output place are wrong; 2 the command line is wrong; "
-    "3 failed while running; 130 interrupted (the same command goes on where it stopped).",
+    "3 failed while running; 130 interrupted, 143 SIGTERM, 129 SIGHUP (the same command goes on where it stopped); "
+    "141 the reader of stdout went away.",
 )
 
 
@@ -110,8 +121,11 @@ def main() -> None:
     """Run the command line; a `MergeError` becomes one message on stderr and its exit code."""
     gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
     _keep_pages_warm()
+    open_closed_streams()
     try:
-        app()
+        with stopped_by_signals():
+            app()
     except MergeError as error:
-        typer.secho(f"actmat: {error}", fg="red" if sys.stderr.isatty() else None, err=True)
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        say("\n".join([f"actmat: {error}", *_notes(error)]), fg="red" if is_terminal else None)
         sys.exit(error.exit_code)

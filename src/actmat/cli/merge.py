@@ -8,6 +8,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
+from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
 __all__ = ["merge"]
@@ -46,7 +47,8 @@ def merge(
     if not quiet:
         from actmat.cli.summary import print_summary
 
-        for report in reports:
-            print_summary(report)
+        with optional_stdout("The merge is complete."):
+            for report in reports:
+                print_summary(report)
     if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
         raise typer.Exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.segment import Segment
 from rich.table import Table
 
+from actmat.cli.streams import Notes
 from actmat.foreign import terminal
 
 if TYPE_CHECKING:
@@ -31,9 +32,13 @@ class SafeConsole(Console):
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else terminal(text, keep="\n"), style, control)
 
+    def on_broken_pipe(self) -> None:
+        """Raise the error that is being handled: the command line decides what a broken pipe means."""
+        raise  # rich calls this in an except clause
+
 
 console = SafeConsole(highlight=False, emoji=False)
-note_console = SafeConsole(stderr=True, highlight=False, emoji=False)
+note_console = SafeConsole(file=cast(IO[str], Notes()), highlight=False, emoji=False)
 
 
 def escape(text: object) -> str:

@@ -3,7 +3,8 @@
 `OUT` is built in its sibling `.OUT.actmat-partial` and renamed at the end, so that no directory of the final name
 exists that a loader would take for finished. A journal in the partial directory lists finished tensors with the hash
 of their bytes; a later run with the same fingerprint verifies those bytes and continues. A journal of another
-fingerprint (other recipe, changed input) is deleted with everything it describes.
+fingerprint (other recipe, changed input) is deleted with everything it describes. For the moment of the rename the
+journal is a sibling, `.OUT.actmat-journal`: it must not show up in the output, and must not be lost before.
 
 The process that builds or renames holds the lock on `.OUT.actmat-lock`, a sibling too because the directories are
 renamed. Renaming siblings stays within one file system and is atomic.
@@ -149,12 +150,20 @@ class Staging:
         self.fingerprint = fingerprint
         self.overwrite = overwrite
         self.path = _sibling(out, "partial")
+        self.committed = False
         self._previous = _sibling(out, "previous")
+        self._journal_aside = _sibling(out, "journal")
         self._lock_path = _sibling(out, "lock")
         self._lock_file: IO[bytes] | None = None
         self._journal: IO[bytes] | None = None
         self._made: list[Path] = []
+        self._names: set[str] = set()
         self._mutex = threading.Lock()
+
+    @property
+    def finished(self) -> int:
+        """Number of items in the journal; 0 when it is gone, because the output was committed or discarded."""
+        return len(self._names)
 
     def open(self) -> dict[str, dict[str, Any]]:
         """Take the lock and read the journal: tensor name -> its entry, for tensors finished earlier."""
@@ -166,6 +175,9 @@ class Staging:
             self._lock()
             if self._previous.exists() and not self.out.exists():
                 os.rename(self._previous, self.out)  # killed between the two renames of `commit`
+            if self._journal_aside.exists() and self.path.exists():
+                os.rename(self._journal_aside, self.path / JOURNAL_NAME)  # stopped before the last rename of `commit`
+            self._journal_aside.unlink(missing_ok=True)
             done = self._read_journal()
             if done is None:
                 if self.path.exists():
@@ -176,28 +188,47 @@ class Staging:
             self._journal = (self.path / JOURNAL_NAME).open("ab", buffering=0)  # a buffer would fail again when closed
             if fresh:
                 self._append({"actmat_journal": 1, "fingerprint": self.fingerprint})
+        self._names = set(done)
         return done
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one finished tensor; called after its last byte is written. Thread-safe."""
         with disk_errors(self.path):
             self._append(entry)
+        self._names.add(entry["name"])
 
     def commit(self) -> None:
-        """Delete the journal, flush the directory and rename it to the final name, when everything is written."""
+        """Remove the journal, flush the directory and rename it to the final name, when everything is written."""
         assert self._journal is not None
         with disk_errors(self.out.parent):
             if problems := _occupied(self.out, overwrite=self.overwrite):
-                raise OutputError(f"{problems[0]}; all tensors are done, and the same command then finishes at once.")
+                raise OutputError(problems[0])
             self._journal.close()
-            (self.path / JOURNAL_NAME).unlink()
+            os.rename(self.path / JOURNAL_NAME, self._journal_aside)
             _sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
                 if self._previous.exists():
                     shutil.rmtree(self._previous)
                 os.rename(self.out, self._previous)
             os.rename(self.path, self.out)
+            self.committed = True
+            self._names.clear()
             _sync_directory(self.out.parent)
+            self._journal_aside.unlink()
+            if self._previous.exists():
+                shutil.rmtree(self._previous)
+        self.close()
+
+    def sweep(self) -> None:
+        """Remove what is left of a run that was killed after its last rename, and make that rename durable.
+
+        Raises:
+            OutputError: another process writes the same output.
+        """
+        with disk_errors(self.out.parent):
+            self._lock()
+            _sync_directory(self.out.parent)
+            self._journal_aside.unlink(missing_ok=True)
             if self._previous.exists():
                 shutil.rmtree(self._previous)
         self.close()
@@ -215,6 +246,8 @@ class Staging:
         """Remove the partial directory, if `open` took the lock, and the empty folders above it that `open` made."""
         if self._lock_file is not None:
             shutil.rmtree(self.path, ignore_errors=True)
+            self._journal_aside.unlink(missing_ok=True)
+            self._names.clear()
         self.close()
         with contextlib.suppress(OSError):
             for folder in self._made:
@@ -249,8 +282,8 @@ class Staging:
         entries = list(_entries(whole))
         if not entries or entries[0].get("fingerprint") != self.fingerprint:
             return None
-        if lines[-1] or len(entries) < len(whole):
-            journal.write_text("".join(json.dumps(e) + "\n" for e in entries), encoding="utf-8")
+        if lines[-1] or len(entries) < len(whole):  # cut, not written again: the disk may be full
+            os.truncate(journal, sum(len(line) + 1 for line in whole[: len(entries)]))
         return {e["name"]: e for e in entries[1:]}
 
     def _append(self, entry: Mapping[str, Any]) -> None:

@@ -91,6 +91,9 @@ class ShardWriter:
         extent = self._extents.get(name)
         if extent is None:  # a damaged journal
             return False
+        # from the disk, not from memory: after a flush that failed, pages in memory no longer show what is missing
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handles[extent.file], extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
         seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(extent.nbytes, 1))))
         while seen.size < extent.nbytes:
             chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]

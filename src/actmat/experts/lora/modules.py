@@ -56,8 +56,8 @@ def _quantised(spec: TensorSpec) -> str:
     if not spec.is_floating:
         return f"tensor '{spec.name}' is {spec.dtype}; a quantised adapter cannot be merged"
     return (
-        f"tensor '{spec.name}' is {spec.dtype}; an adapter in 8-bit floats is quantised, with scales that this file may "
-        "not hold. Merge the adapter that it was quantised from, or save a bfloat16 copy first"
+        f"tensor '{spec.name}' is {spec.dtype}; an adapter in 8-bit floats is quantised, with scales that this file "
+        "may not hold. Merge the adapter that it was quantised from, or save a bfloat16 copy first"
     )
 
 

@@ -1,0 +1,133 @@
+"""Standard streams of the command line: closed, broken or full ones never spoil what a command does."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import typer
+
+__all__ = ["BROKEN_PIPE", "Notes", "checked_stdout", "open_closed_streams", "optional_stdout", "say"]
+
+BROKEN_PIPE = 141
+"""Exit code after the reader of stdout went away, as shells report a process that SIGPIPE ended."""
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null as every standard stream that is closed: else a weight file would get its number."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(handle)
+
+
+def say(message: str, **style: Any) -> None:
+    """Print a message on stderr, if that can be written to."""
+    try:
+        typer.secho(message, err=True, **style)
+    except OSError:
+        _mute(sys.stderr)
+
+
+@contextlib.contextmanager
+def checked_stdout() -> Iterator[None]:
+    """End the command if stdout breaks: quietly with 141 if its reader went away, else with a message and 1."""
+    try:
+        yield
+        _flush()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # from rich, which prints the help
+            raise typer.Exit(BROKEN_PIPE) from None
+        raise
+    except OSError as error:
+        if not _is_of_stdout(error):
+            raise
+        _mute(sys.stdout)
+        if error.errno == errno.EPIPE:
+            raise typer.Exit(BROKEN_PIPE) from None
+        say(f"actmat: the result cannot be printed: {error.strerror} (stdout).")
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def optional_stdout(done: str) -> Iterator[None]:
+    """Print what is not needed: if stdout breaks, a note says so and what is `done`, and the command goes on."""
+    try:
+        yield
+        _flush()
+    except OSError as error:
+        if not _is_of_stdout(error):
+            raise
+        _mute(sys.stdout)
+        say(f"actmat: the summary cannot be printed: {error.strerror} (stdout). {done}")
+
+
+class Notes(io.TextIOBase):
+    """The present stderr; text that it does not take is dropped, so that a progress bar cannot stop a merge."""
+
+    @property
+    def _stream(self) -> TextIO | None:
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+    def write(self, text: str) -> int:
+        """Write the text if possible."""
+        self._call("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush if possible."""
+        self._call("flush")
+
+    def _call(self, name: str, *arguments: str) -> None:
+        stream = self._stream
+        try:
+            if stream is not None:
+                getattr(stream, name)(*arguments)
+        except OSError:
+            _mute(stream)
+
+    def isatty(self) -> bool:
+        """True if stderr is a terminal."""
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Number of stderr, from which the width of the terminal is found."""
+        if self._stream is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Encoding of stderr."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """True if the error came from stdout: what it could not write then is still there and fails again."""
+    try:
+        _flush()
+    except OSError:
+        return True
+    unbuffered = getattr(sys.stdout, "write_through", False)
+    return unbuffered and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF)
+
+
+def _mute(stream: TextIO | None) -> None:
+    """Point a stream at /dev/null, so that what it still holds does not fail again when the process ends."""
+    if stream is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, stream.fileno())
+        finally:
+            os.close(null)

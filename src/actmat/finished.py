@@ -1,0 +1,90 @@
+"""Outputs that an earlier run of the same command finished: recognised, verified, and not made again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from actmat.checkpoints.writing.staging import Staging
+from actmat.diagnostics.model import REPORT_NAME
+from actmat.errors import MergeError, OutputError
+from actmat.plan import MergePlan
+from actmat.plan.model import InputSummary
+from actmat.recipe import Recipe
+from actmat.report import read_manifest, verify
+from actmat.report.manifest import input_location
+from actmat.settings import RunSettings
+
+__all__ = ["finished_manifest", "has_manifest_of"]
+
+
+def has_manifest_of(recipe: Recipe, out: Path) -> bool:
+    """True if `out` has the manifest of a merge by this recipe; decided without the inputs."""
+    try:
+        return bool(read_manifest(out).get("recipe") == _recipe_json(recipe))
+    except (MergeError, OSError):
+        return False
+
+
+def finished_manifest(plan: MergePlan, out: Path, settings: RunSettings) -> dict[str, Any]:
+    """The manifest of `out`, after its tensors and inputs were compared with it; leftovers of its run are removed.
+
+    Raises:
+        OutputError: it is not what this plan would give now, or another process builds there.
+    """
+    try:
+        manifest = read_manifest(out)
+        problems = list(_differences(plan, manifest, out, settings)) or list(verify(out).problems)
+    except MergeError as error:
+        problems = list(error.problems)
+    if problems:
+        said = "; ".join(problems[:3]) + ("; ..." if len(problems) > 3 else "")
+        raise OutputError(
+            f"{out} exists and is not empty; choose another place or pass --overwrite. It was made by the same "
+            f"recipe, but is not what the recipe gives now: {said}"
+        )
+    Staging(out, plan.fingerprint()).sweep()
+    return manifest
+
+
+def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:
+    """Reasons why a finished output is not that of the plan, apart from the bytes of its tensors and inputs."""
+    output, rows = manifest["output"], manifest.get("modules", manifest["tensors"])
+    if manifest.get("versions") != dict(plan.versions):
+        yield f"it was made with the versions {manifest.get('versions')}, these are {dict(plan.versions)}"
+    if manifest.get("device", plan.device) != plan.device:
+        yield f"it was made on {manifest.get('device')}"
+    if manifest.get("statistics", []) != _plain([dict(s) for s in plan.statistics]):
+        yield "the statistics are others"
+    found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
+    if len(found) != len(plan.inputs) or not all(map(_is_input, plan.inputs, found, [out] * len(found))):
+        yield "the inputs are others, or in another place"
+    planned = [[i.name, list(i.shape), i.action, i.reason] for i in plan.items]
+    if [[row.get(k) for k in ("name", "shape", "action", "reason")] for row in rows] != planned:
+        yield "other tensors would be merged"
+    if output.get("files") != {s.file: s.size for s in plan.shards}:
+        yield "its weight files are others"
+    if settings.sha256 and "sha256" not in output:
+        yield "it was made without --sha256"
+    if settings.diagnose and not (out / REPORT_NAME).is_file():
+        yield "it was made without --diagnose"
+
+
+def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
+    """True if an entry of the manifest is this input, in the same place."""
+    if not isinstance(row, Mapping) or any(row.get(k) != v for k, v in _plain(summary.to_json()).items()):
+        return False
+    return os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location)
+
+
+def _recipe_json(recipe: Recipe) -> Any:
+    """The recipe as a manifest has it."""
+    return _plain(recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True))
+
+
+def _plain(data: Any) -> Any:
+    """Data as it comes back from JSON."""
+    return json.loads(json.dumps(data))

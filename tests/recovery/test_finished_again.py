@@ -1,0 +1,143 @@
+"""A finished merge that is asked for again is verified, not refused; anything else in its place still is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.helpers.adapters import save_adapter
+from tests.helpers.merging import Q0, Family, actmat, contents, hidden
+
+import actmat as library
+from actmat.checkpoints.writing.staging import MANIFEST_NAME
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    made = Family.make(tmp_path, layers=2)
+    assert actmat(made.argv()).code == 0
+    return made
+
+
+def loud(family: Family, *flags: str) -> list[str]:
+    return [a for a in family.argv(*flags) if a != "--quiet"]
+
+
+def state(out: Path) -> dict[str, tuple[int, bytes]]:
+    return {p.name: (p.stat().st_ino, p.read_bytes()) for p in out.iterdir()}
+
+
+def test_the_same_command_says_that_it_is_complete(family: Family) -> None:
+    before = state(family.out)
+    outcome = actmat(loud(family))
+    assert outcome.code == 0, outcome
+    assert "is complete" in outcome.out
+    assert state(family.out) == before, "nothing is written again"
+    assert actmat(family.argv()).out == "", "quiet is quiet"
+
+
+def test_what_was_left_after_the_last_rename_is_removed(family: Family) -> None:
+    shutil.copytree(family.out, family.root / ".out.actmat-previous")
+    for name in ("journal", "lock"):
+        (family.root / f".out.actmat-{name}").write_text("")
+    assert actmat(family.argv()).code == 0
+    assert hidden(family.root) == []
+
+
+def test_the_report_of_a_finished_merge(family: Family) -> None:
+    report = library.merge(family.base, family.experts, out=family.out)
+    assert report.was_finished
+    assert report.resumed == 11
+    assert report.manifest == json.loads((family.out / MANIFEST_NAME).read_text())
+    again = library.merge(family.base, family.experts, out=family.out, overwrite=True)
+    assert not again.was_finished
+    assert again.resumed == 0
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def another_tree_of_the_same_name(family: Family) -> None:
+    """The recipe's text is the same, the expert is not."""
+    family.change(family.experts[0], lambda t: t[Q0].mul_(2))
+
+
+def edited_versions(family: Family) -> None:
+    path = family.out / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    manifest["versions"]["torch"] = "0"
+    path.write_text(json.dumps(manifest))
+
+
+OTHER: dict[str, tuple[Callable[[Family], object], tuple[str, ...], str]] = {
+    "output damaged": (lambda f: flip(f.out / "model.safetensors"), (), "has changed since the merge"),
+    "expert changed": (another_tree_of_the_same_name, (), "of input 'expert0'"),
+    "weights gone": (lambda f: (f.out / "model.safetensors").unlink(), (), "the folder that holds the weights"),
+    "other versions": (edited_versions, (), "versions"),
+    "sha256 wanted": (lambda f: None, ("--sha256",), "--sha256"),
+    "report wanted": (lambda f: None, ("--diagnose",), "--diagnose"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_an_output_that_is_not_the_same_is_refused(family: Family, case: str) -> None:
+    edit, flags, says = OTHER[case]
+    edit(family)
+    before = state(family.out)
+    outcome = actmat(family.argv(*flags))
+    assert outcome.code == 1
+    assert "exists and is not empty" in outcome.err
+    assert says in outcome.err
+    assert state(family.out) == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"actmat_manifest": 1}', "\x00"])
+def test_a_damaged_manifest_is_no_recognised_output(family: Family, text: str) -> None:
+    (family.out / MANIFEST_NAME).write_text(text)
+    outcome = actmat(family.argv())
+    assert (outcome.code, "exists and is not empty" in outcome.err) == (1, True)
+
+
+def test_relative_paths_from_elsewhere_are_other_inputs(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["merge", "-b", "base", "-e", "expert0", "-e", "expert1", "--out", str(family.root / "there")]
+    monkeypatch.chdir(family.root)
+    assert actmat(argv).code == 0
+    elsewhere = Family.make(family.root / "elsewhere", layers=2)
+    elsewhere.change(elsewhere.experts[0], lambda t: t[Q0].mul_(2))
+    monkeypatch.chdir(elsewhere.root)
+    outcome = actmat(argv)
+    assert (outcome.code, "in another place" in outcome.err) == (1, True)
+    monkeypatch.chdir(family.root)
+    assert actmat(argv).code == 0
+
+
+def test_of_several_outputs_only_the_missing_ones_are_made(family: Family) -> None:
+    """As after a kill between two final renames."""
+    flags = ("--method", "average", "--method", "linear", "--out", str(family.root / "many"))
+    assert actmat(family.argv(*flags)).code == 0
+    many = family.root / "many"
+    before, expected = state(many / "average"), contents(many / "linear")
+    shutil.rmtree(many / "linear")
+    outcome = actmat([a for a in family.argv(*flags) if a != "--quiet"])
+    assert outcome.code == 0, outcome
+    assert state(many / "average") == before
+    assert contents(many / "linear") == expected
+    assert outcome.out.count("is complete") == 1
+
+
+def test_an_adapter_too(tmp_path: Path) -> None:
+    experts = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(experts):
+        save_adapter(folder, "llama", seed)
+    first = library.merge(None, experts, out=tmp_path / "out")
+    again = library.merge(None, experts, out=tmp_path / "out")
+    assert (first.was_finished, again.was_finished) == (False, True)
+    flip(tmp_path / "out" / "adapter_model.safetensors")
+    with pytest.raises(library.OutputError, match="is not what the recipe gives now"):
+        library.merge(None, experts, out=tmp_path / "out")
