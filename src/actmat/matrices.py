@@ -70,10 +70,7 @@ def merge_matrices(
         inputs = [d.float() for d in deltas] if half else list(deltas)
         if half and needs.get("base") is not None:
             needs["base"] = needs["base"].float()
-        if chosen.survey is None or not chosen.survey.applies(resolved):
-            merged = chosen.merge(inputs, **needs, **resolved).value
-        else:
-            merged = _merge_surveyed(chosen, chosen.survey, inputs, needs, resolved)
+        merged = _merge(chosen, inputs, needs, resolved)
         return _checked(merged.to(deltas[0].dtype), method, deltas)
 
 
@@ -104,10 +101,13 @@ def _checked(value: Tensor, method: str, deltas: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _merge_surveyed(
-    method: MergeMethod, survey: Survey, deltas: Sequence[Tensor], needs: Mapping[str, Any], options: Mapping[str, Any]
+def _merge(
+    method: MergeMethod, deltas: Sequence[Tensor], needs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Tensor:
-    """The merged delta of a method with a survey: every matrix of a batch is a model of its own."""
+    """The merged delta; for a method with a survey, every matrix of a batch is a model of its own."""
+    survey = method.survey
+    if survey is None or not survey.applies(options):
+        return method.merge(deltas, **needs, **options).value
     batch = deltas[0].shape[:-2] if method.acts_on == "matrix" else torch.Size()
     layers = [[d.reshape(-1, *d.shape[-2:])[i] for d in deltas] for i in range(batch.numel())] if batch else [deltas]
     values = []

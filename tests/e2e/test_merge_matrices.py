@@ -156,3 +156,11 @@ def test_what_is_not_finite_is_an_error() -> None:
         actmat.merge_matrices("average", [DELTAS[0], DELTAS[1] / 0])
     big = actmat.merge_matrices("average", [torch.full((2, 2), 3e38), torch.zeros(2, 2)])
     assert big.isfinite().all(), "an overflowing sum of finite entries is none"
+
+
+@pytest.mark.parametrize("method", DATA_FREE, ids=lambda m: m.name)
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 3, 4)])
+def test_matrices_without_entries(shape: tuple[int, ...], method: MergeMethod) -> None:
+    deltas = [torch.empty(shape) for _ in experts_for(method)]
+    base = torch.empty(shape) if method.needs_base else None
+    assert actmat.merge_matrices(method.name, deltas, base=base).shape == shape
