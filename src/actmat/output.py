@@ -102,7 +102,7 @@ class StagedOutput:
         return manifest
 
     def write_report(self, seconds: float) -> Diagnosis:
-        """The diagnosis of a measured merge, written into the output."""
+        """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
         stage = self._staging
         diagnosis = build_diagnosis(self.plan, self.records, out=str(stage.out), seconds=seconds)
         with disk_errors(stage.path):

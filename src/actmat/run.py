@@ -140,8 +140,8 @@ def run_recipes(
             _check_values(inputs)
             _execute(outputs, inputs, settings.executor, resources, observers, progress)
             progress.finishing()
-            manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
             reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
+            manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
         seconds = time.perf_counter() - began
         return [
             MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
