@@ -22,7 +22,7 @@ from actmat.engine.resources import Resources, check_device, check_device_name, 
 from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN, check_adapters, check_probes
 from actmat.engine.units import plan_units
-from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsError
+from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsError, memory_errors
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.resolve import is_adapter, open_expert
@@ -104,6 +104,7 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
         return plans_of([recipe], inputs, device, problems)[0]
 
 
+@memory_errors()  # outside of the staged outputs, which keep what is finished
 def run_recipes(
     recipes: Sequence[Recipe], settings: RunSettings | None = None, progress: Progress | None = None
 ) -> list[MergeReport]:
@@ -149,6 +150,7 @@ def run_recipes(
         ]
 
 
+@memory_errors()
 def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> Diagnosis:
     """Measure what merging a recipe would do; nothing is written, its `out` is ignored.
 

@@ -23,7 +23,7 @@ from actmat.cli.report import report
 from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
 from actmat.cli.verify import verify
-from actmat.errors import MergeError
+from actmat.errors import MergeError, memory_errors
 from actmat.version import __version__
 
 __all__ = ["app", "main"]
@@ -86,11 +86,17 @@ def _keep_pages_warm() -> None:
 
 
 def main() -> None:
-    """Run the command line; a `MergeError` becomes one message on stderr and its exit code."""
+    """Run the command line; a `MergeError` becomes one message and its exit code, any other error a report."""
     gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
     _keep_pages_warm()
     try:
-        app()
+        with memory_errors():
+            app()
     except MergeError as error:
         typer.secho(f"actmat: {error}", fg="red" if sys.stderr.isatty() else None, err=True)
         sys.exit(error.exit_code)
+    except Exception as error:  # noqa: BLE001 - no error ends in a traceback
+        from actmat.cli.bug import describe_bug
+
+        typer.secho(f"actmat: {describe_bug(error, sys.argv)}", fg="red" if sys.stderr.isatty() else None, err=True)
+        sys.exit(MergeError.exit_code)

@@ -235,9 +235,9 @@ def _entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines):
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return
-        if not isinstance(entry, dict) or (number and not {"name", "hash"} <= entry.keys()):
+        if not isinstance(entry, dict) or (number and not isinstance(entry.get("name"), str)):
             return
         yield entry
 
