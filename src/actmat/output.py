@@ -162,9 +162,9 @@ def _intact(
         record, item = Record.from_json(entry), plan.by_name.get(name)
         if record is None or item is None or not _is_record_of(record, item):
             continue
-        if observed and item.call is not None and item.is_observed:
-            if record.observed is None or not is_observation(record.observed):
-                continue
+        measured = record.observed is not None and is_observation(record.observed)
+        if observed and not measured and item.call is not None and item.is_observed:
+            continue
         if all(writer.holds(n, digest) for n, digest in record.hashes.items()):
             yield name, record
 
