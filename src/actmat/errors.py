@@ -6,7 +6,9 @@ problems, because finding one per run can take a day on a large checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import errno
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from actmat.foreign import terminal
@@ -21,6 +23,7 @@ __all__ = [
     "StatisticsError",
     "did_you_mean",
     "format_size",
+    "memory_errors",
 ]
 
 SHOWN_PROBLEMS = 50
@@ -105,6 +108,38 @@ class NumericalError(MergeError):
 
     exit_code = 3
     recurs = True
+
+
+MEMORY_MESSAGES = (
+    "allocate memory",  # torch on a CPU, and the C library
+    "out of memory",  # CUDA
+    "can't start new thread",  # no room for its stack
+    "failed to map segment",  # a library that is imported
+)
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn the errors that mean too little memory, which torch and Python raise as several types, into a `MergeError`.
+
+    >>> with memory_errors():
+    ...     raise MemoryError
+    Traceback (most recent call last):
+    actmat.errors.MergeError: Too little memory. Likely cause: ...
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError, ImportError) as error:
+        text = str(error)
+        is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+        if not is_memory and not any(m in text.lower() for m in MEMORY_MESSAGES):
+            raise
+        found = " ".join(text.split())[:200]
+        raise MergeError(
+            f"Too little memory{f': {found}' if found else ''}. Likely cause: other programs, or a limit on this "
+            "process (ulimit -v, a container's), that the free memory does not show. Fix: --max-memory with less than "
+            "there is, --threads 1, or a machine with more; the same command goes on where it stopped."
+        ) from error
 
 
 def format_size(nbytes: float) -> str:

@@ -14,13 +14,14 @@ from typing import Any
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
-from actmat.diagnostics.build import build_diagnosis
+from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.task import Record
 from actmat.errors import MergeError, OutputError, format_size
 from actmat.plan import MergePlan
+from actmat.plan.model import Item
 from actmat.recipe import Recipe
 from actmat.report import build_manifest, model_card, write_manifest
 from actmat.report.write import write_report
@@ -103,7 +104,7 @@ class StagedOutput:
         return manifest
 
     def write_report(self, seconds: float) -> Diagnosis:
-        """The diagnosis of a measured merge, written into the output."""
+        """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
         stage = self._staging
         diagnosis = build_diagnosis(self.plan, self.records, out=str(stage.out), seconds=seconds)
         with disk_errors(stage.path):
@@ -173,12 +174,19 @@ def _intact(
     """Records of items that an earlier run finished and whose bytes are as they were; measured ones if wanted."""
     for name, entry in journal.items():
         record, item = Record.from_json(entry), plan.by_name.get(name)
-        if record is None or item is None:
+        if record is None or item is None or not _is_record_of(record, item):
             continue
-        if observed and record.observed is None and item.call is not None and item.is_observed:
+        measured = record.observed is not None and is_observation(record.observed)
+        if observed and not measured and item.call is not None and item.is_observed:
             continue
         if all(writer.holds(n, digest) for n, digest in record.hashes.items()):
             yield name, record
+
+
+def _is_record_of(record: Record, item: Item) -> bool:
+    """True if a journal's record tells of all that the item writes and reads."""
+    read = len(item.sources) if item.factors is None and item.base_dtype and item.call is not None else 0
+    return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
 
 
 def check_outputs(

@@ -23,7 +23,7 @@ from actmat.engine.resources import Resources, check_device, check_device_name, 
 from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN, check_adapters, check_probes
 from actmat.engine.units import plan_units
-from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsError
+from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsError, memory_errors
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.resolve import is_adapter, open_expert
@@ -110,6 +110,7 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
         return plans_of([recipe], inputs, device, problems)[0]
 
 
+@memory_errors()  # outside of the staged outputs, which keep what is finished
 def run_recipes(
     recipes: Sequence[Recipe], settings: RunSettings | None = None, progress: Progress | None = None
 ) -> list[MergeReport]:
@@ -178,8 +179,8 @@ def _merge(
         _check_values(inputs)
         _execute(outputs, inputs, settings.executor, resources, observers, progress)
         progress.finishing()
-        manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
         reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
+        manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
     seconds = time.perf_counter() - began
     return [
         MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
@@ -187,6 +188,7 @@ def _merge(
     ]
 
 
+@memory_errors()
 def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> Diagnosis:
     """Measure what merging a recipe would do; nothing is written, its `out` is ignored.
 

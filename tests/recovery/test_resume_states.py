@@ -119,6 +119,33 @@ def test_a_damaged_journal(state: Interrupted, damage: str) -> None:
     assert contents(state.out) == state.expected
 
 
+FIELDS = {
+    "name": ["x"], "hash": 3, "hashes": {}, "base_hash": None, "expert_hashes": "ab", "stats": [], "unchanged": "no",
+    "nonfinite": 0.5, "seconds": "long",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", ["of another type", None, 10**400, [[]], {"a": {"b": 1}}])
+def test_a_record_with_a_field_of_another_type(state: Interrupted, field: str, value: object) -> None:
+    lines = state.lines()
+    entry = json.loads(lines[5])
+    if field == "stats" and isinstance(value, dict):
+        value = {"error_norm": "x"}
+    entry[field] = FIELDS[field] if value == "of another type" else value
+    state.journal.write_text("".join([*lines[:5], json.dumps(entry) + "\n", *lines[6:]]))
+    assert state.resumed() < len(lines) - 1
+    assert contents(state.out) == state.expected
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"name": ' + "1" * 5000 + "}"], ids=["deep", "huge"])
+def test_a_line_that_cannot_be_parsed(state: Interrupted, line: str) -> None:
+    lines = state.lines()
+    state.journal.write_text("".join([*lines[:5], line + "\n", *lines[6:]]))
+    assert state.resumed() == 4
+    assert contents(state.out) == state.expected
+
+
 def test_damaged_bytes_are_done_again(state: Interrupted) -> None:
     path = state.partial / "model.safetensors"
     data = bytearray(path.read_bytes())

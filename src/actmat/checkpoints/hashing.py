@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-__all__ = ["HASH_NAME", "ContentHash", "hash_names", "sha256_file"]
+__all__ = ["HASH_NAME", "ContentHash", "hash_file", "hash_names", "sha256_file"]
 
 HASH_NAME = "xxh3_128"
 
@@ -51,6 +51,15 @@ def hash_names(pairs: Iterable[tuple[str, str]]) -> str:
     total = ContentHash()
     for name, digest in sorted(pairs):
         total.update(f"{name}\0{digest}\n".encode())
+    return total.hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """XXH3-128 of a file's bytes."""
+    total, buffer = ContentHash(), bytearray(1 << 20)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            total.update(memoryview(buffer)[:count])
     return total.hexdigest()
 
 

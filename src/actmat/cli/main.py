@@ -27,7 +27,7 @@ from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
 from actmat.cli.streams import checked_stdout, open_closed_streams, say
 from actmat.cli.verify import verify
-from actmat.errors import MergeError
+from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
 from actmat.version import __version__
 
@@ -118,14 +118,20 @@ def _keep_pages_warm() -> None:
 
 
 def main() -> None:
-    """Run the command line; a `MergeError` becomes one message on stderr and its exit code."""
+    """Run the command line; a `MergeError` becomes one message and its exit code, any other error a report."""
     gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
     _keep_pages_warm()
     open_closed_streams()
     try:
-        with stopped_by_signals():
+        with stopped_by_signals(), memory_errors():
             app()
     except MergeError as error:
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
         say("\n".join([f"actmat: {error}", *_notes(error)]), fg="red" if is_terminal else None)
         sys.exit(error.exit_code)
+    except Exception as error:  # noqa: BLE001 - no error ends in a traceback
+        from actmat.cli.bug import describe_bug
+
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        say("\n".join([f"actmat: {describe_bug(error, sys.argv)}", *_notes(error)]), fg="red" if is_terminal else None)
+        sys.exit(MergeError.exit_code)

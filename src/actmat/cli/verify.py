@@ -14,10 +14,10 @@ def verify(
     out: Annotated[Path, typer.Argument(help="Directory of a merged model.")],
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
 ) -> None:
-    """Hash every tensor of a merged model, and of its inputs, and compare with actmat_manifest.json.
+    """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
 
     Exit code 0: everything matches; 1: something differs or cannot be found.
-    All differences are listed.
+    All differences are listed, and what could not be checked.
     """
     from actmat.cli.screen import console, escape
     from actmat.report.verify import verify as check
@@ -25,6 +25,8 @@ def verify(
     result = check(out, inputs=inputs)
     for problem in result.problems:
         console.print(f"[red]differs[/red]: {escape(problem)}")
+    for part in result.unchecked:
+        console.print(f"[yellow]not checked[/yellow]: {escape(part)}")
     checked = f"{result.tensors} tensors of {out}" + (f", inputs {', '.join(result.inputs)}" if result.inputs else "")
     if not result.ok:
         console.print(f"{len(result.problems)} difference(s); checked {escape(checked)}")

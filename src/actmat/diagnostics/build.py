@@ -25,7 +25,7 @@ from actmat.engine.task import Record
 from actmat.layout.types import Role
 from actmat.plan.model import Item, MergePlan
 
-__all__ = ["build_diagnosis", "storage_dtypes"]
+__all__ = ["build_diagnosis", "is_observation", "storage_dtypes"]
 
 WORST = 5
 """Matrices listed per expert."""
@@ -34,6 +34,15 @@ NORM_FIELDS = ("norms", "base_norm", "merged_norm")
 
 Records = Mapping[str, Record]
 Source = Literal["merge", "diagnose", "adapters"]
+
+
+def is_observation(observed: Mapping[str, Any]) -> bool:
+    """True if a diagnosis can be built from the measurements of one item, which come from a journal."""
+    try:
+        measures_from_json(observed["measures"])
+        return math.isfinite(observed["seconds"]) and all(k in observed for k in NORM_FIELDS if "norms" in observed)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        return False
 
 
 def storage_dtypes(plan: MergePlan) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,24 +132,30 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record | None:
-        """The record of a journal's line; None for a line that is none."""
+        """The record of a journal's line; None for a line that is none, or has a field of another type."""
         names = {f.name for f in dataclasses.fields(cls)} - {"observed"}
-        if not names <= data.keys() or not _is_record(data):
+        if not names <= data.keys() or not all(_is_a(data[n], t) for n, t in _TYPES.items()):
+            return None
+        observed, stats = data.get(OBSERVED), data["stats"]
+        if not all(_is_a(h, str) for h in (*data["hashes"].values(), *data["expert_hashes"])):
+            return None
+        if "error_norm" in stats and not (_is_a(stats["error_norm"], float) and _is_a(stats.get("norm"), float)):
+            return None
+        if observed is not None and not isinstance(observed, dict):
             return None
         fields = {n: data[n] for n in names} | {"expert_hashes": tuple(data["expert_hashes"])}
-        return cls(**fields, observed=data.get(OBSERVED))
+        return cls(**fields, observed=observed)
 
 
-def _is_record(data: Mapping[str, Any]) -> bool:
-    """True if the fields of a journal's line have their types."""
-    if not isinstance(data["hashes"], dict) or not isinstance(data["expert_hashes"], list):
-        return False
-    texts = (data["name"], data["hash"], data["base_hash"], *data["hashes"].values(), *data["expert_hashes"])
-    return (
-        all(isinstance(text, str) for text in texts)
-        and isinstance(data["stats"], dict)
-        and isinstance(data.get(OBSERVED, {}), dict)
-        and type(data["unchanged"]) is bool
-        and type(data["nonfinite"]) is int
-        and isinstance(data["seconds"], int | float)
-    )
+_TYPES: Mapping[str, type] = {
+    "name": str, "hash": str, "hashes": dict, "base_hash": str, "expert_hashes": list, "stats": dict,
+    "unchanged": bool, "nonfinite": int, "seconds": float,
+}  # fmt: skip
+"""Types of a record's fields in JSON."""
+
+
+def _is_a(value: Any, wanted: type) -> bool:
+    """True if a value read from JSON has this type; an integer is a number, a truth value is none."""
+    if wanted in (int, float):
+        return isinstance(value, (int, wanted)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, wanted)

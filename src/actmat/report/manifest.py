@@ -11,19 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
-from actmat.checkpoints.hashing import HASH_NAME, hash_names, sha256_file
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
+from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.plan.model import InputSummary, Item, MergePlan
+from actmat.report.schema import manifest_problems
 
-__all__ = ["build_manifest", "expert_hashes", "input_location", "read_manifest", "total_error", "write_manifest"]
+__all__ = [
+    "build_manifest",
+    "expert_hashes",
+    "input_location",
+    "manifest_content",
+    "read_manifest",
+    "total_error",
+    "write_manifest",
+]
 
 FORMAT = 1
 """Version of the manifest's layout; see docs/formats/manifest.md."""
 
-REQUIRED = frozenset({"base", "experts", "output", "tensors"})
+REPORTS = frozenset({"report.json", "report.html"})
+"""Files that tell times: recorded under `timing`, because two runs of one merge write them differently."""
 
 
 def build_manifest(
@@ -38,7 +48,7 @@ def build_manifest(
     """The manifest as plain data.
 
     Everything outside `timing` is a function of the recipe, the inputs and the versions: two runs, interrupted or
-    not, give the same.
+    not, give the same. `write_manifest` adds the hashes of the files.
 
     Args:
         records: item -> its record; tied tensors have that of the tensor they are tied to.
@@ -177,17 +187,49 @@ def _content(plan: MergePlan, records: Mapping[str, Record], expert: int | None)
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = False) -> None:
-    """Write it into `directory`; with `sha256`, the SHA-256 of every weight file is added (one more reading)."""
+    """Add the hashes of all other files in `directory`, and its own, to a manifest, and write it there.
+
+    With `sha256`, the SHA-256 of every weight file is added (one more reading). Nothing is written there afterwards.
+    """
+    output = manifest["output"]
     if sha256:
-        manifest["output"]["sha256"] = {f: sha256_file(directory / f) for f in manifest["output"]["files"]}
+        output["sha256"] = {f: sha256_file(directory / f) for f in output["files"]}
+    known = {MANIFEST_NAME, JOURNAL_NAME, *output["files"]}
+    rows = {
+        p.name: {"size": p.stat().st_size, "hash": hash_file(p)}
+        for p in sorted(directory.iterdir())
+        if p.is_file() and p.name not in known
+    }
+    output["side_files"] = {n: row for n, row in rows.items() if n not in REPORTS}
+    if reports := {n: row for n, row in rows.items() if n in REPORTS}:
+        manifest["timing"]["reports"] = reports
+    manifest["content"] = manifest_content(manifest)
     (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a merged model.
+def manifest_content(manifest: Mapping[str, Any]) -> str:
+    """Content hash of a manifest: its JSON with sorted keys, without white space, `content` and `timing`.
+
+    >>> manifest_content({"b": 1, "a": [2]}) == manifest_content({"a": [2], "b": 1, "timing": {}})
+    True
 
     Raises:
-        CheckpointError: none there, damaged, or of a newer actmat.
+        CheckpointError: nested too deeply to be written.
+    """
+    kept = {k: v for k, v in manifest.items() if k not in ("content", "timing")}
+    total = ContentHash()
+    try:
+        total.update(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode())
+    except RecursionError:
+        raise CheckpointError("the manifest is damaged: its values are nested too deeply") from None
+    return total.hexdigest()
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a merged model, all of whose fields have the types and the parts that readers expect.
+
+    Raises:
+        CheckpointError: none there, damaged, or of a newer actmat; lists every problem with its place.
     """
     path = local_path(directory) / MANIFEST_NAME
     if not os.path.lexists(path):
@@ -195,26 +237,38 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: {reason}")
     try:
         manifest = read_object(path, values=MAX_WRITTEN_VALUES)
+        json.dumps(manifest, ensure_ascii=False).encode()  # what cannot be written again cannot be shown or hashed
+    except UnicodeEncodeError as error:
+        found = ascii(error.object[error.start])
+        raise CheckpointError(
+            f"{path} is damaged: it holds half of a surrogate pair, {found}, which is no text"
+        ) from None
+    except RecursionError:
+        raise CheckpointError(f"{path} is damaged: its values are nested too deeply") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path} is damaged: {error.problems[0].removeprefix(f'{path}: ')}") from None
     if manifest.get("actmat_manifest") != FORMAT:
-        found = repr(manifest.get("actmat_manifest"))[:120]
+        found = repr(manifest.get("actmat_manifest"))[:80]
         raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")
-    if missing := REQUIRED - manifest.keys():
-        raise CheckpointError(f"{path} is damaged: it lacks {', '.join(sorted(missing))}.")
+    if problems := manifest_problems(manifest):
+        raise CheckpointError(
+            f"{path} is damaged: {len(problems)} problem{'s' * (len(problems) > 1)}. Likely cause: it was edited, or "
+            "cut off. Fix: fetch the folder again, or merge again.",
+            problems,
+        )
     return manifest
 
 
 def expert_hashes(manifest: Mapping[str, Any], name: str) -> dict[str, str]:
     """Stored name -> hash of every tensor that was read from an expert; of an adapter, of all that it stores."""
     t = [e["name"] for e in manifest["experts"]].index(name)
-    if "hashes" in manifest["experts"][t]:
+    if manifest["experts"][t].get("hashes") is not None:
         return dict(manifest["experts"][t]["hashes"])
-    rows = (r for r in manifest["tensors"] if "sources" in r and name in r["input_hashes"])
+    rows = (r for r in manifest["tensors"] if r.get("sources") is not None)
     return {r["sources"][t]: r["input_hashes"][name] for r in rows}
 
 
 def input_location(entry: Mapping[str, Any], out: Path) -> str:
     """Present location of an input: relative to the output if it is there, else as it was given."""
-    near = out / entry["from_here"] if "from_here" in entry else None
+    near = out / entry["from_here"] if entry.get("from_here") else None
     return os.path.normpath(near) if near is not None and os.path.exists(near) else str(entry["location"])

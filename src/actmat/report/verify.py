@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.hashing import ContentHash, hash_names
+from actmat.checkpoints.folder import member
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.errors import MergeError
+from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.errors import CheckpointError, MergeError
 from actmat.experts.resolve import is_adapter, open_adapter
-from actmat.report.manifest import expert_hashes, input_location, read_manifest
+from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 
 __all__ = ["Verification", "verify"]
 
 _CHUNK = 1 << 22
 
+VERSIONING = frozenset({".git", ".gitattributes", ".gitignore", ".cache", ".huggingface"})
+"""Files and folders at the top of the output that git and clients of hubs add and change."""
+
+Progress = Callable[[str, int], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Number of output tensors that were hashed, names of the inputs that were checked, every difference found."""
+    """Outcome of `verify`.
+
+    Args:
+        tensors: number of output tensors that were hashed.
+        inputs: names of the inputs that were checked.
+        problems: every difference found.
+        unchecked: parts of the output and of its inputs that were not checked, each with the reason.
+        files: number of the output's other files that were hashed.
+    """
 
     tensors: int
     inputs: tuple[str, ...]
     problems: tuple[str, ...]
+    unchecked: tuple[str, ...] = ()
+    files: int = 0
 
     @property
     def ok(self) -> bool:
@@ -33,10 +51,8 @@ class Verification:
         return not self.problems
 
 
-def verify(
-    out: str | Path, *, inputs: bool = True, progress: Callable[[str, int], None] = lambda name, nbytes: None
-) -> Verification:
-    """Hash every tensor of the output, and of its inputs, again and compare with the manifest.
+def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda name, nbytes: None) -> Verification:
+    """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
 
     Args:
         out: directory of a merged model.
@@ -44,17 +60,26 @@ def verify(
         progress: called with a tensor's name and size after it was hashed.
 
     Raises:
-        CheckpointError: no manifest, or the output is not a readable checkpoint.
+        CheckpointError: no manifest, a damaged one, or the output is not a readable checkpoint.
     """
     directory = Path(out)
     manifest = read_manifest(directory)
-    expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
+    if manifest["hash"] != HASH_NAME:
+        found = repr(manifest["hash"])[:80]
+        raise CheckpointError(f"{directory}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
     with _opened(directory) as checkpoint:
-        problems = _compare(checkpoint, expected, "the output", progress)
-    if hash_names(expected.items()) != manifest["output"]["content"]:
-        problems.append("the manifest was edited: its tensors do not add up to its own content hash")
+        problems = _form_problems(checkpoint, manifest)
+        expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
+        problems += _compare(checkpoint, expected, "the output", progress)
+    problems += _edits(manifest)
+    files = _recorded_files(manifest)
+    problems += _file_problems(directory, manifest, files)
+    unchecked = list(_unchecked(directory, manifest))
     checked = []
-    if inputs:
+    if not inputs:
+        unchecked.append(f"inputs {', '.join(label for label, _, _ in _inputs(manifest, directory))}: not asked for")
+    else:
+        unchecked += _unchecked_inputs(manifest)
         for label, location, wanted in _inputs(manifest, directory):
             try:
                 with _opened(location) as checkpoint:
@@ -62,7 +87,9 @@ def verify(
                     checked.append(label)
             except MergeError as error:
                 problems.append(f"input '{label}' cannot be checked: {error.problems[0]}")
-    return Verification(len(expected), tuple(checked), tuple(problems))
+            except OSError as error:
+                problems.append(f"input '{label}' cannot be checked: {location}: {error.strerror}")
+    return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files))
 
 
 def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict[str, str]]]:
@@ -74,18 +101,114 @@ def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict
     return [("base", input_location(manifest["base"], out), base), *found]
 
 
+def _edits(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of a manifest whose hashes do not add up to those that it records of them."""
+    recorded = manifest.get("content")
+    if recorded is None and "side_files" in manifest["output"]:
+        yield "the manifest was edited: its own content hash was removed"
+    if recorded is not None and recorded != manifest_content(manifest):
+        yield "the manifest was edited: it does not match its own content hash"
+    if hash_names((r["name"], r["hash"]) for r in manifest["tensors"]) != manifest["output"]["content"]:
+        yield "the manifest was edited: its tensors do not add up to its content hash of the output"
+    inputs = [(e["name"], e, _read_from(manifest, t)) for t, e in enumerate(manifest["experts"])]
+    if manifest["base"] is not None:
+        base = [(r["name"], r["input_hashes"]["base"]) for r in manifest["tensors"]]
+        inputs.insert(0, ("base", manifest["base"], base))
+    for label, entry, pairs in inputs:
+        if hash_names(pairs) != entry["content"]:
+            yield f"the manifest was edited: the hashes of input '{label}' do not add up to its content hash"
+
+
+def _read_from(manifest: Mapping[str, Any], t: int) -> list[tuple[str, str]]:
+    """Name and hash of all tensors that were read from expert `t`, or formed from it."""
+    entry = manifest["experts"][t]
+    if manifest.get("kind") == "adapter":
+        return list(entry["hashes"].items())
+    rows = (r for r in manifest["tensors"] if r.get("sources") is not None)
+    return [(r["sources"][t], r["input_hashes"][entry["name"]]) for r in rows]
+
+
+def _recorded_files(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Size and hash of every recorded file of the output that holds no weights."""
+    return {**(manifest["output"].get("side_files") or {}), **manifest.get("timing", {}).get("reports", {})}
+
+
+def _file_problems(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Missing, extra and changed files of the output; extra ones only where all files were recorded."""
+    weights, sha256 = manifest["output"]["files"], manifest["output"].get("sha256", {})
+    problems = []
+    for name, size in {**weights, **{n: f["size"] for n, f in files.items()}}.items():
+        try:
+            path = member(directory, name) if "/" not in name else directory / name
+            found = path.stat().st_size
+            if found != size:
+                problems.append(f"file '{name}' of the output has {found} bytes, the merge wrote {size}")
+            elif name in files and hash_file(path) != files[name]["hash"]:
+                problems.append(f"file '{name}' of the output has changed since the merge")
+            elif name in sha256 and sha256_file(path) != sha256[name]:
+                problems.append(f"file '{name}' of the output has another SHA-256 than after the merge")
+        except CheckpointError as error:
+            problems.append(f"file '{name}' of the output: {error.problems[0]}")
+        except OSError as error:
+            problems.append(f"file '{name}' of the output cannot be read: {error.strerror}")
+    if manifest["output"].get("side_files") is not None:
+        known = {MANIFEST_NAME, *weights, *files}
+        extra = [n for n in _stored_files(directory) if n not in known and n.split("/")[0] not in VERSIONING]
+        problems += [f"the output has an extra file '{n}'" for n in extra]
+    return problems
+
+
+def _stored_files(directory: Path) -> list[str]:
+    """Relative path of everything in the output that is not a folder; links to folders are not followed."""
+    found = []
+    for folder, folders, names in os.walk(directory):
+        links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
+        found += [os.path.relpath(os.path.join(folder, n), directory) for n in (*names, *links)]
+    return sorted(found)
+
+
+def _unchecked(directory: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Parts of the output, and of its record, that no hash covers."""
+    if manifest.get("content") is None:
+        yield "recipe, options and notes of the manifest: its own content hash is not recorded (an earlier layout)"
+    if manifest["output"].get("side_files") is None:
+        yield "config, tokenizer and other files of the output: their hashes are not recorded (an earlier layout)"
+    else:
+        for name in sorted(VERSIONING & {p.name for p in directory.iterdir()}):
+            yield f"{name} of the output: git and hubs change it"
+
+
+def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Parts of the inputs that no hash covers."""
+    for entry in (manifest["base"], *manifest["experts"]):
+        if entry is not None and (ignored := entry.get("ignored_tensors")):
+            yield f"{len(ignored)} tensor(s) of input '{entry['name']}': the merge did not read them"
+    for row in manifest.get("statistics", ()):
+        yield f"statistics of expert '{row['expert']}' ({row['location']}): their hashes are not recorded"
+    if manifest["base"] is None and (base := manifest["recipe"].get("base")):
+        yield f"base ({base}): the merge read nothing but its config"
+
+
 def _opened(location: str | Path) -> Checkpoint:
     """The stored tensors of a checkpoint or of an adapter."""
     return open_adapter(location).weights if is_adapter(location) else open_checkpoint(location)
 
 
+def _form_problems(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> list[str]:
+    """Tensors of the output that have another shape or dtype than they were written with."""
+    problems = []
+    for row in manifest["tensors"]:
+        spec, dtype = checkpoint.specs.get(row["name"]), row.get("out_dtype", row.get("dtype"))
+        if spec is not None and (list(spec.shape), spec.dtype) != (row["shape"], dtype):
+            problems.append(
+                f"tensor '{row['name']}' of the output is {spec.dtype} {list(spec.shape)}, the merge wrote {dtype} "
+                f"{row['shape']}"
+            )
+    return problems
+
+
 def _compare(
-    checkpoint: Checkpoint,
-    expected: Mapping[str, str],
-    what: str,
-    progress: Callable[[str, int], None],
-    *,
-    partial: bool = False,
+    checkpoint: Checkpoint, expected: Mapping[str, str], what: str, progress: Progress, *, partial: bool = False
 ) -> list[str]:
     problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in checkpoint.specs]
     if not partial:

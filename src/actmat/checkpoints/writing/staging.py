@@ -307,7 +307,7 @@ def _entries(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             entry = parse_object(line, JOURNAL_NAME, error=OutputError)
         except OutputError:
             return
-        if number and not (isinstance(entry.get("name"), str) and isinstance(entry.get("hash"), str)):
+        if number and not isinstance(entry.get("name"), str):
             return
         yield entry
 

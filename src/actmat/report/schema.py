@@ -1,0 +1,202 @@
+"""Structure of `actmat_manifest.json`: types, required fields, and parts that must agree with each other.
+
+A manifest comes with a download, so that nothing in it is believed: readers get it only from `read_manifest`, which
+applies this schema. Fields that are not listed are left as they are: a later version may add some.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+__all__ = ["manifest_problems"]
+
+LONGEST_PATH = 4096
+
+
+def _plain_path(path: str) -> str:
+    """The path, if it is relative and stays in its folder; else ValueError."""
+    pure = PurePosixPath(path)
+    if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in path or str(pure) != path:
+        raise ValueError("not a relative path inside the output's folder")
+    return path
+
+
+def _location(path: str) -> str:
+    """The path or hub id, if a system call could take it; else ValueError."""
+    if "\0" in path or len(path) > LONGEST_PATH:
+        raise ValueError(f"not a path: it has a null character, or more than {LONGEST_PATH} characters")
+    return path
+
+
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16,128}$")]
+Size = Annotated[int, Field(ge=0)]
+FileName = Annotated[str, Field(max_length=LONGEST_PATH), AfterValidator(_plain_path)]
+Location = Annotated[str, AfterValidator(_location)]
+
+
+class _Strict(BaseModel):
+    """Numbers, texts and lists are taken as they are, never converted."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _File(_Strict):
+    size: Size
+    hash: Hash
+
+
+class _Input(_Strict):
+    name: str
+    location: Location
+    from_here: Location | None = None
+    content: Hash
+    hashes: dict[str, Hash] | None = None
+    ignored_tensors: list[str] = []
+
+
+class _Expert(_Strict):
+    """An expert in the recipe."""
+
+    path: str
+    weight: float = 1.0
+
+
+class _Recipe(_Strict):
+    """What readers use before the recipe is checked against its own schema."""
+
+    base: str | None = None
+    experts: Annotated[list[_Expert], Field(min_length=1)]
+    method: str = "actmat"
+    options: dict[str, Any] = {}
+
+
+class _Output(_Strict):
+    content: Hash
+    files: dict[FileName, Size]
+    side_files: dict[FileName, _File] | None = None
+    sha256: dict[FileName, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
+
+
+class _Item(_Strict):
+    """A tensor of a model, or a module of an adapter."""
+
+    name: str
+    shape: list[Size]
+    action: Literal["merge", "average", "copy", "tie"]
+    method: str | None = None
+
+
+class _ModelTensor(_Item):
+    out_dtype: str
+    hash: Hash
+    sources: list[str] | None = None
+    input_hashes: dict[str, Hash]
+
+
+class _AdapterTensor(_Strict):
+    name: str
+    shape: list[Size]
+    dtype: str
+    hash: Hash
+
+
+class _Statistics(_Strict):
+    expert: str
+    location: Location
+
+
+class _Timing(_Strict):
+    reports: dict[FileName, _File] = {}
+
+
+class _Manifest(_Strict):
+    """Fields that manifests of models and of adapters have in common."""
+
+    content: Hash | None = None
+    recipe: _Recipe
+    versions: dict[str, str]
+    hash: str
+    experts: Annotated[list[_Input], Field(min_length=1)]
+    statistics: list[_Statistics] = []
+    output: _Output
+    notes: list[str] = []
+    timing: _Timing = _Timing()
+
+
+class _Model(_Manifest):
+    kind: Literal["model"] = "model"
+    base: _Input
+    device: str = "cpu"
+    family: str | None = None
+    tensors: list[_ModelTensor]
+
+
+class _Adapter(_Manifest):
+    kind: Literal["adapter"]
+    base: None
+    modules: list[_Item]
+    tensors: list[_AdapterTensor]
+
+
+def manifest_problems(manifest: Mapping[str, Any]) -> list[str]:
+    """Every field that is missing, of another type, or contradicts another field, with its place; empty if none."""
+    schema = _Adapter if manifest.get("kind") == "adapter" else _Model
+    try:
+        checked = schema.model_validate(dict(manifest))
+    except ValidationError as error:
+        return [f"{_place(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False, include_input=False)]
+    return [*_repeated(checked), *_contradictions(checked)]
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """Dotted path of a field, with a bound on what a hostile name adds to a message."""
+    text = ".".join(map(str, location))
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _repeated(manifest: _Model | _Adapter) -> Iterator[str]:
+    tables = {"experts": [e.name for e in manifest.experts], "tensors": [t.name for t in manifest.tensors]}
+    if isinstance(manifest, _Adapter):
+        tables["modules"] = [m.name for m in manifest.modules]
+    for field, names in tables.items():
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield f"{field}: {_shown(name)} is listed {count} times"
+
+
+def _contradictions(manifest: _Model | _Adapter) -> Iterator[str]:
+    labels = [e.name for e in manifest.experts]
+    if len(labels) != len(manifest.recipe.experts):
+        yield f"experts: {len(labels)} are listed, the recipe has {len(manifest.recipe.experts)}"
+    if "base" in labels:
+        yield "experts: 'base' is the name of the base"
+    items = manifest.modules if isinstance(manifest, _Adapter) else manifest.tensors
+    for n, item in enumerate(items):
+        place = f"{'modules' if isinstance(manifest, _Adapter) else 'tensors'}.{n} ({_shown(item.name)})"
+        if item.action == "merge" and item.method is None:
+            yield f"{place}: merged, but no method is recorded"
+        if isinstance(item, _ModelTensor):
+            yield from (f"{place}: {p}" for p in _input_problems(item, labels))
+    if isinstance(manifest, _Adapter):
+        missing = [e.name for e in manifest.experts if e.hashes is None]
+        yield from (f"experts: the hashes of {_shown(n)} are missing" for n in missing)
+
+
+def _input_problems(row: _ModelTensor, labels: list[str]) -> Iterator[str]:
+    """Problems of the hashes of one tensor's inputs."""
+    if row.action in ("merge", "average") and row.sources is None:
+        yield "made from experts, but their tensors are not recorded"
+    if row.sources is not None and len(row.sources) != len(labels):
+        yield f"{len(row.sources)} sources are recorded, there are {len(labels)} experts"
+    wanted = {"base", *(labels if row.sources is not None else ())}
+    yield from (f"the hash of its input {_shown(n)} is missing" for n in sorted(wanted - row.input_hashes.keys()))
+
+
+def _shown(name: str) -> str:
+    text = repr(name)
+    return text if len(text) <= 120 else f"{text[:120]}..."

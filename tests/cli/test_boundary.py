@@ -1,0 +1,139 @@
+"""No command ends in a traceback: an unforeseen error becomes a report, too little memory an error of ours."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from tests.helpers.merging import CONFIG, Family, contents, save_checkpoint
+from tests.helpers.merging import actmat as run
+
+import actmat.report.verify  # noqa: F401 - to be replaced in sys.modules, where its function does not hide it
+from actmat.engine import session
+from actmat.errors import MergeError, memory_errors
+from actmat.output import StagedOutput
+
+
+def raising(error: BaseException) -> object:
+    """A function that raises `error`."""
+
+    def function(*args: object, **kwargs: object) -> NoReturn:
+        raise error
+
+    return function
+
+
+def test_an_unforeseen_error_becomes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(
+        sys.modules["actmat.report.verify"], "verify", raising(ZeroDivisionError("a forged\n\x1b[2Jline"))
+    )
+    done = run(["verify", "somewhere"])
+    assert (done.code, done.out) == (3, "")
+    assert "this is a bug" in done.err
+    assert "Traceback" not in done.err
+    assert "\x1b" not in done.err
+    report = Path(re.findall(r"the report (\S+\.txt);", done.err)[0])
+    assert report.parent == tmp_path
+    text = report.read_text()
+    for part in ("actmat verify somewhere", f"torch {torch.__version__.partition('+')[0]}", "ZeroDivisionError"):
+        assert part in text
+    assert "Traceback" in text
+    assert report.stat().st_mode & 0o077 == 0
+
+
+def test_the_report_has_the_recipe_and_the_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Family.make(tmp_path / "family")
+    recipe = tmp_path / "recipe.yaml"
+    experts = [str(e) for e in family.experts]
+    recipe.write_text(json.dumps({"base": str(family.base), "experts": experts, "method": "ties"}))
+    argv = ["merge", str(recipe), "--out", str(family.out), "--quiet", "--threads", "1"]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as broken:
+        broken.setattr(StagedOutput, "finish", raising(KeyError("layers")))
+        done = run(argv)
+    assert done.code == 3
+    assert "this is a bug: KeyError: 'layers'" in done.err
+    (report,) = tmp_path.glob("actmat-bug-*.txt")
+    assert '"method": "ties"' in report.read_text()
+    partial = family.root / ".out.actmat-partial"
+    assert partial.is_dir(), "finished tensors are kept"
+    assert run(argv).code == 0
+
+
+def test_without_a_place_for_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    monkeypatch.setattr(sys.modules["actmat.report.verify"], "verify", raising(TypeError("odd")))
+    done = run(["verify", "x"])
+    assert done.code == 3
+    assert "No report could be written (No such file or directory)" in done.err
+
+
+MEMORY = {
+    "python": MemoryError(),
+    "torch": RuntimeError("[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                          "you tried to allocate 16000000 bytes. Error code 12 (Cannot allocate memory)"),
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "thread": RuntimeError("can't start new thread"),
+    "map": OSError(errno.ENOMEM, "Cannot allocate memory"),
+    "library": ImportError("libx.so: failed to map segment from shared object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_too_little_memory(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Family.make(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(session.Session, "merge", raising(MEMORY[kind]))
+        done = run(family.argv())
+    assert done.code == 3
+    assert "Too little memory" in done.err
+    assert "--max-memory" in done.err
+    assert "--threads 1" in done.err
+    assert "bug" not in done.err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes"), OSError(errno.EIO, "Input/output error")])
+def test_other_errors_are_not_about_memory(error: Exception) -> None:
+    with pytest.raises(type(error)) as found, memory_errors():
+        raise error
+    assert not isinstance(found.value, MergeError)
+
+
+LIMITED = """
+import resource, sys
+import torch, actmat, actmat.run, actmat.cli.screen, actmat.cli.main
+from actmat.methods import METHODS
+status = open("/proc/self/status").read()
+size = int(status.split("VmSize:")[1].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[1]),) * 2)
+sys.argv = ["actmat", *sys.argv[2:]]
+actmat.cli.main.main()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the size of the process from /proc")
+def test_a_limit_on_the_address_space(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.randn(1500, 1500) for i in range(2)}
+    base = save_checkpoint(tmp_path / "base", tensors, CONFIG)
+    expert = save_checkpoint(tmp_path / "e", {n: t + 0.01 * torch.randn_like(t) for n, t in tensors.items()}, CONFIG)
+    flags = ["-b", str(base), "-e", f"a={expert}", "-e", f"b={expert}", "--threads", "1", "-q"]
+    argv = ["merge", *flags, "--out", str(tmp_path / "out")]
+    limited = [sys.executable, "-c", LIMITED, str(30 << 20), *argv]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3, done
+    assert "Too little memory" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert run(argv).code == 0
+    assert run(["merge", *flags, "--out", str(tmp_path / "again")]).code == 0
+    one, two = contents(tmp_path / "out"), contents(tmp_path / "again")
+    assert one["model.safetensors"] == two["model.safetensors"]

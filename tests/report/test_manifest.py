@@ -1,0 +1,276 @@
+"""A manifest that was tampered with: every edit is a difference or an error of ours, with its place; never a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.docs_fixture import write_adapter
+from tests.helpers.merging import Family, actmat
+
+from actmat.api import recipe_of_output
+from actmat.errors import CheckpointError, MergeError
+from actmat.report import Verification, read_manifest, verify
+from actmat.report.comparison import compare
+from actmat.report.manifest import manifest_content
+
+NAME = "actmat_manifest.json"
+KINDS = ("model", "adapter")
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A merged model with its report, and a merged adapter."""
+    family = Family.make(tmp_path_factory.mktemp("merged"))
+    done = actmat(family.argv("--diagnose"))
+    assert done.code == 0, done
+    for t in (0, 1):
+        write_adapter(family.root / f"lora{t}", seed=t)
+    lora = [x for t in (0, 1) for x in ("-e", str(family.root / f"lora{t}"))]
+    done = actmat(["merge", *lora, "--out", str(family.root / "adapter"), "--quiet"])
+    assert done.code == 0, done
+    return {"model": family.out, "adapter": family.root / "adapter"}
+
+
+@pytest.fixture
+def out(merged: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the merged model, at the same depth below the inputs."""
+    place = merged["model"].parent / f"copy-{tmp_path.name}"
+    shutil.copytree(merged["model"], place, dirs_exist_ok=True)
+    return place
+
+
+def edit(out: Path, change: Callable[[dict[str, Any]], object], *, hashed: bool = False) -> None:
+    """Edit the manifest; `hashed` gives it a content hash that fits."""
+    manifest = json.loads((out / NAME).read_text())
+    change(manifest)
+    if hashed:
+        manifest["content"] = manifest_content(manifest)
+    (out / NAME).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_unchecked_of_an_untouched_merge(merged: dict[str, Path], kind: str) -> None:
+    found = verify(merged[kind])
+    assert (found.problems, found.unchecked) == ((), ())
+    names = {p.name for p in merged[kind].iterdir()} - {NAME}
+    manifest = read_manifest(merged[kind])
+    recorded = {*manifest["output"]["side_files"], *manifest["timing"].get("reports", ())}
+    assert names == recorded | set(manifest["output"]["files"])
+    assert found.files == len(recorded)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "README.md", "report.json", "report.html"])
+def test_a_changed_file(out: Path, name: str) -> None:
+    data = bytearray((out / name).read_bytes())
+    data[-2] ^= 1
+    (out / name).write_bytes(data)
+    assert verify(out).problems == (f"file '{name}' of the output has changed since the merge",)
+    (out / name).write_bytes(data + b"\n")
+    assert "bytes, the merge wrote" in verify(out).problems[0]
+    (out / name).unlink()
+    assert "missing" in verify(out).problems[0]
+
+
+def test_extra_files(out: Path) -> None:
+    (out / "modeling.py").write_text("import os")
+    (out / "sub").mkdir()
+    (out / "sub" / "more.py").write_text("")
+    (out / "link").symlink_to("/")
+    (out / ".gitattributes").write_text("*.safetensors filter=lfs")
+    found = verify(out)
+    extra = [f"the output has an extra file '{n}'" for n in ("link", "modeling.py", "sub/more.py")]
+    assert list(found.problems) == extra
+    assert found.unchecked == (".gitattributes of the output: git and hubs change it",)
+
+
+def test_a_weight_file_under_the_same_bytes_with_another_shape(out: Path) -> None:
+    file = out / "model.safetensors"
+    data = file.read_bytes()
+    assert data.count(b"[20,8]") == 2
+    file.write_bytes(data.replace(b"[20,8]", b"[8,20]"))
+    found = verify(out)
+    assert any("is float32 [8, 20], the merge wrote float32 [20, 8]" in p for p in found.problems)
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "recipe": lambda m: m["recipe"].update(scale=0.5),
+    "a new note": lambda m: m["notes"].append("all is well"),
+    "file": lambda m: m["output"]["side_files"].pop("config.json"),
+    "all files": lambda m: m["output"].pop("side_files"),
+    "its own hash": lambda m: m.pop("content"),
+    "stats": lambda m: m["tensors"][0]["stats"].update(rank=1),
+    "location": lambda m: m["experts"][0].update(from_here="../expert1"),
+}
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_an_edited_manifest(out: Path, what: str) -> None:
+    edit(out, EDITS[what])
+    assert any("the manifest was edited" in p for p in verify(out).problems)
+
+
+def _without_expert(manifest: dict[str, Any]) -> None:
+    label = manifest["experts"].pop()["name"]
+    manifest["recipe"]["experts"].pop()
+    for row in manifest["tensors"]:
+        row["sources"].pop()
+        del row["input_hashes"][label]
+
+
+HIDDEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no experts": (lambda m: m.update(experts=[]), "experts"),
+    "fewer experts": (lambda m: m["experts"].pop(), "1 are listed, the recipe has 2"),
+    "hash of an input": (lambda m: m["tensors"][3]["input_hashes"].pop("expert1"), "tensors.3"),
+    "all hashes of inputs": (lambda m: [r.pop("input_hashes") for r in m["tensors"]], "input_hashes"),
+    "hash of the base": (lambda m: m["tensors"][0]["input_hashes"].pop("base"), "'base' is missing"),
+    "sources": (lambda m: m["tensors"][0].pop("sources"), "not recorded"),
+    "a file outside": (lambda m: m["output"]["files"].update({"../x": 1}), "relative path"),
+    "a tensor twice": (lambda m: m["tensors"].append(m["tensors"][0]), "listed 2 times"),
+    "an expert called base": (lambda m: m["experts"][0].update(name="base"), "name of the base"),
+}
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+def test_inputs_cannot_be_taken_off_the_record(out: Path, what: str) -> None:
+    change, says = HIDDEN[what]
+    edit(out, change, hashed=True)
+    with pytest.raises(CheckpointError, match="is damaged") as error:
+        verify(out)
+    assert any(says in p for p in error.value.problems), error.value.problems
+
+
+def test_hashes_of_inputs_add_up_to_their_content(out: Path) -> None:
+    wrong = "0" * 32
+    edit(out, lambda m: m["tensors"][0]["input_hashes"].update(expert0=wrong), hashed=True)
+    assert any("'expert0' do not add up" in p for p in verify(out, inputs=False).problems)
+
+
+def test_every_problem_is_listed_with_its_place(out: Path) -> None:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][2]["shape"] = "8x8"
+        manifest["experts"][1]["content"] = 7
+        del manifest["output"]["files"]
+
+    edit(out, change)
+    with pytest.raises(CheckpointError) as error:
+        read_manifest(out)
+    assert [p.split(":")[0] for p in error.value.problems] == ["experts.1.content", "output.files", "tensors.2.shape"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manifest_without_the_hashes_of_files_is_checked_as_far_as_it_goes(
+    merged: dict[str, Path], kind: str
+) -> None:
+    place = merged[kind].parent / f"former-{kind}"
+    shutil.copytree(merged[kind], place)
+
+    def change(manifest: dict[str, Any]) -> None:
+        del manifest["content"], manifest["output"]["side_files"]
+        manifest["timing"].pop("reports", None)
+
+    edit(place, change)
+    found = verify(place)
+    assert found.ok
+    assert [u.partition(":")[0].split()[-1] for u in found.unchecked] == ["manifest", "output"]
+    assert all("not recorded" in u for u in found.unchecked)
+    edit(place, lambda m: m["tensors"][0].update(hash="0" * 32))
+    assert any("tensors do not add up" in p for p in verify(place).problems)
+
+
+def test_what_is_not_checked_is_printed(out: Path) -> None:
+    done = actmat(["verify", str(out), "--no-inputs"])
+    assert done.code == 0
+    assert "not checked: inputs base, expert0, expert1: not asked for" in done.out.replace("\n", " ")
+
+
+HUGE: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, float("nan"), "", "x" * 10**5, "\ud800", "\0", "../..", [], {})
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in rows:
+        yield (*path, key)
+        yield from _paths(inner, (*path, key))
+
+
+def mutate(manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """A copy with one to three fields deleted, of another type, nested, repeated or huge."""
+    changed = copy.deepcopy(manifest)
+    for _ in range(rng.randint(1, 3)):
+        paths = list(_paths(changed))
+        # by depth first: most fields are deep in the rows of tensors
+        depth = rng.choice(sorted({len(p) for p in paths}))
+        *parents, key = rng.choice([p for p in paths if len(p) == depth])
+        holder: Any = changed
+        for step in parents:
+            holder = holder[step]
+        how = rng.choice(["delete", "retype", "nest", "swap", "repeat"])
+        if how == "delete":
+            del holder[key]
+        elif how == "retype":
+            holder[key] = rng.choice(HUGE)
+        elif how == "nest":
+            for _ in range(rng.choice([1, 250])):
+                holder[key] = [holder[key]] if rng.random() < 0.5 else {"x": holder[key]}
+        elif how == "swap":
+            *_, other = rng.choice(paths)
+            if isinstance(holder, dict):
+                holder[str(other)] = holder.pop(key)
+        elif isinstance(holder, list):
+            holder += [copy.deepcopy(holder[key])] * rng.choice([1, 50])
+    return changed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_manifests_give_a_verdict_or_an_error_of_ours(merged: dict[str, Path], kind: str, seed: int) -> None:
+    place = merged[kind].parent / f"mutated-{kind}-{seed}"
+    shutil.copytree(merged[kind], place)
+    original = json.loads((place / NAME).read_text())
+    rng = random.Random(seed)
+    errors = verdicts = 0
+    for _ in range(50):
+        changed = mutate(original, rng)
+        if rng.random() < 0.5:  # an adversary makes the hash fit
+            with contextlib.suppress(CheckpointError):
+                changed["content"] = manifest_content(changed)
+        (place / NAME).write_text(json.dumps(changed))
+        try:
+            found = verify(place, inputs=rng.random() < 0.3)
+        except CheckpointError:
+            errors += 1
+        else:
+            assert isinstance(found, Verification)
+            same = {k: v for k, v in changed.items() if k != "timing"} == {
+                k: v for k, v in original.items() if k != "timing"
+            }
+            assert found.problems or same or changed.get("content") != original["content"]
+            verdicts += 1
+        for read in (recipe_of_output, lambda p: compare(p, merged[kind])):
+            with contextlib.suppress(MergeError):
+                read(place)
+    assert errors > 10
+    assert verdicts > 2
+
+
+@pytest.mark.parametrize("depth", [700, 900, 950, 970, 990])
+def test_a_deep_manifest(out: Path, depth: int) -> None:
+    text = (out / NAME).read_text().replace('"notes": []', '"more": ' + "[" * depth + "]" * depth + ', "notes": []')
+    (out / NAME).write_text(text)
+    with contextlib.suppress(CheckpointError):
+        assert not verify(out).ok
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"actmat_manifest": ' + "1" * 5000 + "}", '{"a": 1, "a": 2}', "\xff"])
+def test_manifests_that_are_no_json_of_ours(out: Path, text: str) -> None:
+    (out / NAME).write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_manifest(out)
