@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import yaml
 
 from actmat.errors import RecipeError
 from actmat.recipe.schema import Recipe, make_recipe
+from actmat.recipe.text import UnreadableError, parse_yaml
 
 __all__ = ["load_recipe", "recipe_yaml"]
 
-MAX_VALUES = 100_000
+MAX_BYTES = 1_000_000
+"""Largest recipe file; reading it takes seconds."""
 
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -36,15 +39,9 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"Cannot read the recipe {file}: {error}") from None
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _check_size(node, file)
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{file} is not valid YAML: {error}") from None
+        node, data = parse_yaml(_read(file))
+    except UnreadableError as error:
+        raise RecipeError(f"{file} is not valid YAML.", [f"{file}:{error.line}: {error.problem}"]) from None
     if node is None or not isinstance(data, dict):
         raise RecipeError(f"{file}: a recipe is a mapping (base: ..., experts: [...]); found {type(data).__name__}.")
     where = _lines(node, file)
@@ -65,24 +62,25 @@ def recipe_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _check_size(node: yaml.Node | None, file: Path) -> None:
-    """Refuse anchors that unfold to a giant ('billion laughs') or into themselves, before anything visits them."""
-    sizes: dict[int, int] = {}
+def _read(file: Path) -> str:
+    """Text of the file.
 
-    def unfolded(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = MAX_VALUES  # met again before its size is known: it contains itself
-            if isinstance(node, yaml.MappingNode):
-                size = sum(unfolded(k) + unfolded(v) for k, v in node.value)
-            elif isinstance(node, yaml.SequenceNode):
-                size = sum(unfolded(v) for v in node.value)
-            else:
-                size = 0
-            sizes[id(node)] = 1 + size
-        return sizes[id(node)]
-
-    if node is not None and unfolded(node) > MAX_VALUES:
-        raise RecipeError(f"{file}: a recipe holds at most {MAX_VALUES:,} values, its anchors written out.")
+    Raises:
+        RecipeError: missing, unreadable, too large, or not UTF-8.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"Cannot read the recipe {file}: {error}") from None
+    if len(content) > MAX_BYTES:
+        raise RecipeError(f"Cannot read the recipe {file}: expected at most {MAX_BYTES:,} bytes; is it a recipe?")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        found = f"found the byte 0x{content[error.start]:02x}, which is not UTF-8"
+        raise RecipeError(f"Cannot read the recipe {file}.", [f"{file}:{line}: {found}"]) from None
 
 
 def _lines(root: yaml.Node, file: Path) -> dict[str, str]:
@@ -126,7 +124,7 @@ def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             return {k: local(v) if k in ("path", "statistics") else v for k, v in value.items()}
         if not isinstance(value, str) or Path(value).is_absolute():
             return value
-        found = value.startswith(("./", "../")) or (folder / value).exists()
+        found = value.startswith(("./", "../")) or os.path.exists(folder / value)
         return str(folder / value) if found else value
 
     fields = dict(data)
