@@ -17,7 +17,7 @@ from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.plan import MergePlan
-from actmat.plan.cost import BASELINE_BYTES
+from actmat.plan.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
 from actmat.plan.model import Cost, Item, MethodCall
 from actmat.recipe import make_recipe
 
@@ -146,7 +146,8 @@ def share(*peaks: int, **settings: Any) -> Any:
 
 
 def test_the_limit_is_for_the_whole_process() -> None:
-    assert share(10, max_memory="1GB", threads=3).memory == 10**9 - BASELINE_BYTES
+    rest = 10**9 - BASELINE_BYTES - share(10, max_memory="1GB", threads=3).memory
+    assert ITEM_BYTES <= rest <= ITEM_BYTES + 9 * SOURCE_BYTES, "one item and its experts are counted"
     assert share(10, threads=3).workers == 3
     assert share(10).workers >= 1
     assert share(10**15).memory == 10**15, "without a limit the largest tensor is tried, alone"
@@ -157,7 +158,9 @@ def test_too_little_memory_names_the_tensor_and_the_least_that_works() -> None:
         share(1, 10**9, 5, max_memory="1GB")
     assert "tensor 't1' alone needs 1 GB" in str(caught.value)
     assert "at least 1.3 GB" in str(caught.value)
-    assert share(1, 10**9, max_memory=10**9 + BASELINE_BYTES).memory == 10**9
+    with pytest.raises(RecipeError, match="too little"):
+        share(1, 10**9, max_memory=10**9 + BASELINE_BYTES)
+    assert share(1, 10**9, max_memory=10**9 + BASELINE_BYTES + 100_000).memory >= 10**9
 
 
 @pytest.mark.parametrize("threads", [0, -1])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from actmat.errors import RecipeError
 from actmat.recipe import Recipe, load_recipe, make_recipe, parse_option
-from actmat.recipe.load import MAX_VALUES, recipe_yaml
+from actmat.recipe.load import recipe_yaml
+from actmat.recipe.text import MAX_VALUES
 
 
 def write(folder: Path, text: str) -> Path:

@@ -126,9 +126,11 @@ def _merge_matrices(task: Task, part: Part, deltas: Sequence[Tensor], call: Call
     return part.layout.from_matrices(values, part.shape)
 
 
-def _call(task: Task, deltas: Sequence[Tensor], needs: Mapping[str, Any], k: int, stages: dict[Any, Any]) -> Merged:
+def _call(
+    task: Task, deltas: Sequence[Tensor], needs: Mapping[str, Any], k: int, stages: dict[Any, Any] | None
+) -> Merged:
     method, call = task.method, task.call
-    if method.stages is None:
+    if method.stages is None or stages is None:
         return method.merge(deltas, **needs, **call.options)
     key = stage_key(task, k)
     if key not in stages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +27,15 @@ class Surroundings:
         statistics: of the experts.
         dtype, device: of what the method is given.
         base: `W_0` on a part in that dtype, shaped like the part; None where there is no base.
-        stages: first stages of methods, which variants of one family share.
+        stages: first stages of methods, for variants of one family and observers; None where nothing else takes them,
+            so that a method may write its result over them.
     """
 
     statistics: ExpertStatistics
     dtype: torch.dtype
     device: torch.device | str = "cpu"
     base: Callable[[Part], Tensor] | None = None
-    stages: dict[Any, Any] = field(default_factory=dict)
+    stages: dict[Any, Any] | None = None
 
 
 def needs_of(task: Task, part: Part, k: int, label: str, around: Surroundings) -> dict[str, Any]:

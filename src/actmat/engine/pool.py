@@ -53,7 +53,11 @@ def merge_pool(
     flat = torch.cat([b.reshape(-1) for b in base_raw])
     reader = readers[0]
     around = Surroundings(
-        reader.inputs.statistics, reader.compute_dtype, reader.device, lambda part: reader.converted_base(part, flat)
+        reader.inputs.statistics,
+        reader.compute_dtype,
+        reader.device,
+        base=lambda part: reader.converted_base(part, flat),
+        stages={} if len(variants) > 1 else None,
     )
     for tasks in variants:
         leader = dataclasses.replace(tasks[0], item=pooled([t.item for t in tasks]), stats={}, observer=None)

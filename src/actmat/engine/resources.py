@@ -96,15 +96,16 @@ def share_resources(
         for i in p.items
     ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
+    process = BASELINE_BYTES + sum(p.process_bytes - BASELINE_BYTES for p in plans)
     if max_memory is None:
-        return Resources(workers, max(int(0.9 * available_memory()) - BASELINE_BYTES, largest), device)
+        return Resources(workers, max(int(0.9 * available_memory()) - process, largest), device)
     limit = parse_size(max_memory)
-    if limit < BASELINE_BYTES + largest:
+    if limit < process + largest:
         raise RecipeError(
             f"--max-memory {max_memory} is too little: tensor '{worst}' alone needs {format_size(largest)}, "
-            f"the process itself {format_size(BASELINE_BYTES)}: allow at least {format_size(BASELINE_BYTES + largest)}."
+            f"the process itself {format_size(process)}: allow at least {format_size(process + largest)}."
         )
-    return Resources(workers, limit - BASELINE_BYTES, device)
+    return Resources(workers, limit - process, device)
 
 
 @contextlib.contextmanager

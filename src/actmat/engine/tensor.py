@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +33,17 @@ from actmat.plan.reading import Reading, reading_of
 __all__ = ["TensorMerge", "record_of", "surroundings_of"]
 
 
-def surroundings_of(reader: TensorReader, base_raw: Tensor | StreamedBase) -> Surroundings:
-    """Everything that methods may need of a part besides its deltas."""
+def surroundings_of(
+    reader: TensorReader, base_raw: Tensor | StreamedBase, *, keeps_stages: bool = False
+) -> Surroundings:
+    """Everything that methods may need of a part besides its deltas; see `Surroundings.stages`."""
 
     def base(part: Part) -> Tensor:
         assert isinstance(base_raw, Tensor), "a method that takes the base is given it whole"
         return reader.converted_base(part, base_raw)
 
-    return Surroundings(reader.inputs.statistics, reader.compute_dtype, reader.device, base)
+    stages: dict[Any, Any] | None = {} if keeps_stages else None
+    return Surroundings(reader.inputs.statistics, reader.compute_dtype, reader.device, base, stages)
 
 
 @dataclass
@@ -154,7 +158,8 @@ class TensorMerge:
         if narrow:
             given = [narrowed(d, own).view(own.shape) for d in deltas.held()]
             base_raw = narrowed(base_raw, own) if isinstance(base_raw, Tensor) else base_raw
-        around = surroundings_of(self.reader, base_raw)
+        keeps = len(group) > 1 or any(t.observer is not None for t in group)
+        around = surroundings_of(self.reader, base_raw, keeps_stages=keeps)
         for task in group:
             factors = self.reader.factors(own) if task.item.form == "factored" else None
             if factors is None:
@@ -167,7 +172,7 @@ class TensorMerge:
                 shown = () if factors is not None and deltas.is_lazy else given
 
                 def stage(k: int, task: Task = task) -> object:
-                    return around.stages.get(stage_key(task, k)) if task.method.stages is not None else None
+                    return (around.stages or {}).get(stage_key(task, k)) if task.method.stages is not None else None
 
                 task.observer.part(Merged(own, shown, factors, base_raw, value, stage, task.stats))
             changed = any(bool(d.any()) for d in given) if narrow else deltas.changed

@@ -18,7 +18,7 @@ from actmat.errors import RecipeError
 from actmat.experts.base import Source
 from actmat.experts.lora.modules import ModuleKind
 from actmat.layout.types import Block, TensorLayout
-from actmat.plan.cost import BASELINE_BYTES
+from actmat.plan.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
 from actmat.recipe import Recipe
 
 __all__ = [
@@ -280,10 +280,15 @@ class MergePlan(_Plain):
         """Floating-point operations of all items, leading terms."""
         return sum(i.cost.flops for i in self.items)
 
+    @property
+    def process_bytes(self) -> int:
+        """Memory of a run besides the items at work: interpreter and libraries, plan, records."""
+        return BASELINE_BYTES + len(self.items) * (ITEM_BYTES + SOURCE_BYTES * len(self.experts))
+
     def peak_bytes(self, workers: int) -> int:
-        """Estimated peak of anonymous memory with so many workers: interpreter and libraries + the largest items."""
+        """Estimated peak of anonymous memory with so many workers: the process + the largest items."""
         largest = sorted((i.cost.host_bytes for i in self.items), reverse=True)[:workers]
-        return BASELINE_BYTES + sum(largest)
+        return self.process_bytes + sum(largest)
 
     def fingerprint(self) -> str:
         """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device."""

@@ -11,13 +11,14 @@ import yaml
 
 from actmat.bounds import local_path, read_bytes
 from actmat.errors import RecipeError
-from actmat.foreign import in_one_line, terminal
+from actmat.foreign import terminal
 from actmat.recipe.schema import Recipe, make_recipe
+from actmat.recipe.text import UnreadableError, parse_yaml
 
 __all__ = ["load_recipe", "printable_yaml", "recipe_yaml"]
 
 MAX_BYTES = 1_000_000
-MAX_VALUES = 100_000
+"""Largest recipe file; reading it takes seconds."""
 
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -40,17 +41,9 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """
     file = local_path(path, error=RecipeError)
     try:
-        text = read_bytes(file, most=MAX_BYTES, error=RecipeError).decode("utf-8")
-    except RecipeError as error:
-        raise RecipeError(f"Cannot read the recipe {error}") from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"Cannot read the recipe {file}: {error}") from None
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _check_size(node, file)
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{file} is not valid YAML: {in_one_line(error)}") from None
+        node, data = parse_yaml(_read(file))
+    except UnreadableError as error:
+        raise RecipeError(f"{file} is not valid YAML.", [f"{file}:{error.line}: {error.problem}"]) from None
     if node is None or not isinstance(data, dict):
         raise RecipeError(f"{file}: a recipe is a mapping (base: ..., experts: [...]); found {type(data).__name__}.")
     where = _lines(node, file)
@@ -89,24 +82,22 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def _check_size(node: yaml.Node | None, file: Path) -> None:
-    """Refuse anchors that unfold to a giant ('billion laughs') or into themselves, before anything visits them."""
-    sizes: dict[int, int] = {}
+def _read(file: Path) -> str:
+    """Text of the file.
 
-    def unfolded(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = MAX_VALUES  # met again before its size is known: it contains itself
-            if isinstance(node, yaml.MappingNode):
-                size = sum(unfolded(k) + unfolded(v) for k, v in node.value)
-            elif isinstance(node, yaml.SequenceNode):
-                size = sum(unfolded(v) for v in node.value)
-            else:
-                size = 0
-            sizes[id(node)] = 1 + size
-        return sizes[id(node)]
-
-    if node is not None and unfolded(node) > MAX_VALUES:
-        raise RecipeError(f"{file}: a recipe holds at most {MAX_VALUES:,} values, its anchors written out.")
+    Raises:
+        RecipeError: missing, unreadable, too large, or not UTF-8.
+    """
+    try:
+        content = read_bytes(file, most=MAX_BYTES, error=RecipeError)
+    except RecipeError as error:
+        raise RecipeError(f"Cannot read the recipe {error}") from None
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        found = f"found the byte 0x{content[error.start]:02x}, which is not UTF-8"
+        raise RecipeError(f"Cannot read the recipe {file}.", [f"{file}:{line}: {found}"]) from None
 
 
 def _lines(root: yaml.Node, file: Path) -> dict[str, str]:

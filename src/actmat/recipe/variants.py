@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from actmat.errors import RecipeError
 from actmat.recipe.schema import Recipe
+from actmat.recipe.text import MAX_BITS, UnreadableError, parse_yaml
 
 __all__ = ["parse_option", "variants"]
 
@@ -61,13 +60,18 @@ def parse_option(text: str) -> tuple[str, list[Any]]:
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise RecipeError(f"An option is written name=value; got '{text}'.")
+        raise RecipeError(f"An option is written name=value; got '{_cut(text)}'.")
     value = value.strip()
     pieces = [value] if value.startswith(("[", "{")) else value.split(",")
     try:
         return name.strip(), [_scalar(p.strip()) for p in pieces]
-    except yaml.YAMLError:
-        raise RecipeError(f"The value of the option '{name.strip()}' cannot be read: '{value}'.") from None
+    except UnreadableError as error:
+        problem = f"'{_cut(value)}': {error.problem}"
+        raise RecipeError(f"The value of the option '{_cut(name.strip())}' cannot be read: {problem}.") from None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _options_by_method(
@@ -87,6 +91,9 @@ def _options_by_method(
 
 def _scalar(text: str) -> Any:
     try:
-        return float(text) if any(c in text for c in ".eE") and text.lower() not in ("true", "false") else int(text)
+        number = float(text) if any(c in text for c in ".eE") else int(text)
     except ValueError:
-        return yaml.safe_load(text) if text else text
+        return parse_yaml(text)[1] if text else text
+    if isinstance(number, int) and number.bit_length() > MAX_BITS:
+        raise UnreadableError(f"an integer has at most {MAX_BITS} bits", line=1)
+    return number

@@ -22,10 +22,13 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def parse_size(text: str | int) -> int:
     """Bytes of `"5GB"` (powers of ten), `"4GiB"` (powers of two) or a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    text = f"{text:x}" if isinstance(text, int) and text >= 2**63 else str(text)  # long integers have no decimal text
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or (size := int(float(match[1]) * unit)) <= 0:
-        raise RecipeError(f"A size looks like 5GB, 500MB or 4GiB; got {str(text)!r}.")
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if not 0 < size < 2**63:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise RecipeError(f"A size looks like 5GB, 500MB or 4GiB, up to 8 EiB; got {shown!r}.")
     return size
 
 
