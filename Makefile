@@ -3,10 +3,12 @@
 # PYTHON     interpreter that makes .venv (3.11 or newer)      make test PYTHON=python3.12
 # PIP_FLAGS  passed to every pip install                       make demo PIP_FLAGS=--no-cache-dir
 # WORKERS    processes of the test-suite                       make test WORKERS=8
+# MINUTES    time of the fuzzer                                make fuzz MINUTES=60
 
 PYTHON ?= python3
 PIP_FLAGS ?=
 WORKERS ?= 2
+MINUTES ?= 10
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FL
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test examples lint clean
+.PHONY: help demo test examples fuzz lint clean
 
 help:  ## this list
 	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +29,9 @@ test: lint examples  ## install everything, check style and types, run all tests
 
 examples: $(VENV)/dev.stamp  ## run the examples in docstrings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src/actmat
+
+fuzz: $(VENV)/dev.stamp  ## feed random files to every reader for MINUTES
+	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --minutes $(MINUTES)
 
 lint: $(VENV)/dev.stamp  ## only style and types
 	$(BIN)/ruff check .

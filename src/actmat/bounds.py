@@ -48,6 +48,8 @@ MAX_DEPTH = 100
 MAX_PATH_BYTES = 4095
 """Longest path that Linux takes."""
 
+CHUNK = 1 << 20
+
 KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
@@ -133,10 +135,13 @@ def read_bytes(path: Path, *, most: int = MAX_BYTES, error: type[MergeError] = C
     """
     with open_regular(path, error=error) as file, _explained(path, "read", error):
         size = os.fstat(file.fileno()).st_size
-        content = file.read(most + 1) if size <= most else b""
-    if size > most or len(content) > most:
-        raise error(f"{path}: expected at most {most} bytes, found {max(size, len(content))}; is this the right file?")
-    return content
+        content = bytearray()
+        while max(size, len(content)) <= most and (chunk := file.read(min(CHUNK, size + 1))):  # some files lie
+            content += chunk
+            size = max(size, len(content))
+    if size > most:
+        raise error(f"{path}: expected at most {most} bytes, found {size} or more; is this the right file?")
+    return bytes(content)
 
 
 def read_object(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickletools
 from collections.abc import Iterator
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 __all__ = ["PickleBoundsError", "check_pickle"]
 
@@ -18,6 +18,7 @@ MAX_OPCODES = 1_000_000
 """Those of 31,000 tensors in one file; they take a few seconds to follow."""
 
 MAX_MARKS = 1000
+MAX_ARGUMENT_BYTES = 1_000_000
 MAX_TUPLE_DEPTH = 100
 MAX_TUPLE_SIZE = 1_000_000
 
@@ -66,7 +67,20 @@ def check_pickle(file: IO[bytes]) -> None:
 def _opcodes(file: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
     """Opcodes up to the first damage, at which torch stops as well."""
     with contextlib.suppress(ValueError):
-        yield from pickletools.genops(file)
+        yield from pickletools.genops(cast(IO[bytes], _Arguments(file)))
+
+
+class _Arguments:
+    """A file whose reader may not ask for an argument of any size: the memory would be taken before it is filled."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.tell, self.readline = file.tell, file.readline
+        self._file = file
+
+    def read(self, length: int) -> bytes:
+        if length > MAX_ARGUMENT_BYTES:
+            raise PickleBoundsError(f"a text of {length} bytes; names of a state dict have less than 1000")
+        return self._file.read(length)
 
 
 class _Stack:
