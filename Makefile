@@ -4,11 +4,13 @@
 # PIP_FLAGS  passed to every pip install                       make demo PIP_FLAGS=--no-cache-dir
 # WORKERS    processes of the test-suite                       make test WORKERS=8
 # MINUTES    time of the fuzzer                                make fuzz MINUTES=60
+# RUNS       disturbed merges                                  make chaos RUNS=500
 
 PYTHON ?= python3
 PIP_FLAGS ?=
 WORKERS ?= 2
 MINUTES ?= 10
+RUNS ?= 100
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FL
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test examples fuzz lint clean
+.PHONY: help demo test examples fuzz lint chaos clean
 
 help:  ## this list
 	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +39,9 @@ lint: $(VENV)/dev.stamp  ## only style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+chaos: $(VENV)/dev.stamp  ## kill and disturb merges at random      make chaos RUNS=500
+	OMP_NUM_THREADS=1 $(BIN)/python -m chaos --runs $(RUNS)
 
 clean:  ## remove .venv and the caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -1,0 +1,1 @@
+"""Merges that are killed, or meet failing disks and rivals: the same command then gives the same bytes."""

@@ -1,0 +1,79 @@
+"""Inputs on disk, and the sorts of output that are made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+__all__ = ["SORTS", "command", "contents", "leftovers", "make_inputs"]
+
+WIDTH, LAYERS, RANK = 16, 6, 2
+
+SORTS = {
+    "model": ("--threads", "1"),
+    "two threads": ("--threads", "2"),
+    "sharded": ("--max-shard-size", "4kB", "--threads", "2"),
+    "variants": ("-m", "average", "-m", "ties", "-o", "density=0.2,0.5", "--threads", "1"),
+    "diagnosed": ("--diagnose", "--threads", "1"),
+    "adapter": ("--threads", "1"),
+}
+"""Name -> flags."""
+
+
+def make_inputs(root: Path) -> None:
+    """A base, two experts of it, and two adapters."""
+    rng = torch.Generator().manual_seed(0)
+    names = ["embed_tokens.weight", *(f"layers.{i}.{n}_proj.weight" for i in range(LAYERS) for n in ("q", "up"))]
+    base = {f"model.{n}": torch.randn(WIDTH, WIDTH, generator=rng) for n in names}
+    for folder in ("base", "one", "two"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": WIDTH}))
+        (root / folder / "tokenizer.json").write_text("{}")
+        noise = 0.0 if folder == "base" else 0.1
+        tensors = {n: t + noise * torch.randn(t.shape, generator=rng) for n, t in base.items()}
+        save_file(tensors, root / folder / "model.safetensors", {"format": "pt"})
+    for folder in ("lora-one", "lora-two"):
+        (root / folder).mkdir()
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "up_proj"]}
+        (root / folder / "adapter_config.json").write_text(json.dumps(config))
+        factors = {}
+        for name in base:
+            if "_proj" in name:
+                stem = "base_model.model." + name.removesuffix(".weight")
+                factors[f"{stem}.lora_A.weight"] = torch.randn(RANK, WIDTH, generator=rng)
+                factors[f"{stem}.lora_B.weight"] = torch.randn(WIDTH, RANK, generator=rng)
+        save_file(factors, root / folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+def command(root: Path, sort: str, out: Path) -> list[str]:
+    """Arguments of `actmat` for one sort of output."""
+    if sort == "adapter":
+        inputs = ["-e", str(root / "lora-one"), "-e", str(root / "lora-two")]
+    else:
+        inputs = ["-b", str(root / "base"), "-e", str(root / "one"), "-e", str(root / "two")]
+    return ["merge", *inputs, "--out", str(out), "--quiet", *SORTS[sort]]
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Every file below an output; manifests and reports without what tells of times."""
+    return {str(p.relative_to(out)): _timeless(p) for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+def _timeless(path: Path) -> bytes:
+    if path.name not in ("actmat_manifest.json", "report.json", "report.html"):
+        return path.read_bytes()
+    if path.suffix == ".html":
+        return b""  # drawn from report.json
+    data = json.loads(path.read_bytes())
+    for part in (data, data.get("totals", {}), *data["tensors"]):
+        for key in ("timing", "seconds", "peak_bytes", "stages", "out", "created"):
+            part.pop(key, None)
+    return json.dumps(data, sort_keys=True).encode()
+
+
+def leftovers(place: Path) -> list[str]:
+    """Hidden files and folders of unfinished merges."""
+    return sorted(str(p.relative_to(place)) for p in place.rglob(".*.actmat-*"))

@@ -1,0 +1,46 @@
+"""The harness that disturbs merges at random: a dozen runs, and it sees a writer that breaks its promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.repository import ROOT
+
+
+def chaos(*flags: str, startup: str = "", folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the harness in a process of its own, which forks; `startup`: code that runs in it first."""
+    (folder / "sitecustomize.py").write_text(startup)
+    path = f"{folder}:{ROOT / 'src'}:{ROOT}"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "chaos", *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
+
+
+def test_a_dozen_runs(tmp_path: Path) -> None:
+    done = chaos("--runs", "18", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "18 runs, 0 problems" in done.stdout
+
+
+STRAY = """
+from actmat.checkpoints.writing.staging import Staging
+
+read = Staging._read_journal
+
+def leaving_a_file(stage):
+    found = read(stage)
+    if found:
+        (stage.path / "stray").write_text("")
+    return found
+
+Staging._read_journal = leaving_a_file
+"""
+
+
+def test_a_resumption_that_gives_another_output_is_found(tmp_path: Path) -> None:
+    done = chaos("--runs", "7", startup=STRAY, folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "other bytes in the end" in done.stdout
