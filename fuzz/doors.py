@@ -110,7 +110,7 @@ def headers(data: st.DataObject) -> None:
     content = (
         mutated_bytes(data, weights()) if data.draw(st.booleans()) else struct.pack("<Q", len(text)) + text + bytes(24)
     )
-    guarded(lambda: read_header(lambda at, n: content[at : at + n], len(content), file="x"), checks_messages=False)
+    guarded(lambda: read_header(lambda at, n: content[at : at + n], len(content), file="x"))
 
 
 def in_folder(name: str, content: bytes, read: Any, **others: bytes) -> None:
@@ -119,7 +119,7 @@ def in_folder(name: str, content: bytes, read: Any, **others: bytes) -> None:
         folder = Path(place)
         for file, text in {name: content, **{k.replace("__", "."): v for k, v in others.items()}}.items():
             (folder / file).write_bytes(text)
-        guarded(lambda: read(folder), checks_messages=False)
+        guarded(lambda: read(folder))
 
 
 def opened(folder: Path) -> None:
@@ -260,7 +260,7 @@ def statistics(data: st.DataObject) -> None:
     header = {"format": 1, "model": {"location": "m", "content": zero, "tensors": {"w": zero}}, "data": [], "samples": 1,
               "tokens": 1, "grams": {"w": {"width": 2, "rows": 1, "hash": zero}}, "places": {"w": [{"gram": "w"}]}}  # fmt: skip
     text = drawn_text(data, header).decode("utf-8", "replace")
-    guarded(lambda: parse_header({"actmat_statistics": text}, "x"), checks_messages=False)
+    guarded(lambda: parse_header({"actmat_statistics": text}, "x"))
     content = save({"gram.w": torch.ones(3)}, {"actmat_statistics": text})
     in_folder("statistics.safetensors", mutated_bytes(data, content), open_statistics)
 
@@ -278,7 +278,7 @@ def paths(data: st.DataObject) -> None:
     # no text is a hub id: nothing here may ask a network
     text = text if text.count("/") != 1 else f"./{text}"
     for read in (open_checkpoint, is_adapter, open_statistics, load_recipe):
-        guarded(lambda read=read: read("./" + text if text[:1] not in "~/." else text), checks_messages=False)
-    guarded(lambda: read_manifest(Path(text)), checks_messages=False)
-    guarded(lambda: recipe_of_output(text), checks_messages=False)
-    guarded(lambda: check_output_path(Path(text), overwrite=False, inputs={}), checks_messages=False)
+        guarded(lambda read=read: read("./" + text if text[:1] not in "~/." else text))
+    guarded(lambda: read_manifest(Path(text)))
+    guarded(lambda: recipe_of_output(text))
+    guarded(lambda: check_output_path(Path(text), overwrite=False, inputs={}))

@@ -82,8 +82,8 @@ def door(name: str) -> Callable[[Case], Case]:
     return register
 
 
-def guarded(read: Callable[[], object], *, checks_messages: bool = True) -> float:
-    """Seconds that a reader takes; `checks_messages` is False where the command line renders its messages.
+def guarded(read: Callable[[], object]) -> float:
+    """Seconds that a reader takes.
 
     Raises:
         BrokenPromise: too slow, too large, or a control character in its message.
@@ -104,7 +104,7 @@ def guarded(read: Callable[[], object], *, checks_messages: bool = True) -> floa
         raise BrokenPromise(f"{seconds:.1f} s, at most {MAX_SECONDS} are allowed")
     if peak > MAX_MEMORY:
         raise BrokenPromise(f"{peak} bytes, at most {MAX_MEMORY} are allowed")
-    if checks_messages and (found := CONTROL.search(message)):
+    if found := CONTROL.search(message):
         raise BrokenPromise(f"the control character {found[0]!r} in {message[:300]!r}")
     return seconds
 

@@ -202,7 +202,7 @@ def test_something_else_in_a_partial_folder(family: Family, make: Callable[[Path
 
 @pytest.mark.parametrize(
     "line",
-    [b"[" * 100_000, b'{"a":' * 5000, b'{"name": 1, "hash": 2}', b'{"name": "x", "hash": []}', b"\xff", b"9" * 9999],
+    [b"[" * 100_000, b'{"a":' * 5000, b'{"name": 1, "hash": 2}', b"\xff", b"9" * 9999],
 )
 def test_lines_of_a_journal_that_no_run_wrote(tmp_path: Path, line: bytes) -> None:
     stage = Staging(tmp_path / "out", "print")

@@ -16,15 +16,22 @@ CASES, SECONDS = 300, 3.0
 @pytest.mark.fuzz
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(DOORS))
-def test_a_door_lets_nothing_in(name: str) -> None:
+def test_a_door_lets_nothing_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuzz.harness.MAX_SECONDS", 10.0)  # a busy machine is no defect
     result = run_door(name, cases=CASES, deadline=time.monotonic() + SECONDS)
     assert not result.failure, result.failure
     assert result.cases > 20, "the reader is too slow for this test to mean anything"
 
 
 def test_broken_promises_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RawError(CheckpointError):
+        """An error that shows foreign text as it is."""
+
+        def __str__(self) -> str:
+            return self.headline
+
     def refuse(text: str) -> None:
-        raise CheckpointError(text)
+        raise RawError(text)
 
     guarded(lambda: refuse("two\nlines"))
     for text in ("\x1b[2J", "a\rb", "\u202e", "\x9b", "\udcff"):

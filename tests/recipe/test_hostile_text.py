@@ -82,7 +82,7 @@ def test_bytes_that_are_no_text(tmp_path: Path, content: bytes, line: int) -> No
 
 def test_a_file_that_is_no_recipe_by_its_size(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(bytes(MAX_BYTES + 1))
-    with pytest.raises(RecipeError, match="is it a recipe"):
+    with pytest.raises(RecipeError, match="is this the right file"):
         load_recipe(tmp_path / "model.bin")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from actmat.foreign import terminal
 from actmat.version import __version__
 
 __all__ = ["describe_bug"]
@@ -27,9 +28,7 @@ def describe_bug(error: Exception, argv: Sequence[str]) -> str:
         error: that nothing handled.
         argv: of the process.
     """
-    # only the last line of the error, and nothing in it that a terminal would obey: it may quote an input
-    found = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1][:200]
-    found = "".join(c if c.isprintable() else "?" for c in found)
+    found = terminal(f"{type(error).__name__}: {error}")[:200]  # it may quote an input
     report = "\n".join(_sections(error, argv))
     try:
         handle, path = tempfile.mkstemp(prefix="actmat-bug-", suffix=".txt")

@@ -236,7 +236,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         reason = "it is no merge made by actmat, or the file was removed."
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: {reason}")
     try:
-        manifest = read_object(path, values=MAX_WRITTEN_VALUES)
+        manifest = read_object(path, values=MAX_WRITTEN_VALUES, unique=True)
         json.dumps(manifest, ensure_ascii=False).encode()  # what cannot be written again cannot be shown or hashed
     except UnicodeEncodeError as error:
         found = ascii(error.object[error.start])

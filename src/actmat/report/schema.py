@@ -67,7 +67,7 @@ class _Expert(_Strict):
 
 
 class _Recipe(_Strict):
-    """What readers use before the recipe is checked against its own schema."""
+    """Fields that readers use before the recipe is checked against its own schema."""
 
     base: str | None = None
     experts: Annotated[list[_Expert], Field(min_length=1)]

@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.config import AdapterConfig
 from actmat.layout.matching import MatchError
@@ -30,7 +28,6 @@ __all__ = ["AdapterModule", "ModuleKind", "list_modules"]
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")
-LARGEST_SCALING = torch.finfo(torch.float32).max
 _PREFIX = "base_model.model."
 _TWICE = ".base_layer.out_proj"
 """Suffix of a layer inside an attention that PEFT wraps as a whole: `MultiheadAttention.merge` in PEFT adds the delta
@@ -129,11 +126,6 @@ def _pair(
     if len(found) > 1:
         return f"module '{module}': rank_pattern or alpha_pattern tell its parameters apart, the adapter's names do not"
     rank, scaling = found.pop()
-    if abs(scaling) > LARGEST_SCALING:
-        return (
-            f"module '{module}': adapter_config.json gives its factors the scaling {scaling:g}, beyond float32; "
-            "'lora_alpha' or 'alpha_pattern' is wrong, expected a number such as 16"
-        )
     if len(a) < 2 or len(b) != len(a):
         return f"module '{module}': lora_A is {_x(a)} and lora_B is {_x(b)}; expected matrices or kernels"
     rows, columns = a[0], b[1]
