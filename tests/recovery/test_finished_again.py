@@ -12,7 +12,7 @@ from tests.helpers.adapters import save_adapter
 from tests.helpers.merging import Q0, Family, actmat, contents, hidden
 
 import actmat as library
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.staging import MANIFEST_NAME, Staging
 
 
 @pytest.fixture
@@ -45,6 +45,27 @@ def test_what_was_left_after_the_last_rename_is_removed(family: Family) -> None:
         (family.root / f".out.actmat-{name}").write_text("")
     assert actmat(family.argv()).code == 0
     assert hidden(family.root) == []
+
+
+def test_an_output_that_was_finished_before_the_lock_was_taken(family: Family) -> None:
+    """Another process finished it after this one found the place empty: nothing is merged again, nothing left."""
+    plan = library.plan(family.base, family.experts)
+    stage = Staging(family.out, plan.fingerprint())
+    with pytest.raises(library.OutputError, match="not empty"):
+        stage.open()
+    stage.discard()
+    assert hidden(family.root) == []
+
+
+def test_only_an_unfinished_folder_of_the_same_merge_is_removed(family: Family) -> None:
+    plan = library.plan(family.base, family.experts)
+    for fingerprint, left in ((plan.fingerprint(), []), ("of another recipe", [".out.actmat-partial"])):
+        stage = Staging(family.out, fingerprint, overwrite=True)
+        stage.open()
+        stage.close()
+        assert hidden(family.root) == [".out.actmat-partial"]
+        assert actmat(family.argv()).code == 0
+        assert hidden(family.root) == left
 
 
 def test_the_report_of_a_finished_merge(family: Family) -> None:

@@ -175,6 +175,8 @@ class Staging:
             self._lock()
             if self._previous.exists() and not self.out.exists():
                 os.rename(self._previous, self.out)  # killed between the two renames of `commit`
+            if problems := _occupied(self.out, overwrite=self.overwrite):  # finished while we waited or planned
+                raise OutputError(problems[0])
             if self._journal_aside.exists() and self.path.exists():
                 os.rename(self._journal_aside, self.path / JOURNAL_NAME)  # stopped before the last rename of `commit`
             self._journal_aside.unlink(missing_ok=True)
@@ -220,7 +222,7 @@ class Staging:
         self.close()
 
     def sweep(self) -> None:
-        """Remove what is left of a run that was killed after its last rename, and make that rename durable.
+        """Remove what runs of the same plan left beside a finished output, and make its last rename durable.
 
         Raises:
             OutputError: another process writes the same output.
@@ -229,8 +231,10 @@ class Staging:
             self._lock()
             _sync_directory(self.out.parent)
             self._journal_aside.unlink(missing_ok=True)
-            if self._previous.exists():
-                shutil.rmtree(self._previous)
+            folders = [self._previous] + ([self.path] if self._read_journal() is not None else [])
+            for folder in folders:
+                if folder.exists():
+                    shutil.rmtree(folder)
         self.close()
 
     def close(self) -> None:
@@ -244,7 +248,7 @@ class Staging:
 
     def discard(self) -> None:
         """Remove the partial directory, if `open` took the lock, and the empty folders above it that `open` made."""
-        if self._lock_file is not None:
+        if self._lock_file is not None and self._journal is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._journal_aside.unlink(missing_ok=True)
             self._names.clear()
