@@ -31,7 +31,7 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_base(
     monkeypatch.setattr(os, "open", denied)
     outcome = actmat(family.argv())
     assert outcome.code == 1
-    assert f"{family.base / 'tokenizer.json'} cannot be read: Permission denied" in outcome.err
+    assert f"{family.base / 'tokenizer.json'}: cannot be read: Permission denied" in outcome.err
     assert "Cannot write" not in outcome.err
 
 
@@ -69,6 +69,4 @@ def test_an_alpha_beyond_float32_names_adapter_and_field(tmp_path: Path) -> None
     outcome = actmat(flags)
     assert outcome.code == 1
     assert str(tmp_path / "a0") in outcome.err
-    assert (
-        "adapter_config.json: expected a finite number 'lora_alpha' of at most 3.40282e+38, found 1e+308" in outcome.err
-    )
+    assert "adapter_config.json: expected a finite number 'lora_alpha' of at most 3.40282e+38" in outcome.err
