@@ -58,7 +58,10 @@ class MergeError(Exception):
     @property
     def sentence(self) -> str:
         """Headline and all problems in one line, for the list of problems of another error."""
-        return self.headline if self.problems == (self.headline,) else f"{self.headline} {'; '.join(self.problems)}"
+        if self.problems == (self.headline,):
+            return self.headline
+        mark = "" if self.headline.endswith((".", ":")) else ":"
+        return f"{self.headline}{mark} {'; '.join(self.problems)}"
 
     def _render(self) -> str:
         if self.problems == (self.headline,):
