@@ -150,7 +150,7 @@ def staged_outputs(
             yield outputs
             for stage in stages:
                 stage.commit()
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C and bugs too: whatever stops a run, what is finished is kept
             _leave(stages, plans, error)
             raise
 

@@ -79,7 +79,7 @@ class ThreadExecutor:
                 session.inspect_only = failed.is_set()
                 try:
                     result = session.merge(units[index])
-                except BaseException:
+                except BaseException:  # Ctrl-C too: the other threads begin nothing new, the error goes on
                     stop.set()
                     raise
                 if result.findings.fatal:
