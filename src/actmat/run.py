@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.writing.sidecars import check_sidecars
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
@@ -21,30 +18,22 @@ from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources, check_device, check_device_name, share_resources
 from actmat.engine.session import SessionSpec
-from actmat.engine.statistics import FOREIGN, check_adapters, check_probes
+from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
-from actmat.errors import CheckpointError, MergeError, RecipeError, StatisticsError, memory_errors
-from actmat.experts.base import Expert
-from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.resolve import is_adapter, open_expert
+from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_errors
 from actmat.finished import finished_manifest, has_manifest_of
+from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
-from actmat.plan import MergePlan, build_plan
-from actmat.plan.choose import Chooser
-from actmat.plan.statistics import declared_kinds, opened_statistics
+from actmat.plan import MergePlan
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.settings import RunSettings
 
 __all__ = [
     "MergeReport",
-    "Problems",
     "diagnose_recipe",
-    "opened_inputs",
     "plan_recipe",
-    "plans_of",
     "run_recipes",
-    "writes_adapter",
 ]
 
 
@@ -71,30 +60,6 @@ class MergeReport:
     was_finished: bool = False
 
 
-@dataclass
-class Problems:
-    """Errors found so far; raised together, because one problem per run is a day lost on a large checkpoint."""
-
-    found: list[MergeError] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Go on after an error, to find the next."""
-        try:
-            yield
-        except MergeError as error:
-            self.found.append(error)
-
-    def check(self) -> None:
-        """Raise all errors as one, of the first one's kind."""
-        if len(self.found) == 1:
-            raise self.found[0]
-        if self.found:
-            problems = list(dict.fromkeys(p for e in self.found for p in e.problems))
-            headline = f"The merge cannot be done: {len(problems)} problem{'s' * (len(problems) > 1)}."
-            raise type(self.found[0])(headline, problems)
-
-
 def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
     """The plan of a recipe, from headers only.
 
@@ -106,7 +71,7 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
         check_device_name(device)
     with opened_inputs([recipe], problems) as inputs:
         with problems.noted():
-            _check_sidecars([recipe], inputs)
+            check_copied_files([recipe], inputs)
         return plans_of([recipe], inputs, device, problems)[0]
 
 
@@ -144,7 +109,7 @@ def run_recipes(
         check_outputs(recipes, outs, overwrite=settings.overwrite, finished=same)
     with opened_inputs(recipes, problems) as inputs:
         with problems.noted():
-            _check_sidecars(recipes, inputs)
+            check_copied_files(recipes, inputs)
         plans = dict(zip(outs, plans_of(recipes, inputs, settings.device, problems), strict=True))
         reports = {out: _finished(plans[out], out, settings) for out in outs if out in same}
         plans = {out: plan for out, plan in plans.items() if out not in same}
@@ -176,7 +141,7 @@ def _merge(
     with staged_outputs(list(plans), list(plans.values()), settings) as outputs:
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
-        _check_values(inputs)
+        check_values(inputs)
         _execute(outputs, inputs, settings.executor, resources, observers, progress)
         progress.finishing()
         reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
@@ -210,111 +175,9 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
         copies = [i.name for i in plan.items if i.call is None]  # nothing to measure
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
-        _check_values(inputs)
+        check_values(inputs)
         _execute([output], inputs, settings.executor, resources, observers, progress)
         return build_diagnosis(plan, output.records, out=None, seconds=time.perf_counter() - began)
-
-
-@contextlib.contextmanager
-def opened_inputs(recipes: Sequence[Recipe], problems: Problems | None = None) -> Iterator[Inputs]:
-    """Base, experts and statistics of recipes that share them, opened.
-
-    Raises:
-        MergeError: all inputs that cannot be opened, together with the problems found before.
-    """
-    recipe, problems = recipes[0], problems or Problems()
-    to_adapter = False
-    with problems.noted():
-        to_adapter = writes_adapter(recipe)
-    if not recipe.base and not to_adapter:
-        problems.check()
-    with contextlib.ExitStack() as stack:
-        opened = _Opening(stack)
-        base = opened(lambda: open_checkpoint(recipe.base)) if not to_adapter else None
-        experts = [opened(_opener(e.path, base, to_adapter)) for e in recipe.experts]
-        if opened.problems:
-            many = "s" * (len(opened.problems) > 1)
-            problems.found.append(CheckpointError(f"{len(opened.problems)} problem{many} with the inputs.",
-                                                  opened.problems))  # fmt: skip
-            choices = [p for r in recipes for p in Chooser(r, declared_kinds(r)).problems]
-            if choices:
-                problems.found.append(RecipeError("The recipe is not valid.", choices))
-            problems.check()
-        statistics = stack.enter_context(opened_statistics(recipe))
-        yield Inputs(recipe.labels, base, [e for e in experts if e is not None], statistics)
-
-
-T = TypeVar("T", bound=Checkpoint | Expert)
-
-
-class _Opening:
-    """Opens inputs and collects what is wrong with them."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self.problems: list[str] = []
-
-    def __call__(self, open_input: Callable[[], T]) -> T | None:
-        try:
-            opened = open_input()
-        except CheckpointError as error:
-            self.problems += error.problems if len(error.problems) > 1 else [error.sentence]
-            return None
-        self._stack.callback(opened.close)
-        return opened
-
-
-def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callable[[], Expert]:
-    if base is None and not to_adapter and not is_adapter(location):  # look only for further problems
-        return lambda: CheckpointExpert(open_checkpoint(location))
-    return lambda: open_expert(location, base)
-
-
-def writes_adapter(recipe: Recipe) -> bool:
-    """True if the recipe's output is an adapter: asked for, or every expert is one and there is no base.
-
-    Raises:
-        RecipeError: an adapter is wanted of experts that are none, a model without a base, or neither is possible.
-    """
-    if recipe.to == "model" or (recipe.to is None and recipe.base):
-        if not recipe.base:
-            raise RecipeError("A full model is merged into a base: give --base, or write an adapter (--to adapter).")
-        if recipe.rank is not None:
-            raise RecipeError("'rank' is the rank of a merged adapter; write one with --to adapter, or leave it out.")
-        return False
-    full = [e.label for e in recipe.experts if not is_adapter(e.path)]
-    if full:
-        raise RecipeError(
-            f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into "
-            "the checkpoint that all experts come from."
-            if recipe.to is None
-            else f"--to adapter needs adapters; {', '.join(full)} is none. Write a model (--base ..., --to model)."
-        )
-    return True
-
-
-def plans_of(
-    recipes: Sequence[Recipe], inputs: Inputs, device: str = "cpu", problems: Problems | None = None
-) -> list[MergePlan]:
-    """Plans of recipes over the same inputs.
-
-    Raises:
-        MergeError: all their problems, together with those found before.
-    """
-    problems = problems or Problems()
-    plans = []
-    for recipe in recipes:
-        config = None
-        with problems.noted():
-            if inputs.base is None and recipe.base:
-                with open_checkpoint(recipe.base) as base:
-                    config = base.config
-            plans.append(
-                build_plan(recipe, inputs.base, inputs.experts, device=device, statistics=inputs.statistics,
-                           base_config=config)
-            )  # fmt: skip
-    problems.check()
-    return plans
 
 
 def _execute(
@@ -376,35 +239,6 @@ def _judge(findings: Findings) -> None:
         )
         error.recurs = True
         raise error
-
-
-def _check_sidecars(recipes: Sequence[Recipe], inputs: Inputs) -> None:
-    """Refuse local folders whose config or tokenizer files cannot be copied into an output.
-
-    Raises:
-        CheckpointError: a file is a link out of its folder, or no regular file.
-    """
-    if inputs.base is None or inputs.base.directory is None:
-        return
-    for wanted in {recipe.files_from for recipe in recipes}:
-        folder: Path | None = inputs.base.directory
-        if wanted in inputs.labels:
-            expert = inputs.experts[inputs.labels.index(wanted)]
-            folder = expert.checkpoint.directory if isinstance(expert, CheckpointExpert) else None
-        check_sidecars(inputs.base.directory, folder)
-
-
-def _check_values(inputs: Inputs) -> None:
-    """Refuse adapters with NaN or Inf, and statistics of other models, before the work begins.
-
-    Raises:
-        CheckpointError, StatisticsError: each lists all.
-    """
-    problems = [p for label, e in zip(inputs.labels, inputs.experts, strict=True) for p in e.check_values(label)]
-    if problems:
-        raise CheckpointError(f"The adapters hold values that cannot be merged: {len(problems)} problem(s).", problems)
-    check_adapters(inputs)
-    check_probes(inputs)
 
 
 _SHARED = ("base", "experts", "compute_dtype", "allow_nonfinite", "to")

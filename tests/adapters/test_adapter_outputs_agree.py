@@ -14,7 +14,7 @@ from tests.helpers.adapters import save_adapter, tiny
 from torch import Tensor
 
 from actmat import api
-from actmat.plan import parts
+from actmat.plan import regions
 
 GPT2: dict[str, Any] = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
 """Conv1D: stored as `I O`; `c_attn` packs three maps."""
@@ -85,14 +85,14 @@ def differences(group: Path, out: Path, **fields: Any) -> dict[str, float]:
     return {n: float((model[n] - adapter[n]).norm()) / norm for n, norm in norms.items() if norm}
 
 
-@pytest.mark.parametrize("chunk", [parts.CHUNK, 100], ids=["whole", "chunks"])
+@pytest.mark.parametrize("chunk", [regions.CHUNK, 100], ids=["whole", "chunks"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=lambda x: x if isinstance(x, str) else ",".join(x))
 def test_an_adapter_and_a_model_are_one_merge(
     method: str, options: dict[str, Any], family: str, chunk: int, groups: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(parts, "CHUNK", chunk)
+    monkeypatch.setattr(regions, "CHUNK", chunk)
     found = differences(groups / family, tmp_path, method=method, options=options, scope="all")
     assert len(found) >= 4
     assert max(found.values()) <= 1e-9, found

@@ -30,7 +30,7 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT
-from actmat.plan import parts as parts_module
+from actmat.plan import regions as regions_module
 from actmat.plan.model import Item, MethodCall
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
@@ -80,7 +80,7 @@ def test_every_logical_matrix_is_measured(
     name: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed, interleaved, transposed and stacked tensors, by rules that see them whole or in small pieces."""
-    monkeypatch.setattr(parts_module, "CHUNK", 100)
+    monkeypatch.setattr(regions_module, "CHUNK", 100)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK", 100)
     monkeypatch.setattr("actmat.engine.reader.CHUNK", 100)
     monkeypatch.setattr("actmat.engine.writing.CHUNK", 100)

@@ -23,8 +23,8 @@ import actmat
 from actmat.api import run_recipes
 from actmat.engine.reader import TensorReader
 from actmat.errors import RecipeError
-from actmat.plan import parts
-from actmat.plan.parts import CHUNK
+from actmat.plan import regions
+from actmat.plan.regions import CHUNK
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 
@@ -114,7 +114,7 @@ def test_deltas_held_or_read_again_between_two_passes(
     monkeypatch.setattr(TensorReader, "base_chunk", noted)
     assert_same(merged(family, tmp_path / "held", RECIPES["ties"])[0], alone["ties"])
     assert not starts, "small tensors are held"
-    monkeypatch.setattr(parts, "HELD_BYTES", 0)
+    monkeypatch.setattr(regions, "HELD_BYTES", 0)
     assert_same(merged(family, tmp_path / "streamed", RECIPES["ties"])[0], alone["ties"])
     assert CHUNK in starts, "the large tensor was not streamed"
 

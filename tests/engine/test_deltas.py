@@ -12,8 +12,8 @@ from actmat.engine import reader as reader_module
 from actmat.engine.deltas import Deltas
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.linalg.chunks import Streamed
-from actmat.plan import parts as parts_module
-from actmat.plan.parts import Part, cut
+from actmat.plan import regions as regions_module
+from actmat.plan.regions import Region, cut
 
 NAN, INF = float("nan"), float("inf")
 
@@ -24,7 +24,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deltas_module, "CHUNK_ENTRIES", 4)
     monkeypatch.setattr(deltas_module, "CHUNK", 5)
     monkeypatch.setattr(reader_module, "CHUNK", 5)
-    monkeypatch.setattr(parts_module, "CHUNK", 5)
+    monkeypatch.setattr(regions_module, "CHUNK", 5)
 
 
 @pytest.mark.parametrize("acts_on", ["tensor", "elementwise"])
@@ -45,8 +45,8 @@ def test_deltas_and_hashes(acts_on: str, compute: torch.dtype, dtypes: tuple[tor
 
 def test_a_delta_is_read_once() -> None:
     setup = OneTensor(torch.zeros(4), torch.ones(4), torch.ones(4))
-    part = cut((4,), VECTOR, "tensor")[0]
-    deltas = Deltas(setup.reader, part, setup.reader.read_base(part))
+    region = cut((4,), VECTOR, "tensor")[0]
+    deltas = Deltas(setup.reader, region, setup.reader.read_base(region))
     assert len(deltas) == 2
     assert torch.equal(deltas[1], torch.ones(4))
     with pytest.raises(RuntimeError, match="declare one_pass=False"):
@@ -58,8 +58,8 @@ def test_a_delta_is_read_once() -> None:
 def test_equal_bits_are_no_change_and_exact_zeros() -> None:
     base = torch.tensor([NAN, 1.0, -0.0, INF, 2.0, 3.0])
     setup = OneTensor(base, base.clone())
-    part = cut((6,), VECTOR, "tensor")[0]
-    deltas = Deltas(setup.reader, part, setup.reader.read_base(part))
+    region = cut((6,), VECTOR, "tensor")[0]
+    deltas = Deltas(setup.reader, region, setup.reader.read_base(region))
     assert torch.equal(deltas[0], torch.zeros(6))
     assert not deltas.changed
     assert not setup.findings.fatal
@@ -70,8 +70,8 @@ def test_one_changed_entry_is_a_change() -> None:
     expert = base.clone()
     expert[11] = 1e-30
     setup = OneTensor(base, expert)
-    part = cut((12,), VECTOR, "tensor")[0]
-    deltas = Deltas(setup.reader, part, setup.reader.read_base(part))
+    region = cut((12,), VECTOR, "tensor")[0]
+    deltas = Deltas(setup.reader, region, setup.reader.read_base(region))
     assert torch.equal(deltas[0], expert)
     assert deltas.changed
 
@@ -126,11 +126,11 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
     base = torch.randn(3, 7, generator=generator).bfloat16()
     experts = [base + torch.randn(3, 7, generator=generator).bfloat16(), base.clone()]
     expected = [e.float() - base.float() for e in experts]
-    part = cut((3, 7), VECTOR, "tensor")[0]
+    region = cut((3, 7), VECTOR, "tensor")[0]
 
     walked, held = OneTensor(base, *experts), OneTensor(base, *experts)
     assert walked.reader.chunkable
-    streamed = Deltas(walked.reader, part, walked.reader.read_base(part))
+    streamed = Deltas(walked.reader, region, walked.reader.read_base(region))
     places = [(start, [p.clone() for p in pieces]) for start, pieces in streamed.walk()]
     assert [start for start, _ in places] == [0, 4, 8, 12, 16, 20]
     for t, delta in enumerate(expected):
@@ -139,7 +139,7 @@ def test_walking_holding_and_reading_give_the_same_deltas_and_hashes() -> None:
 
     room = held.reader.scratch.room
     with room.opened(10_000, elsewhere=0):
-        whole = Deltas(held.reader, part, held.reader.read_base(part), "held")
+        whole = Deltas(held.reader, region, held.reader.read_base(region), "held")
         result = whole.result()
         result.fill_(7.0)
         for delta, found in zip(expected, whole, strict=True):
@@ -188,14 +188,14 @@ def test_a_delta_that_is_asked_for_whole_is_read_whole() -> None:
 def test_a_streamed_base_is_hashed_once_and_read_as_often_as_somebody_looks() -> None:
     base, one = torch.arange(22.0).bfloat16(), torch.zeros(22).bfloat16()
     setup = OneTensor(base, one)
-    parts = [Part(0, 11, (11,), VECTOR), Part(11, 22, (11,), VECTOR)]
-    for part in parts:
-        streamed = StreamedBase(setup.reader, part)
+    regions = [Region(0, 11, (11,), VECTOR), Region(11, 22, (11,), VECTOR)]
+    for region in regions:
+        streamed = StreamedBase(setup.reader, region)
         assert streamed.numel() == 11
-        deltas = Deltas(setup.reader, part, streamed)
+        deltas = Deltas(setup.reader, region, streamed)
         for _ in range(2):
             walked = [(s, -p.clone(), streamed[s : s + 4].clone()) for s, (p,) in deltas.walk()]
-            wanted = base[part.start : part.stop]
+            wanted = base[region.start : region.stop]
             assert torch.equal(torch.cat([p for _, p, _ in walked]), wanted.float())
             assert torch.equal(torch.cat([b for _, _, b in walked]), wanted)
         assert streamed[2:5].tolist() == wanted[2:5].tolist()

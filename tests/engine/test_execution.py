@@ -30,10 +30,10 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.tensor import TensorMerge
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import CheckpointError, NumericalError, RecipeError
+from actmat.inputs import opened_inputs, plans_of
 from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
-from actmat.plan import parts as parts_module
+from actmat.plan import regions as regions_module
 from actmat.recipe import make_recipe
-from actmat.run import opened_inputs, plans_of
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_part_that_no_expert_changed_keeps_its_bits(family: Family) -> None:
 
 
 def test_the_caps_hold_for_every_kind_of_rule(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "CHUNK", 16)  # an elementwise rule would otherwise be capped piece by piece
+    monkeypatch.setattr(regions_module, "CHUNK", 16)  # an elementwise rule would otherwise be capped piece by piece
     seen = set()
     for method in METHODS:
         if method.needs_statistics or method.max_experts == 1 or (method.acts_on in seen and not method.one_pass):
@@ -93,7 +93,7 @@ def test_the_caps_hold_for_every_kind_of_rule(family: Family, monkeypatch: pytes
 
 
 def test_a_capped_norm_is_that_of_the_whole_tensor(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "CHUNK", 16)
+    monkeypatch.setattr(regions_module, "CHUNK", 16)
     method = next(m.name for m in METHODS if m.acts_on == "elementwise" and m.one_pass)
     family.change(family.experts[0], lambda t: t[EMBEDDING][0].add_(100))
     plain, _ = merge(family, method=method, scope="all")
@@ -276,7 +276,7 @@ def test_experts_of_another_dtype_are_noted(family: Family) -> None:
 def test_however_deltas_are_read_the_rule_gives_its_bits(
     family: Family, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], held_bytes: int
 ) -> None:
-    monkeypatch.setattr(parts_module, "HELD_BYTES", held_bytes)
+    monkeypatch.setattr(regions_module, "HELD_BYTES", held_bytes)
     for module in ("deltas", "reader", "tensor", "writing"):
         monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 16)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK_ENTRIES", 12)

@@ -16,10 +16,10 @@ from actmat.engine import rows as module
 from actmat.engine.rows import RowDeltas
 from actmat.errors import CheckpointError, NumericalError
 from actmat.linalg.chunks import Stacked, Streamed
-from actmat.plan.parts import CHUNK, Part
+from actmat.plan.regions import CHUNK, Region
 
 NAN, INF = float("nan"), float("inf")
-WHOLE = Part(0, 11, (11,), VECTOR)
+WHOLE = Region(0, 11, (11,), VECTOR)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_parts_of_one_tensor_are_hashed_together() -> None:
     base, expert = torch.arange(22.0), torch.zeros(22)
     setup = OneTensor(base, expert)
     for start in (0, 11):
-        (delta,) = walked(RowDeltas(setup.reader, Part(start, start + 11, (11,), VECTOR), with_base=False))
+        (delta,) = walked(RowDeltas(setup.reader, Region(start, start + 11, (11,), VECTOR), with_base=False))
         assert torch.equal(delta, -base[start : start + 11])
     assert setup.reader.hashes() == (digest(base), (digest(expert),))
 

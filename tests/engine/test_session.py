@@ -22,8 +22,8 @@ from actmat.engine.findings import Findings
 from actmat.engine.memory import Scratch
 from actmat.engine.observer import NoWriter
 from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.inputs import opened_inputs, plans_of
 from actmat.recipe import make_recipe
-from actmat.run import opened_inputs, plans_of
 from actmat.statistics import collect
 
 Fields = dict[str, Any]

@@ -19,8 +19,8 @@ from actmat.engine.reader import TensorReader
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.types import Role, TensorLayout
 from actmat.plan.model import Item
-from actmat.plan.parts import cut
 from actmat.plan.reading import Strategy
+from actmat.plan.regions import cut
 from actmat.plan.statistics import ExpertStatistics
 
 __all__ = ["VECTOR", "OneTensor", "digest"]
@@ -45,15 +45,15 @@ class OneTensor:
         self.reader = TensorReader(self.item, inputs, compute, torch.device("cpu"), Scratch(), self.findings)
 
     def first_part(self, strategy: Strategy = "each") -> Deltas:
-        """The deltas of the first part, for a method that takes tensors whole."""
-        part = cut(self.item.shape, VECTOR, "tensor")[0]
-        return Deltas(self.reader, part, self.reader.read_base(part), strategy)
+        """The deltas of the first region, for a method that takes tensors whole."""
+        region = cut(self.item.shape, VECTOR, "tensor")[0]
+        return Deltas(self.reader, region, self.reader.read_base(region), strategy)
 
     def read(self, acts_on: Any = "tensor") -> list[Tensor]:
-        """The deltas, put together from all parts."""
+        """The deltas, put together from all regions."""
         found: list[list[Tensor]] = []
-        for part in cut(self.item.shape, VECTOR, acts_on):
-            deltas = Deltas(self.reader, part, self.reader.read_base(part))
+        for region in cut(self.item.shape, VECTOR, acts_on):
+            deltas = Deltas(self.reader, region, self.reader.read_base(region))
             found.append([d.flatten().clone() for d in deltas.each()])
         return [torch.cat(pieces).view(self.item.shape) for pieces in zip(*found, strict=True)]
 

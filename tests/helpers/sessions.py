@@ -18,8 +18,8 @@ from actmat.engine.observer import ObserverFactory
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
+from actmat.inputs import opened_inputs, plans_of
 from actmat.recipe import make_recipe
-from actmat.run import opened_inputs, plans_of
 
 Run = tuple[SessionSpec, list[Unit], list[UnitResult]]
 

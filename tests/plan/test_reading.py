@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 import actmat
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan.parts import CHUNK, HELD_BYTES, Part
 from actmat.plan.reading import Reading, reading_of
+from actmat.plan.regions import CHUNK, HELD_BYTES, Region
 
 SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
 
 
 def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | None = None, **how: bool) -> Reading:
     method = get_method(name)
-    part = Part(0, numel, (numel,), TensorLayout(Role.VECTOR, ""))
+    region = Region(0, numel, (numel,), TensorLayout(Role.VECTOR, ""))
     settings = {"chunkable": True, "observed": False} | how
-    return reading_of(method, method.resolve_options(options or {}), part, experts, 4, **settings)
+    return reading_of(method, method.resolve_options(options or {}), region, experts, 4, **settings)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from actmat.diagnostics.on_data import data_residuals
 from actmat.engine.statistics import check_adapters
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.experts.resolve import is_adapter
+from actmat.inputs import opened_inputs, plans_of
 from actmat.recipe import ExpertRef, Recipe, add_statistics
-from actmat.run import opened_inputs, plans_of
 from actmat.statistics.agreement import agreement as compare
 from actmat.statistics.data import DataOptions, check_data, make_batches
 from actmat.statistics.models import Loaded, load_model

@@ -29,7 +29,7 @@ from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.plan.choose import depth_of
 from actmat.plan.model import Item, MethodCall
-from actmat.plan.parts import Part, cut
+from actmat.plan.regions import Region, cut
 from actmat.recipe import Recipe
 
 __all__ = ["ItemObserver", "Observers", "check_mutes", "sums_plainly"]
@@ -50,7 +50,7 @@ class Observers:
         return ItemObserver(item, self.seed, exact=self.exact)
 
     def memory(self, item: Item, itemsize: int) -> int:
-        """Bytes on top of merging an item: all deltas of one part at once, `S`, probes, copies."""
+        """Bytes on top of merging an item: all deltas of one region at once, `S`, probes, copies."""
         if item.call is None or item.factors is not None or not item.base_dtype:
             return 0
         experts, method = len(item.sources), get_method(item.call.method)
@@ -97,7 +97,7 @@ class ItemObserver:
         self._base_square = self._merged_square = 0.0
         self._seconds = 0.0
 
-    def part(self, merged: Merged) -> None:
+    def region(self, merged: Merged) -> None:
         """Measure what is whole, gather what is not."""
         began = time.perf_counter()
         if not self._sample and merged.factors is None:
@@ -138,7 +138,7 @@ class ItemObserver:
     def _measure_module(self, merged: Merged, value: LowRank) -> None:
         """Measure one map of a module, or each of a stack."""
         assert merged.factors is not None
-        label, stacked = merged.part.label, len(value.shape) > 2
+        label, stacked = merged.region.label, len(value.shape) > 2
         for index in range(math.prod(value.shape[:-2])):
             mine = f"{index}/{label}" if label else str(index)
             numbers = measure_lowrank(
@@ -157,13 +157,13 @@ class ItemObserver:
         self._merged_square += _square(value)
 
     def _gather(self, seen: Merged, value: Tensor) -> None:
-        """Match the part with the matrices that it covers, wholly or in part."""
+        """Match the region with the matrices that it covers, wholly or partly."""
         flat = [*(d.reshape(-1) for d in seen.deltas), value, _base(seen)]
-        start = seen.part.start
-        while start < seen.part.stop:
+        start = seen.region.start
+        while start < seen.region.stop:
             region = self._regions[self._next]
-            stop = min(region.stop, seen.part.stop)
-            here = slice(start - seen.part.start, stop - seen.part.start)
+            stop = min(region.stop, seen.region.stop)
+            here = slice(start - seen.region.start, stop - seen.region.start)
             whole = start == region.start and stop == region.stop
             if not whole:
                 if not self._buffers:
@@ -176,7 +176,7 @@ class ItemObserver:
                 self._next += 1
             start = stop
 
-    def _measure_dense(self, region: Part, flat: Sequence[Tensor], seen: Merged) -> None:
+    def _measure_dense(self, region: Region, flat: Sequence[Tensor], seen: Merged) -> None:
         *deltas, merged, base = ([*region.layout.to_matrices(x.view(region.shape))] for x in flat)
         for k, merged_OI in enumerate(merged):
             if merged_OI.ndim != 2:
@@ -197,7 +197,7 @@ class ItemObserver:
             self._add(label, merged_OI.shape, False, numbers | beside)
 
     def _measure_factors(self, seen: Merged, value: Tensor, factors: Sequence[Sequence[LowRank]]) -> None:
-        region = seen.part
+        region = seen.region
         merged = region.layout.to_matrices(value.view(region.shape))
         base = region.layout.to_matrices(_base(seen).view(region.shape))
         for k, deltas in enumerate(factors):
@@ -227,9 +227,9 @@ def _member(delta: LowRank, index: int) -> LowRank:
     return LowRank(delta.b_OR.flatten(0, -3)[index], delta.a_RI.flatten(0, -3)[index]) if delta.b_OR.ndim > 2 else delta
 
 
-def _label(part: Part, k: int) -> str:
-    blocks = part.layout.blocks
-    return "/".join(x for x in (part.label, blocks[k].name if blocks else "") if x)
+def _label(region: Region, k: int) -> str:
+    blocks = region.layout.blocks
+    return "/".join(x for x in (region.label, blocks[k].name if blocks else "") if x)
 
 
 def _norm(tensor: Tensor) -> float:

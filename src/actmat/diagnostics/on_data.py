@@ -30,7 +30,7 @@ from actmat.engine.statistics import FOREIGN, check_probes, foreign_tensors
 from actmat.errors import StatisticsError
 from actmat.linalg.outputs import output_energy
 from actmat.plan.model import Item, MergePlan
-from actmat.plan.parts import Part, cut
+from actmat.plan.regions import Region, cut
 
 __all__ = ["data_residuals"]
 
@@ -87,16 +87,16 @@ def data_residuals(
 
 def _energies(item: Item, reader: TensorReader, merged: Checkpoint) -> Iterator[tuple[int, float, float]]:
     """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
-    for part in cut(item.shape, item.layout, "matrix"):
-        base_raw = reader.read_base(part)
-        step_OI = (_stored(merged, item, part).double() - base_raw.double()).view(part.shape)
+    for region in cut(item.shape, item.layout, "matrix"):
+        base_raw = reader.read_base(region)
+        step_OI = (_stored(merged, item, region).double() - base_raw.double()).view(region.shape)
         for t, file in enumerate(reader.inputs.statistics.files):
-            delta, _ = reader.load(t, part, base_raw)
+            delta, _ = reader.load(t, region, base_raw)
             if file is None:
                 continue
-            pairs = zip(part.layout.to_matrices(step_OI), part.layout.to_matrices(delta), strict=True)
+            pairs = zip(region.layout.to_matrices(step_OI), region.layout.to_matrices(delta), strict=True)
             for k, (step, change_OI) in enumerate(pairs):
-                key = reader.inputs.statistics.gram_keys(item, part, k)[t]
+                key = reader.inputs.statistics.gram_keys(item, region, k)[t]
                 if key is None:
                     continue
                 gram_II = file.gram(key, mean="sum", dtype=torch.float64)
@@ -109,8 +109,8 @@ def _energies(item: Item, reader: TensorReader, merged: Checkpoint) -> Iterator[
                 yield t, output_energy(step - change_OI, gram_II), output_energy(change_OI, gram_II)
 
 
-def _stored(merged: Checkpoint, item: Item, part: Part) -> Tensor:
-    """The part's entries of the merged tensor, flat."""
+def _stored(merged: Checkpoint, item: Item, region: Region) -> Tensor:
+    """The region's entries of the merged tensor, flat."""
     spec = merged.specs.get(item.name)
     if spec is None or tuple(spec.shape) != tuple(item.shape):
         found = "missing" if spec is None else list(spec.shape)
@@ -118,6 +118,6 @@ def _stored(merged: Checkpoint, item: Item, part: Part) -> Tensor:
             f"{merged.location}: tensor '{item.name}' is {found}, its manifest says {list(item.shape)}; was the model "
             "changed after the merge? (actmat verify)"
         )
-    raw = torch.empty(part.numel, dtype=torch_dtype(spec.dtype))
-    merged.read_into(item.name, part.start * raw.itemsize, raw_bytes(raw))
+    raw = torch.empty(region.numel, dtype=torch_dtype(spec.dtype))
+    merged.read_into(item.name, region.start * raw.itemsize, raw_bytes(raw))
     return raw

@@ -1,4 +1,4 @@
-"""Apply the method of one task to one part: give it what it needs, split and join matrices, cap, check."""
+"""Apply the method of one task to one region: give it what it needs, split and join matrices, cap, check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged
-from actmat.plan.parts import Part, cut
+from actmat.plan.regions import Region, cut
 
 __all__ = [
     "apply_method",
@@ -38,59 +38,59 @@ _ALIGNMENT = 64
 Call = Callable[[Sequence[Tensor], str, int], Merged]
 
 
-def apply_method(task: Task, part: Part, deltas: Sequence[Tensor], around: Surroundings) -> Tensor:
-    """Merged delta of one part, flat, in the compute dtype.
+def apply_method(task: Task, region: Region, deltas: Sequence[Tensor], around: Surroundings) -> Tensor:
+    """Merged delta of one region, flat, in the compute dtype.
 
     Raises:
         NumericalError, RecipeError: from the method, with the name of the tensor.
     """
 
     def call(deltas: Sequence[Tensor], label: str, k: int) -> Merged:
-        return _call(task, deltas, needs_of(task, part, k, label, around), k, around.stages)
+        return _call(task, deltas, needs_of(task, region, k, label, around), k, around.stages)
 
     with named_errors(task.kind, task.item.name, task.call.method):
         if task.method.acts_on == "matrix":
-            value = _merge_matrices(task, part, deltas, call)
+            value = _merge_matrices(task, region, deltas, call)
         else:
-            merged = call(deltas, part.label, 0)
+            merged = call(deltas, region.label, 0)
             if task.method.acts_on == "tensor":
-                task.note(part.label, merged.stats)
-            value = _cap_matrices(task, merged.value, deltas, part)
+                task.note(region.label, merged.stats)
+            value = _cap_matrices(task, merged.value, deltas, region)
         return checked_finite(value.reshape(-1), task)
 
 
-def apply_to_factors(task: Task, part: Part, factors: Sequence[Sequence[LowRank]], around: Surroundings) -> Tensor:
+def apply_to_factors(task: Task, region: Region, factors: Sequence[Sequence[LowRank]], around: Surroundings) -> Tensor:
     """`apply_method` by the method's low-rank form; multiplied out once.
 
     Args:
-        factors: per logical matrix of the part, the factors of every expert, float64.
+        factors: per logical matrix of the region, the factors of every expert, float64.
         around: see `Surroundings`; its dtype is that of the factors.
     """
     values = []
     with named_errors(task.kind, task.item.name, task.call.method):
         for k, deltas in enumerate(factors):
-            merged = merge_factors(task, part, k, deltas, around)
+            merged = merge_factors(task, region, k, deltas, around)
             values.append(merged.dense().to(compute_dtype(task)))
-        return checked_finite(part.layout.from_matrices(values, part.shape).reshape(-1), task)
+        return checked_finite(region.layout.from_matrices(values, region.shape).reshape(-1), task)
 
 
-def merge_factors(task: Task, part: Part, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
-    """Merged delta of logical matrix `k` of a part, as factors, capped."""
-    method, label = task.method, matrix_label(part, k)
+def merge_factors(task: Task, region: Region, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
+    """Merged delta of logical matrix `k` of a region, as factors, capped."""
+    method, label = task.method, matrix_label(region, k)
     assert method.merge_lowrank is not None, "the plan chose the factored form"
-    merged = method.merge_lowrank(deltas, **needs_of(task, part, k, label, around), **task.call.options)
+    merged = method.merge_lowrank(deltas, **needs_of(task, region, k, label, around), **task.call.options)
     task.note(label, merged.stats)
-    return cap_factors(task, merged.value, deltas, part, label)
+    return cap_factors(task, merged.value, deltas, region, label)
 
 
-def cap_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], part: Part, label: str) -> LowRank:
+def cap_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], region: Region, label: str) -> LowRank:
     """The recipe's caps on one merged delta; on each of a stack of experts, as a full model has them."""
     value = value.to(torch.float64)
     if not task.caps.caps:
         return value
     limits: dict[str, Any] = {
         "norm_cap": task.caps.norm_cap,
-        "singular_value_cap": task.caps.singular_value_cap if _has_singular_values(part.layout) else None,
+        "singular_value_cap": task.caps.singular_value_cap if _has_singular_values(region.layout) else None,
     }
     if value.b_OR.ndim == 2:
         value, stats = cap_lowrank(value, deltas, **limits)
@@ -110,20 +110,20 @@ def compute_dtype(task: Task) -> torch.dtype:
     return torch_dtype(task.plan.recipe.compute_dtype)
 
 
-def _merge_matrices(task: Task, part: Part, deltas: Sequence[Tensor], call: Call) -> Tensor:
-    count = len(part.layout.matrix_shapes(part.shape))
-    split = [part.layout.to_matrices(d) for d in deltas] if count > 1 else None
+def _merge_matrices(task: Task, region: Region, deltas: Sequence[Tensor], call: Call) -> Tensor:
+    count = len(region.layout.matrix_shapes(region.shape))
+    split = [region.layout.to_matrices(d) for d in deltas] if count > 1 else None
     values = []
     for k in range(count):
         if split is not None:
             matrices: Sequence[Tensor] = [s[k] for s in split]
         else:  # deltas that are read on request share their memory: one matrix at a time
-            matrices = deltas if _is_single(part) else mapped(deltas, lambda d: part.layout.to_matrices(d)[0])
-        label = matrix_label(part, k)
+            matrices = deltas if _is_single(region) else mapped(deltas, lambda d: region.layout.to_matrices(d)[0])
+        label = matrix_label(region, k)
         merged = call(matrices, label, k)
         task.note(label, merged.stats)
-        values.append(_cap(task, merged.value, matrices, part.layout, label))
-    return part.layout.from_matrices(values, part.shape)
+        values.append(_cap(task, merged.value, matrices, region.layout, label))
+    return region.layout.from_matrices(values, region.shape)
 
 
 def _call(
@@ -164,17 +164,17 @@ def _has_singular_values(layout: TensorLayout) -> bool:
     return layout.role.is_matrix or layout.role is Role.CONVOLUTION
 
 
-def _is_single(part: Part) -> bool:
-    layout = part.layout
-    return not layout.blocks and layout.orientation == "OI" and len(part.shape) == 2
+def _is_single(region: Region) -> bool:
+    layout = region.layout
+    return not layout.blocks and layout.orientation == "OI" and len(region.shape) == 2
 
 
-def _cap_matrices(task: Task, merged: Tensor, deltas: Sequence[Tensor], part: Part) -> Tensor:
+def _cap_matrices(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: Region) -> Tensor:
     """Caps after a method that knows no matrices: they hold for each matrix of the tensor all the same."""
     if not task.caps.caps:
         return merged
     out = torch.empty_like(merged).reshape(-1)
-    for region in cut(part.shape, part.layout, "matrix"):
+    for region in cut(whole.shape, whole.layout, "matrix"):
         value, *own = (region.layout.to_matrices(narrowed(x, region).view(region.shape)) for x in (merged, *deltas))
         capped = [
             _cap(task, matrix, [matrices[k] for matrices in own], region.layout, matrix_label(region, k))
@@ -195,13 +195,13 @@ def _cap(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLay
     return value
 
 
-def matrix_label(part: Part, k: int) -> str:
-    """Label of logical matrix `k` of a part in records: "q", "3/gate"."""
-    blocks = part.layout.blocks
-    return "/".join(x for x in (part.label, blocks[k].name if blocks else "") if x)
+def matrix_label(region: Region, k: int) -> str:
+    """Label of logical matrix `k` of a region in records: "q", "3/gate"."""
+    blocks = region.layout.blocks
+    return "/".join(x for x in (region.label, blocks[k].name if blocks else "") if x)
 
 
-def narrowed(whole: Tensor, own: Part) -> Tensor:
-    """Entries of a part of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
+def narrowed(whole: Tensor, own: Region) -> Tensor:
+    """Entries of a region of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
     entries = whole.reshape(-1)[own.start : own.stop]
     return entries if entries.data_ptr() % _ALIGNMENT == 0 else entries.clone()

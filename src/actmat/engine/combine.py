@@ -14,15 +14,15 @@ from actmat.engine.naming import named_errors
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.rows import RowDeltas
 from actmat.engine.task import Task
-from actmat.engine.writing import write_chunk, write_part
+from actmat.engine.writing import write_chunk, write_region
 from actmat.linalg.inner import add_up, inner_products
-from actmat.plan.parts import Part
+from actmat.plan.regions import Region
 
 __all__ = ["merge_combined"]
 
 
-def merge_combined(task: Task, part: Part, base_raw: Tensor | StreamedBase, reader: TensorReader) -> bool:
-    """Merge and write one part; whether anything changed.
+def merge_combined(task: Task, region: Region, base_raw: Tensor | StreamedBase, reader: TensorReader) -> bool:
+    """Merge and write one region; whether anything changed.
 
     Raises:
         NumericalError, RecipeError: from the method, with the name of the tensor.
@@ -30,7 +30,7 @@ def merge_combined(task: Task, part: Part, base_raw: Tensor | StreamedBase, read
     method, call = task.method, task.call
     assert method.combine is not None
     with_base = method.uses_base(call.options)
-    basis = RowDeltas(reader, part, with_base=with_base)
+    basis = RowDeltas(reader, region, with_base=with_base)
     with named_errors(task.kind, task.item.name, call.method):
         gram_BB = inner_products(basis)
         if not bool(gram_BB.isfinite().all()):  # as rare as a broken checkpoint: find what is not, and clear it
@@ -38,10 +38,10 @@ def merge_combined(task: Task, part: Part, base_raw: Tensor | StreamedBase, read
             gram_BB = inner_products(basis)
         weights = {"weights": call.weights} if method.is_weighted else {}
         found = method.combine(gram_BB, **weights, **call.options)
-        task.note(part.label, found.stats)
+        task.note(region.label, found.stats)
     norm_B = gram_BB.diagonal().sqrt()
     if not bool(norm_B[int(with_base) :].any()):
-        write_part(task, part, base_raw, None, reader)
+        write_region(task, region, base_raw, None, reader)
         return False
     # no entry of the sum is larger than this; where that may overflow, sums are checked
     largest = float(torch.tensor(found.coefficients, dtype=torch.float64).abs() @ norm_B)

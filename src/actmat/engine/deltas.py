@@ -1,4 +1,4 @@
-"""The deltas of one part of a tensor, as a method takes them: one by one, all together, or chunk by chunk."""
+"""The deltas of one region of a tensor, as a method takes them: one by one, all together, or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.linalg.chunks import CHUNK_ENTRIES, chunk_size
-from actmat.plan.parts import CHUNK, Part
 from actmat.plan.reading import Strategy
+from actmat.plan.regions import CHUNK, Region
 
 __all__ = ["Deltas", "LazySequence", "mapped", "stacked"]
 
@@ -42,34 +42,34 @@ class LazySequence(Sequence[Tensor]):
 
 
 class Deltas(LazySequence):
-    """Deltas of one part, read by one of the strategies of `plan.reading`.
+    """Deltas of one region, read by one of the strategies of `plan.reading`.
 
-    A sequence of tensors in the shape of the part; and, for methods that stream, `linalg.chunks.Streamed`. Each byte
+    A sequence of tensors in the shape of the region; and, for methods that stream, `linalg.chunks.Streamed`. Each byte
     is hashed and checked when it is read first.
 
     Args:
         reader: reads and subtracts.
-        part: which entries.
+        region: which entries.
         base_raw: the base's entries as stored, held or read chunk by chunk.
         strategy: how deltas are given. `combine` is not one of these, see `engine.combine`.
     """
 
     def __init__(
-        self, reader: TensorReader, part: Part, base_raw: Tensor | StreamedBase, strategy: Strategy = "each"
+        self, reader: TensorReader, region: Region, base_raw: Tensor | StreamedBase, strategy: Strategy = "each"
     ) -> None:
         super().__init__(reader.n_experts, self._get)
         self._reader = reader
-        self._part = part
+        self._region = region
         self._base_raw = base_raw
         self._given: set[int] = set()
         self._shared: Tensor | None = None
         self._whole: list[Tensor] | None = None
         self._flat: list[Tensor] = []
         self._read_entries = 0
-        self.shape = part.shape
+        self.shape = region.shape
         self.dtype = reader.compute_dtype
         self.changed = False
-        large = reader.chunkable and part.numel > CHUNK
+        large = reader.chunkable and region.numel > CHUNK
         if strategy == "chunks_held" and large:
             self._hold()
         elif strategy in ("held", "chunks_held"):
@@ -85,10 +85,10 @@ class Deltas(LazySequence):
         return iter(self)
 
     def held(self) -> Sequence[Tensor]:
-        """All deltas, in memory until the next part is read."""
-        if self._whole is None and (not self._reader.chunkable or self._part.numel <= CHUNK):
+        """All deltas, in memory until the next region is read."""
+        if self._whole is None and (not self._reader.chunkable or self._region.numel <= CHUNK):
             self._whole = [self._load(t) for t in range(len(self))]
-            self._read_entries = self._part.numel
+            self._read_entries = self._region.numel
         elif self._whole is None:
             self._hold()
         for _ in self._unread():
@@ -106,14 +106,14 @@ class Deltas(LazySequence):
             return
         flat = self._flat or [delta.reshape(-1) for delta in self._whole]
         size = CHUNK_ENTRIES if flat[0].device.type == "cpu" else chunk_size(flat[0].device)
-        for start in range(0, self._part.numel, size):
+        for start in range(0, self._region.numel, size):
             if start >= self._read_entries:
                 next(self._unread())
             yield start, [flat_N[start : start + size] for flat_N in flat]
 
     def result(self) -> Tensor:
-        """Memory for the merged delta, shaped like the part; contents arbitrary."""
-        return self._reader.result(self._part)
+        """Memory for the merged delta, shaped like the region; contents arbitrary."""
+        return self._reader.result(self._region)
 
     def _get(self, t: int) -> Tensor:
         if self._whole is not None:
@@ -121,19 +121,19 @@ class Deltas(LazySequence):
         if t in self._given:
             raise RuntimeError("a method declared one_pass asked for a delta twice; declare one_pass=False")
         self._given.add(t)
-        if self._shared is None and self._part.numel > CHUNK:
-            self._shared = self._reader.buffer(self._part)
+        if self._shared is None and self._region.numel > CHUNK:
+            self._shared = self._reader.buffer(self._region)
         return self._load(t, self._shared)
 
     def _load(self, t: int, into: Tensor | None = None) -> Tensor:
-        delta, changed = self._reader.load(t, self._part, self._base_raw, into)
+        delta, changed = self._reader.load(t, self._region, self._base_raw, into)
         self.changed |= changed
         return delta
 
     def _hold(self) -> None:
         """Memory for all deltas; entries arrive chunk by chunk, when they are first needed."""
-        self._flat = [self._reader.buffer(self._part) for _ in range(len(self))]
-        self._whole = [buffer.view(self._part.shape) for buffer in self._flat]
+        self._flat = [self._reader.buffer(self._region) for _ in range(len(self))]
+        self._whole = [buffer.view(self._region.shape) for buffer in self._flat]
 
     def _unread(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Read the chunks of held deltas that no pass has reached yet."""
@@ -143,11 +143,11 @@ class Deltas(LazySequence):
 
     def _chunks(self, first: int, room: Callable[[int, int], list[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
         """Read all experts chunk by chunk into `room(start, numel)`; they share one conversion of the base."""
-        for start in range(first, self._part.numel, CHUNK_ENTRIES):
+        for start in range(first, self._region.numel, CHUNK_ENTRIES):
             base_P = self._base_raw[start : start + CHUNK_ENTRIES]
             pieces_TP = room(start, base_P.numel())
             for t, piece_P in enumerate(pieces_TP):
-                self.changed |= self._reader.read_chunk(t, self._part.start + start, base_P, piece_P)
+                self.changed |= self._reader.read_chunk(t, self._region.start + start, base_P, piece_P)
             if self._whole is not None:
                 self._read_entries = start + base_P.numel()
             yield start, pieces_TP

@@ -1,4 +1,4 @@
-"""Factored deltas of one part of a stored tensor, as logical matrices.
+"""Factored deltas of one region of a stored tensor, as logical matrices.
 
 Shapes: `O` out_features, `I` in_features, `R` rank.
 """
@@ -13,23 +13,23 @@ import torch
 from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
-from actmat.plan.parts import Part
+from actmat.plan.regions import Region
 
-__all__ = ["part_factors"]
+__all__ = ["region_factors"]
 
 
-def part_factors(experts: Sequence[Expert], sources: Sequence[Source], part: Part) -> list[list[LowRank]]:
-    """Per logical matrix of the part, the factors of every expert, float64."""
-    per_expert = [_logical(e, s, part) for e, s in zip(experts, sources, strict=True)]
+def region_factors(experts: Sequence[Expert], sources: Sequence[Source], region: Region) -> list[list[LowRank]]:
+    """Per logical matrix of the region, the factors of every expert, float64."""
+    per_expert = [_logical(e, s, region) for e, s in zip(experts, sources, strict=True)]
     return [list(group) for group in zip(*per_expert, strict=True)]
 
 
-def _logical(expert: Expert, source: Source, part: Part) -> list[LowRank]:
-    columns = math.prod(part.shape[1:])
-    rows = part.numel // columns
+def _logical(expert: Expert, source: Source, region: Region) -> list[LowRank]:
+    columns = math.prod(region.shape[1:])
+    rows = region.numel // columns
     if source.kind == "formed":
-        whole = expert.factors(source.name, part.shape, torch.float64)
-        first, last = part.start // columns, part.stop // columns
+        whole = expert.factors(source.name, region.shape, torch.float64)
+        first, last = region.start // columns, region.stop // columns
         if whole.b_OR.ndim == 3:
             index, first = divmod(first, whole.b_OR.shape[-2])
             last = first + rows
@@ -37,7 +37,7 @@ def _logical(expert: Expert, source: Source, part: Part) -> list[LowRank]:
         stored = LowRank(whole.b_OR[first:last], whole.a_RI)
     else:
         stored = expert.factors(source.name, (rows, columns), torch.float64)
-    layout = part.layout
+    layout = region.layout
     if layout.role is Role.CONVOLUTION:
         return [stored]
     if layout.orientation == "IO":

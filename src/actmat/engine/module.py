@@ -32,7 +32,7 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, Truncated, frobenius_norm, truncate, weighted_sum
 from actmat.plan.model import Item
-from actmat.plan.parts import Part, cut
+from actmat.plan.regions import Region, cut
 
 __all__ = ["merge_full_tensor", "merge_module", "module_deltas"]
 
@@ -112,43 +112,43 @@ def _by_block(item: Item, deltas: Sequence[LowRank]) -> Iterator[tuple[str, list
         yield block.name, [LowRank(s[k], d.a_RI) for s, d in zip(split, deltas, strict=True)]
 
 
-def _logical(item: Item) -> Part:
-    """The module as one part whose logical matrices are its blocks."""
+def _logical(item: Item) -> Region:
+    """The module as one region whose logical matrices are its blocks."""
     role = Role.FUSED_LINEAR if item.pair.blocks else item.layout.role
     role = Role.LINEAR if role in (Role.CONVOLUTION, Role.STACKED_EXPERTS) else role
-    return Part(0, item.numel, item.shape, TensorLayout(role, item.layout.reason, blocks=item.pair.blocks))
+    return Region(0, item.numel, item.shape, TensorLayout(role, item.layout.reason, blocks=item.pair.blocks))
 
 
 def _merge_blocks(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> list[LowRank]:
     """Merged delta of every block, capped."""
-    part, by_matrix = _logical(task.item), task.item.form == "factored" or task.method.acts_on == "matrix"
+    region, by_matrix = _logical(task.item), task.item.form == "factored" or task.method.acts_on == "matrix"
     whole = None if by_matrix else _merge_stored(task, deltas, around)
     values = []
     for k, (label, own) in enumerate(_by_block(task.item, deltas)):
         if whole is None:
-            values.append(_merge_block(task, part, k, own, around))
+            values.append(_merge_block(task, region, k, own, around))
         else:
-            value = _as_factors(part.layout.to_matrices(whole)[k])
-            values.append(cap_factors(task, value, own, part, label))
+            value = _as_factors(region.layout.to_matrices(whole)[k])
+            values.append(cap_factors(task, value, own, region, label))
         _observe(task, label, own, values[-1])
     return values
 
 
-def _merge_block(task: Task, part: Part, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
+def _merge_block(task: Task, region: Region, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
     """Merged delta of one block; random methods take a stack by matrix, to draw as they do in a model."""
     if task.method.is_random and deltas[0].b_OR.ndim == 3:
         found = []
         for e in range(deltas[0].b_OR.shape[0]):
             own = [LowRank(d.b_OR[e], d.a_RI[e]) for d in deltas]
-            found.append(_merge_block(task, dataclasses.replace(part, label=str(e)), k, own, around))
+            found.append(_merge_block(task, dataclasses.replace(region, label=str(e)), k, own, around))
         return _stacked(found)
     if task.item.form == "factored":
-        return merge_factors(task, part, k, deltas, around)
-    label = matrix_label(part, k)
+        return merge_factors(task, region, k, deltas, around)
+    label = matrix_label(region, k)
     dense = [d.dense().to(around.dtype) for d in deltas]
-    merged = task.method.merge(dense, **needs_of(task, part, k, label, around), **task.call.options)
+    merged = task.method.merge(dense, **needs_of(task, region, k, label, around), **task.call.options)
     task.note(label, merged.stats)
-    return cap_factors(task, _as_factors(merged.value), deltas, part, label)
+    return cap_factors(task, _as_factors(merged.value), deltas, region, label)
 
 
 def _stacked(found: Sequence[LowRank]) -> LowRank:
@@ -163,7 +163,7 @@ def _stacked(found: Sequence[LowRank]) -> LowRank:
 def _merge_stored(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> Tensor:
     """The merged delta of a method that knows no matrices.
 
-    It is given the tensor as a model stores it, in the parts of a merge into a model, so that random methods draw the
+    It is given the tensor as a model stores it, in the regions of a merge into a model, so that random methods draw the
     same masks for both.
     """
     item = task.item
@@ -171,34 +171,34 @@ def _merge_stored(task: Task, deltas: Sequence[LowRank], around: Surroundings) -
     dense = [d.dense().to(around.dtype) for d in deltas]
     flat = [(d.mT if turned else d).reshape(-1) for d in dense]
     out = torch.empty_like(flat[0])
-    for part in cut(item.pair.shape, item.layout, task.method.acts_on):
-        own = [f[part.start : part.stop].view(part.shape) for f in flat]
-        merged = task.method.merge(own, **needs_of(task, part, 0, part.label, around), **task.call.options)
+    for region in cut(item.pair.shape, item.layout, task.method.acts_on):
+        own = [f[region.start : region.stop].view(region.shape) for f in flat]
+        merged = task.method.merge(own, **needs_of(task, region, 0, region.label, around), **task.call.options)
         if task.method.acts_on == "tensor":
-            task.note(part.label, merged.stats)
-        out[part.start : part.stop] = merged.value.reshape(-1)
+            task.note(region.label, merged.stats)
+        out[region.start : region.stop] = merged.value.reshape(-1)
     return out.view(dense[0].mT.shape).mT if turned else out.view(item.shape)
 
 
 def _observe(task: Task, label: str, deltas: Sequence[LowRank], value: LowRank) -> None:
     if task.observer is not None:
         shape = tuple(value.shape)
-        part = Part(0, math.prod(shape), shape, TensorLayout(Role.LINEAR, ""), label)
-        task.observer.part(Merged(part, (), [deltas], None, value, lambda k: None, task.stats))
+        region = Region(0, math.prod(shape), shape, TensorLayout(Role.LINEAR, ""), label)
+        task.observer.region(Merged(region, (), [deltas], None, value, lambda k: None, task.stats))
 
 
-def _packed(item: Item, parts: Sequence[LowRank]) -> LowRank:
+def _packed(item: Item, regions: Sequence[LowRank]) -> LowRank:
     """`[b_1 a_1; b_2 a_2; ...]` with block-diagonal `b`, in the order in which the rows are stored."""
     if not item.pair.blocks:
-        return parts[0]
-    total = sum(p.rank for p in parts)
+        return regions[0]
+    total = sum(p.rank for p in regions)
     wide, start = [], 0
-    for part in parts:
-        wide.append(torch.nn.functional.pad(part.b_OR, (start, total - start - part.rank)))
-        start += part.rank
+    for region in regions:
+        wide.append(torch.nn.functional.pad(region.b_OR, (start, total - start - region.rank)))
+        start += region.rank
     layout = TensorLayout(Role.FUSED_LINEAR, "", blocks=item.pair.blocks)
     shape = (*item.shape[:-1], total)
-    return LowRank(layout.from_matrices(wide, shape), torch.cat([p.a_RI for p in parts], dim=-2))
+    return LowRank(layout.from_matrices(wide, shape), torch.cat([p.a_RI for p in regions], dim=-2))
 
 
 def _record(task: Task, outputs: Sequence[Tensor], began: float) -> Record:

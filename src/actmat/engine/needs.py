@@ -13,7 +13,7 @@ from torch import Tensor
 from actmat.engine.deltas import LazySequence
 from actmat.engine.task import Task
 from actmat.methods import MergeMethod
-from actmat.plan.parts import Part
+from actmat.plan.regions import Region
 from actmat.plan.statistics import ExpertStatistics
 
 __all__ = ["Surroundings", "generator_for", "needs_of"]
@@ -21,12 +21,12 @@ __all__ = ["Surroundings", "generator_for", "needs_of"]
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Everything around the deltas of one part that a method may need.
+    """Everything around the deltas of one region that a method may need.
 
     Args:
         statistics: of the experts.
         dtype, device: of what the method is given.
-        base: `W_0` on a part in that dtype, shaped like the part; None where there is no base.
+        base: `W_0` on a region in that dtype, shaped like the region; None where there is no base.
         stages: first stages of methods, for variants of one family and observers; None where nothing else takes them,
             so that a method may write its result over them.
     """
@@ -34,12 +34,12 @@ class Surroundings:
     statistics: ExpertStatistics
     dtype: torch.dtype
     device: torch.device | str = "cpu"
-    base: Callable[[Part], Tensor] | None = None
+    base: Callable[[Region], Tensor] | None = None
     stages: dict[Any, Any] | None = None
 
 
-def needs_of(task: Task, part: Part, k: int, label: str, around: Surroundings) -> dict[str, Any]:
-    """Keyword arguments of the method of a task, for logical matrix `k` of a part.
+def needs_of(task: Task, region: Region, k: int, label: str, around: Surroundings) -> dict[str, Any]:
+    """Keyword arguments of the method of a task, for logical matrix `k` of a region.
 
     Args:
         label: of the matrix; with the tensor's name and the recipe's seed it decides what a random method draws.
@@ -49,31 +49,31 @@ def needs_of(task: Task, part: Part, k: int, label: str, around: Surroundings) -
     if method.is_weighted:
         needs["weights"] = call.weights
     if method.uses_base(call.options) and around.base is not None:
-        whole = around.base(part)
-        needs["base"] = part.layout.to_matrices(whole)[k] if method.acts_on == "matrix" else whole
+        whole = around.base(region)
+        needs["base"] = region.layout.to_matrices(whole)[k] if method.acts_on == "matrix" else whole
     if method.is_random:
         tensor = task.item.name if task.item.factors is None else task.item.factors.tensor
-        needs["generator"] = generator_for(task.plan.recipe.seed, tensor, label or str(part.start))
+        needs["generator"] = generator_for(task.plan.recipe.seed, tensor, label or str(region.start))
     if "survey" in method.needs:
         needs["survey"] = task.survey
     if method.needs_statistics and around.statistics.any:
-        needs["statistics"] = _statistics(task, part, k, around)
+        needs["statistics"] = _statistics(task, region, k, around)
     return needs
 
 
 def generator_for(seed: int, name: str, label: str) -> torch.Generator:
-    """A generator of its own for every tensor and part: order, threads and shards change nothing."""
+    """A generator of its own for every tensor and region: order, threads and shards change nothing."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{label}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _statistics(task: Task, part: Part, k: int, around: Surroundings) -> Mapping[str, Sequence[Tensor]]:
-    """Statistics of all experts for matrix `k` of a part, read when asked for."""
+def _statistics(task: Task, region: Region, k: int, around: Surroundings) -> Mapping[str, Sequence[Tensor]]:
+    """Statistics of all experts for matrix `k` of a region, read when asked for."""
     method, files = task.method, around.statistics.files
     if "fisher" in method.needs_statistics:
         return {"fisher": _kept(method, len(files), lambda t: _fisher(task, t, around))}
-    keys = around.statistics.gram_keys(task.item, part, k)
-    width = part.layout.matrix_shapes(part.shape)[k][-1]
+    keys = around.statistics.gram_keys(task.item, region, k)
+    width = region.layout.matrix_shapes(region.shape)[k][-1]
 
     def gram(t: int) -> Tensor:
         file, key = files[t], keys[t]

@@ -14,26 +14,26 @@ from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
 from actmat.plan.model import Item
-from actmat.plan.parts import Part
+from actmat.plan.regions import Region
 
 __all__ = ["Merged", "NoWriter", "Observer", "ObserverFactory", "Sink", "SinkSource"]
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One part of an item, after its method; nothing of it may be kept or changed.
+    """One region of an item, after its method; nothing of it may be kept or changed.
 
     Args:
-        part: which entries.
-        deltas: one per expert, shaped like the part; empty where the method worked on factors.
-        factors: per logical matrix of the part, the experts' factors; None where the method took dense deltas.
+        region: which entries.
+        deltas: one per expert, shaped like the region; empty where the method worked on factors.
+        factors: per logical matrix of the region, the experts' factors; None where the method took dense deltas.
         base: the base's entries as stored, flat; None where there is no base.
-        value: the merged delta before its scale: flat, or as factors of the one logical matrix of the part.
+        value: the merged delta before its scale: flat, or as factors of the one logical matrix of the region.
         stage: logical matrix -> what the first stage of the method gave for it; None where it has none.
         stats: what the method reported of this item so far.
     """
 
-    part: Part
+    region: Region
     deltas: Sequence[Tensor]
     factors: Sequence[Sequence[LowRank]] | None
     base: Tensor | None
@@ -43,13 +43,13 @@ class Merged:
 
 
 class Observer(Protocol):
-    """Measures the parts of one item, in order."""
+    """Measures the regions of one item, in order."""
 
-    def part(self, merged: Merged) -> None:
-        """One part is merged."""
+    def region(self, merged: Merged) -> None:
+        """One region is merged."""
 
     def finish(self) -> dict[str, Any]:
-        """Plain data for the record; called once, after the last part."""
+        """Plain data for the record; called once, after the last region."""
 
 
 class ObserverFactory(Protocol):

@@ -22,9 +22,9 @@ from actmat.engine.observer import Merged
 from actmat.engine.reader import TensorReader
 from actmat.engine.task import Record, Task
 from actmat.engine.tensor import record_of
-from actmat.engine.writing import write_part
-from actmat.plan.parts import Part
+from actmat.engine.writing import write_region
 from actmat.plan.pools import pooled
+from actmat.plan.regions import Region
 
 __all__ = ["merge_pool"]
 
@@ -42,11 +42,11 @@ def merge_pool(
     """
     began = time.perf_counter()
     items = [t.item for t in variants[0]]
-    parts = [Part(0, i.numel, i.shape, i.layout) for i in items]
-    base_raw = [r.read_base(p) for r, p in zip(readers, parts, strict=True)]
-    members = [Deltas(r, p, b) for r, p, b in zip(readers, parts, base_raw, strict=True)]
+    regions = [Region(0, i.numel, i.shape, i.layout) for i in items]
+    base_raw = [r.read_base(p) for r, p in zip(readers, regions, strict=True)]
+    members = [Deltas(r, p, b) for r, p, b in zip(readers, regions, base_raw, strict=True)]
     rows = pooled(items)
-    whole = Part(0, rows.numel, rows.shape, rows.layout)
+    whole = Region(0, rows.numel, rows.shape, rows.layout)
     first = variants[0][0]
     once = len(variants) == 1 and first.method.one_pass and not first.caps.caps and first.observer is None
     deltas: Sequence[Tensor] = stacked(members) if once else list(stacked(members))
@@ -56,7 +56,7 @@ def merge_pool(
         reader.inputs.statistics,
         reader.compute_dtype,
         reader.device,
-        base=lambda part: reader.converted_base(part, flat),
+        base=lambda region: reader.converted_base(region, flat),
         stages={} if len(variants) > 1 else None,
     )
     for tasks in variants:
@@ -65,14 +65,14 @@ def merge_pool(
         if inspect_only or findings.fatal:
             continue
         row = 0
-        for task, part, raw, read, own in zip(tasks, parts, base_raw, members, readers, strict=True):
-            here = slice(row, row + part.shape[0])
+        for task, region, raw, read, own in zip(tasks, regions, base_raw, members, readers, strict=True):
+            here = slice(row, row + region.shape[0])
             row = here.stop
             value = merged[here].reshape(-1)
             task.stats = {"pool": task.item.pool, **leader.stats}
             if task.observer is not None:
-                task.observer.part(Merged(part, [d[here] for d in deltas], None, raw, value, _no_stage, {}))
-            write_part(task, part, raw, value if read.changed else None, own)
+                task.observer.region(Merged(region, [d[here] for d in deltas], None, raw, value, _no_stage, {}))
+            write_region(task, region, raw, value if read.changed else None, own)
     if inspect_only or findings.fatal:
         return []
     share = (time.perf_counter() - began) / (len(variants) * len(items))

@@ -1,4 +1,4 @@
-"""Read one tensor of the base and of all experts, part by part, as deltas: hashed, checked and subtracted on the way.
+"""Read one tensor of the base and of all experts by regions, as deltas: hashed, checked and subtracted on the way.
 
 Chunks are read into a warm buffer, hashed, converted to the compute dtype and reduced by the base while they are in
 the cache, so that no second copy of a tensor ever exists in the storage dtype.
@@ -14,13 +14,13 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.factored import part_factors
+from actmat.engine.factored import region_factors
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.linalg.lowrank import LowRank
 from actmat.plan.model import Item
-from actmat.plan.parts import CHUNK, Part
+from actmat.plan.regions import CHUNK, Region
 
 __all__ = ["StreamedBase", "TensorReader", "same_bits"]
 
@@ -64,15 +64,15 @@ class TensorReader:
         self._checked = [0 for _ in inputs.experts]  # entries that were checked, from the first on; once is enough
         self._finite = [True for _ in inputs.experts]  # those that were
 
-    def read_base(self, part: Part) -> Tensor:
-        """Entries of the part as stored, flat; reading the next part overwrites all that was read of this one."""
-        if part.numel <= CHUNK:
+    def read_base(self, region: Region) -> Tensor:
+        """Entries of the region as stored, flat; reading the next region overwrites all that was read of this one."""
+        if region.numel <= CHUNK:
             self._base_chunk = None
-            raw = self.scratch.base.take(part.numel, self._base_dtype)
+            raw = self.scratch.base.take(region.numel, self._base_dtype)
         else:
             self.scratch.room.restart()
-            raw = self.scratch.room.take(part.numel, self._base_dtype)
-        self.read_stored(0, part.start * raw.itemsize, raw_bytes(raw))
+            raw = self.scratch.room.take(region.numel, self._base_dtype)
+        self.read_stored(0, region.start * raw.itemsize, raw_bytes(raw))
         return raw
 
     def base_chunk(self, start: int, numel: int) -> Tensor:
@@ -92,47 +92,49 @@ class TensorReader:
             self._hashes[k].update(out)
 
     def load(
-        self, t: int, part: Part, base_raw: Tensor | StreamedBase, into: Tensor | None = None
+        self, t: int, region: Region, base_raw: Tensor | StreamedBase, into: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        """Delta of expert `t` on this part, shaped like it, and whether it is anything but zero.
+        """Delta of expert `t` on this region, shaped like it, and whether it is anything but zero.
 
-        `into`: memory for it, if it is read and larger than a chunk; by default the worker's, where the next part
+        `into`: memory for it, if it is read and larger than a chunk; by default the worker's, where the next region
         overwrites it.
         """
         source = self._sources[t]
         if source.kind != "stored":
-            formed = self.inputs.experts[t].delta(source.name, part.start, part.stop, self.compute_dtype)
-            return formed.view(part.shape).to(self.device), source.kind == "formed"
-        if part.numel <= CHUNK:  # the buffer of this expert is overwritten by its next chunk
-            delta = self.scratch.delta(t).take(part.numel, self.compute_dtype)
+            formed = self.inputs.experts[t].delta(source.name, region.start, region.stop, self.compute_dtype)
+            return formed.view(region.shape).to(self.device), source.kind == "formed"
+        if region.numel <= CHUNK:  # the buffer of this expert is overwritten by its next chunk
+            delta = self.scratch.delta(t).take(region.numel, self.compute_dtype)
         else:
-            delta = self.buffer(part) if into is None else into
+            delta = self.buffer(region) if into is None else into
         changed = False
-        for low in range(0, part.numel, CHUNK):
-            high = min(low + CHUNK, part.numel)
-            changed |= self.read_chunk(t, part.start + low, base_raw[low:high], delta[low:high])
-        return delta.view(part.shape).to(self.device), changed
+        for low in range(0, region.numel, CHUNK):
+            high = min(low + CHUNK, region.numel)
+            changed |= self.read_chunk(t, region.start + low, base_raw[low:high], delta[low:high])
+        return delta.view(region.shape).to(self.device), changed
 
-    def buffer(self, part: Part) -> Tensor:
-        """Memory for one delta of the part, flat, overwritten by what is read of the next part."""
-        return self.scratch.room.take(part.numel, self.compute_dtype)
+    def buffer(self, region: Region) -> Tensor:
+        """Memory for one delta of the region, flat, overwritten by what is read of the next region."""
+        return self.scratch.room.take(region.numel, self.compute_dtype)
 
     @property
     def chunkable(self) -> bool:
         """See `plan.reading.reading_of`."""
         return self.device.type == "cpu" and self.item.is_chunkable
 
-    def converted_base(self, part: Part, base_raw: Tensor) -> Tensor:
-        """The base on this part in the compute dtype, shaped like it, for a method that takes it."""
-        if base_raw.dtype == self.compute_dtype or part.numel <= CHUNK:
-            return base_raw.to(self.compute_dtype).view(part.shape).to(self.device)
-        return self.scratch.room.take(part.numel, self.compute_dtype).copy_(base_raw).view(part.shape).to(self.device)
+    def converted_base(self, region: Region, base_raw: Tensor) -> Tensor:
+        """The base on this region in the compute dtype, shaped like it, for a method that takes it."""
+        if base_raw.dtype == self.compute_dtype or region.numel <= CHUNK:
+            return base_raw.to(self.compute_dtype).view(region.shape).to(self.device)
+        return (
+            self.scratch.room.take(region.numel, self.compute_dtype).copy_(base_raw).view(region.shape).to(self.device)
+        )
 
-    def result(self, part: Part) -> Tensor:
-        """Memory for the merged delta of a part, shaped like it; contents arbitrary."""
-        if self.device.type != "cpu" or part.numel <= CHUNK:
-            return torch.empty(part.shape, dtype=self.compute_dtype, device=self.device)
-        return self.scratch.room.take(part.numel, self.compute_dtype).view(part.shape)
+    def result(self, region: Region) -> Tensor:
+        """Memory for the merged delta of a region, shaped like it; contents arbitrary."""
+        if self.device.type != "cpu" or region.numel <= CHUNK:
+            return torch.empty(region.shape, dtype=self.compute_dtype, device=self.device)
+        return self.scratch.room.take(region.numel, self.compute_dtype).view(region.shape)
 
     def read_chunk(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         """Write the delta of expert `t` from entry `start` on; whether a first look finds anything but zeros."""
@@ -209,7 +211,7 @@ class TensorReader:
         delta.masked_fill_(bad | bad_base, 0.0)
 
     def hashes(self) -> tuple[str, tuple[str, ...]]:
-        """Content hashes of the base's tensor and of each expert's; all parts of the base must have been read.
+        """Content hashes of the base's tensor and of each expert's; all regions of the base must have been read.
 
         Entries that the method did not ask for are read now.
         """
@@ -224,9 +226,9 @@ class TensorReader:
             found.append(self._hashes[t + 1].hexdigest())
         return self._hashes[0].hexdigest(), tuple(found)
 
-    def factors(self, part: Part) -> list[list[LowRank]]:
-        """Per logical matrix of the part, every expert's delta in factored form; no expert stores the tensor."""
-        return part_factors(self.inputs.experts, self._sources, part)
+    def factors(self, region: Region) -> list[list[LowRank]]:
+        """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""
+        return region_factors(self.inputs.experts, self._sources, region)
 
     @property
     def n_experts(self) -> int:
@@ -235,19 +237,19 @@ class TensorReader:
 
 
 class StreamedBase:
-    """The base on one part as stored, flat, cut like a tensor; every slice is read when it is asked for."""
+    """The base on one region as stored, flat, cut like a tensor; every slice is read when it is asked for."""
 
-    def __init__(self, reader: TensorReader, part: Part) -> None:
+    def __init__(self, reader: TensorReader, region: Region) -> None:
         self._reader = reader
-        self._part = part
+        self._region = region
 
     def numel(self) -> int:
         """Number of entries."""
-        return self._part.numel
+        return self._region.numel
 
     def __getitem__(self, where: slice) -> Tensor:
-        start, stop, _ = where.indices(self._part.numel)
-        return self._reader.base_chunk(self._part.start + start, stop - start)
+        start, stop, _ = where.indices(self._region.numel)
+        return self._reader.base_chunk(self._region.start + start, stop - start)
 
 
 def _bits(tensor: Tensor) -> Tensor:

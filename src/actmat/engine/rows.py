@@ -1,4 +1,4 @@
-"""The base and the deltas of one part, chunk by chunk, as rows of one matrix.
+"""The base and the deltas of one region, chunk by chunk, as rows of one matrix.
 
 Row by row, an expert is read, hashed, converted and reduced by the base while it is in the cache; inner products are
 then those of one matrix. Views are made once, because every call of torch may hand the interpreter to another worker.
@@ -19,7 +19,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import TensorReader, same_bits
 from actmat.linalg.chunks import Stacked
 from actmat.linalg.inner import PRODUCT
-from actmat.plan.parts import Part
+from actmat.plan.regions import Region
 
 __all__ = ["RowChunk", "RowDeltas"]
 
@@ -49,17 +49,17 @@ class RowDeltas(Sequence[Tensor]):
     Values are not checked on reading: the caller detects NaN and Inf from its inner products, and then calls `clear`.
     """
 
-    def __init__(self, reader: TensorReader, part: Part, *, with_base: bool) -> None:
+    def __init__(self, reader: TensorReader, region: Region, *, with_base: bool) -> None:
         self._reader = reader
-        self._part = part
+        self._region = region
         self._first = 0 if with_base else 1
         self._checks = False
         self._dtypes = [torch_dtype(name) for name in (reader.item.base_dtype, *reader.item.expert_dtypes)]
         widest, scratch = max(dtype.itemsize for dtype in self._dtypes), reader.scratch
         self._rows_KS = scratch.rows.take(len(self._dtypes) * PRODUCT, reader.compute_dtype).view(-1, PRODUCT)
         self._stored = scratch.stored.take(2 * PRODUCT * widest, torch.uint8).view(2, -1)
-        self._chunk = self._cut(min(PRODUCT, part.numel))
-        self.shape, self.dtype = part.shape, reader.compute_dtype
+        self._chunk = self._cut(min(PRODUCT, region.numel))
+        self.shape, self.dtype = region.shape, reader.compute_dtype
 
     def __len__(self) -> int:
         return len(self._chunk.basis)
@@ -69,7 +69,7 @@ class RowDeltas(Sequence[Tensor]):
 
     def result(self) -> Tensor:
         """See `Streamed`."""
-        return self._reader.result(self._part)
+        return self._reader.result(self._region)
 
     def clear(self) -> None:
         """From now on entries are checked, and those that are not finite are cleared (`TensorReader.check`)."""
@@ -81,10 +81,10 @@ class RowDeltas(Sequence[Tensor]):
 
     def chunks(self) -> Iterator[tuple[int, RowChunk]]:
         """The start of every chunk, and its entries; the next chunk overwrites them."""
-        numel, size = self._part.numel, min(PRODUCT, self._part.numel)
+        numel, size = self._region.numel, min(PRODUCT, self._region.numel)
         for start in range(0, numel, PRODUCT):
             chunk = self._chunk if start + size <= numel else self._cut(numel - start)
-            self._read(self._part.start + start, chunk)
+            self._read(self._region.start + start, chunk)
             yield start, chunk
 
     def _cut(self, size: int) -> RowChunk:

@@ -37,7 +37,7 @@ from actmat.experts.base import ExpertHandle
 from actmat.experts.resolve import open_handle
 from actmat.methods import get_method
 from actmat.plan.model import Item, MergePlan, MethodCall
-from actmat.plan.parts import cut
+from actmat.plan.regions import cut
 from actmat.plan.statistics import opened_statistics
 
 __all__ = ["Session", "SessionSpec", "SurveyKey", "UnitResult", "survey_key"]
@@ -180,9 +180,9 @@ class Session:
         assert item.call is not None
         acts_on = get_method(item.call.method).acts_on
         reader = self._reader([item], Findings(tolerated=True), self._scratch)
-        for part in cut(item.shape, item.layout, acts_on):
-            deltas = Deltas(reader, part, reader.read_base(part), "held").held()
-            split = [part.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
+        for region in cut(item.shape, item.layout, acts_on):
+            deltas = Deltas(reader, region, reader.read_base(region), "held").held()
+            split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
             for k in range(len(split[0])):
                 yield [s[k] for s in split]
 

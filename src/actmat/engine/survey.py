@@ -20,7 +20,7 @@ Observe = Callable[[Callable[[], Any], Sequence[Item]], Iterable[Any]]
 def run_surveys(spec: SessionSpec, observe: Observe) -> Mapping[SurveyKey, Any]:
     """Results of the surveys of all plans.
 
-    All items of a plan take part, also those that an earlier run finished: a threshold over the whole model must not
+    All items of a plan take region, also those that an earlier run finished: a threshold over the whole model must not
     depend on where a merge was interrupted. Plans that survey the same items in the same way share the passes.
     """
     shared: dict[tuple[tuple[str, ...], frozenset[str]], Any] = {}

@@ -13,7 +13,7 @@ from actmat.engine.observer import Observer, Sink, SinkSource
 from actmat.linalg.lapack import retry_stats
 from actmat.methods import MergeMethod, get_method
 from actmat.plan.model import Item, MergePlan, MethodCall
-from actmat.plan.parts import Part, cut, granularity
+from actmat.plan.regions import Region, cut, granularity
 from actmat.recipe import Postprocess
 
 __all__ = ["OBSERVED", "Record", "Task", "join_stats"]
@@ -73,19 +73,19 @@ class Task:
         return self.item.call is not None
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts that the method is called on, in storage order; none for a copy, which takes any."""
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that the method is called on, in storage order; none for a copy, which takes any."""
         if not self.merges:
             return ()
         return tuple(cut(self.item.shape, self.item.layout, granularity(self.method, self.caps)))
 
     def note(self, label: str, stats: Mapping[str, Any]) -> None:
-        """Keep what the method reported of the part with this label."""
+        """Keep what the method reported of the region with this label."""
         if not stats:
             return
         if label:
-            parts = self.stats.setdefault("parts", {})
-            parts[label] = join_stats(parts.get(label, {}), stats)
+            regions = self.stats.setdefault("parts", {})
+            regions[label] = join_stats(regions.get(label, {}), stats)
         else:
             self.stats = join_stats(self.stats, stats)
 

@@ -1,8 +1,8 @@
 """Merge one tensor for all variants: read, apply each method, add to the base, cast, write.
 
 Several variants (methods, options, scopes) of one merge share the reading, and those of one family share the first
-stage of the computation. Each is given the parts that it would be given on its own, so that its bytes do not depend on
-the other variants.
+stage of the computation. Each is given the regions that it would be given on its own, so that its bytes do not depend
+on the other variants.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from actmat.engine.needs import Surroundings
 from actmat.engine.observer import Merged
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.task import Record, Task
-from actmat.engine.writing import write_part
+from actmat.engine.writing import write_region
 from actmat.plan.model import Item
-from actmat.plan.parts import CHUNK, Part, cut
 from actmat.plan.reading import Reading, reading_of
+from actmat.plan.regions import CHUNK, Region, cut
 
 __all__ = ["TensorMerge", "record_of", "surroundings_of"]
 
@@ -36,11 +36,11 @@ __all__ = ["TensorMerge", "record_of", "surroundings_of"]
 def surroundings_of(
     reader: TensorReader, base_raw: Tensor | StreamedBase, *, keeps_stages: bool = False
 ) -> Surroundings:
-    """Everything that methods may need of a part besides its deltas; see `Surroundings.stages`."""
+    """Everything that methods may need of a region besides its deltas; see `Surroundings.stages`."""
 
-    def base(part: Part) -> Tensor:
+    def base(region: Region) -> Tensor:
         assert isinstance(base_raw, Tensor), "a method that takes the base is given it whole"
-        return reader.converted_base(part, base_raw)
+        return reader.converted_base(region, base_raw)
 
     stages: dict[Any, Any] | None = {} if keeps_stages else None
     return Surroundings(reader.inputs.statistics, reader.compute_dtype, reader.device, base, stages)
@@ -64,57 +64,57 @@ class TensorMerge:
 
     def __post_init__(self) -> None:
         self._merging = [t for t in self.tasks if t.merges]
-        self._by_parts: dict[tuple[Part, ...], list[Task]] = {}
+        self._by_regions: dict[tuple[Region, ...], list[Task]] = {}
         for task in self._merging:
-            self._by_parts.setdefault(task.parts, []).append(task)
+            self._by_regions.setdefault(task.regions, []).append(task)
         self._changed = False
 
     def run(self) -> list[Record]:
         """Records in the order of the tasks; none where the inputs cannot be merged."""
         began = time.perf_counter()
-        for part in self._parts_to_read():
-            how = self._reading(part)
+        for region in self._parts_to_read():
+            how = self._reading(region)
             base_raw: Tensor | StreamedBase = (
-                self.reader.read_base(part) if how.base_held else StreamedBase(self.reader, part)
+                self.reader.read_base(region) if how.base_held else StreamedBase(self.reader, region)
             )
             for task in self.tasks:
                 if not task.merges:
-                    write_part(task, part, base_raw, None, self.reader)
+                    write_region(task, region, base_raw, None, self.reader)
             if self._merging:
-                self._merge(part, base_raw, how)
+                self._merge(region, base_raw, how)
         if self._is_futile:
             return []
         share = (time.perf_counter() - began) / len(self.tasks)
         return [record_of(t, self.reader, self.findings, share, changed=self._changed) for t in self.tasks]
 
     def room_bytes(self) -> int:
-        """Bytes of the buffers as large as a part: the base as stored and as a method wants it, a result, deltas."""
+        """Bytes of the buffers as large as a region: the base as stored and as a method wants it, a result, deltas."""
         width, base_width = self.reader.compute_dtype.itemsize, torch_dtype(self.tasks[0].item.base_dtype).itemsize
         largest = 0
-        for part in self._parts_to_read():
-            if part.numel <= CHUNK or not self._merging:
+        for region in self._parts_to_read():
+            if region.numel <= CHUNK or not self._merging:
                 continue
-            how = self._reading(part)
+            how = self._reading(region)
             whole = how.whole_deltas(self.reader.n_experts)
             if how.strategy != "combine":
                 whole += 1 + any(t.method.uses_base(t.call.options) for t in self._merging)
-            bases = [(base_width, part.numel)] if how.base_held else []
-            largest = max(largest, Room.bytes_for(*bases, *[(width, part.numel)] * whole))
+            bases = [(base_width, region.numel)] if how.base_held else []
+            largest = max(largest, Room.bytes_for(*bases, *[(width, region.numel)] * whole))
         return largest
 
     @property
     def _is_futile(self) -> bool:
         return self.inspect_only or self.findings.fatal
 
-    def _parts_to_read(self) -> Sequence[Part]:
-        """The parts that all variants want, the whole tensor where they differ, chunks where it is only copied."""
+    def _parts_to_read(self) -> Sequence[Region]:
+        """The regions that all variants want, the whole tensor where they differ, chunks where it is only copied."""
         item: Item = self.tasks[0].item
-        wanted = list(self._by_parts)
+        wanted = list(self._by_regions)
         if not wanted:
             return cut(item.shape, item.layout, "elementwise")
-        return wanted[0] if len(wanted) == 1 else [Part(0, item.numel, item.shape, item.layout)]
+        return wanted[0] if len(wanted) == 1 else [Region(0, item.numel, item.shape, item.layout)]
 
-    def _reading(self, part: Part) -> Reading:
+    def _reading(self, region: Region) -> Reading:
         """The cheapest reading that serves all variants; a method on its own may be given less than all at a time."""
         if len(self._merging) != 1:
             return Reading("held")
@@ -124,7 +124,7 @@ class TensorMerge:
         return reading_of(
             task.method,
             task.call.options,
-            part,
+            region,
             self.reader.n_experts,
             self.reader.compute_dtype.itemsize,
             chunkable=self.reader.chunkable,
@@ -132,27 +132,27 @@ class TensorMerge:
             copied=len(self.tasks) > 1,
         )
 
-    def _merge(self, part: Part, base_raw: Tensor | StreamedBase, how: Reading) -> None:
+    def _merge(self, region: Region, base_raw: Tensor | StreamedBase, how: Reading) -> None:
         if how.strategy == "combine" and not self._is_futile:
-            self._changed |= merge_combined(self._merging[0], part, base_raw, self.reader)
+            self._changed |= merge_combined(self._merging[0], region, base_raw, self.reader)
             return
         lazily = self._is_futile or how.strategy == "combine"
-        deltas = Deltas(self.reader, part, base_raw, "each" if lazily else how.strategy)
+        deltas = Deltas(self.reader, region, base_raw, "each" if lazily else how.strategy)
         if self._is_futile:  # read on to find the other bad values
             for _ in deltas.each() if how.base_held else deltas.walk():
                 pass
             return
         if len(self._merging) == 1 and self._merging[0].item.form == "factored":
             deltas.changed = True  # no dense delta is formed, and the plan lists changed tensors only
-        for parts, group in self._by_parts.items():
-            for own in parts if len(self._by_parts) > 1 else (part,):
-                self._merge_group(group, own, part, deltas, base_raw)
+        for regions, group in self._by_regions.items():
+            for own in regions if len(self._by_regions) > 1 else (region,):
+                self._merge_group(group, own, region, deltas, base_raw)
         self._changed |= deltas.changed
 
     def _merge_group(
-        self, group: Sequence[Task], own: Part, read: Part, deltas: Deltas, base_raw: Tensor | StreamedBase
+        self, group: Sequence[Task], own: Region, read: Region, deltas: Deltas, base_raw: Tensor | StreamedBase
     ) -> None:
-        """Merge and write the part `own` of what was read, for all tasks that want it."""
+        """Merge and write the region `own` of what was read, for all tasks that want it."""
         given: Sequence[Tensor] = deltas
         narrow = own is not read
         if narrow:
@@ -174,9 +174,9 @@ class TensorMerge:
                 def stage(k: int, task: Task = task) -> object:
                     return (around.stages or {}).get(stage_key(task, k)) if task.method.stages is not None else None
 
-                task.observer.part(Merged(own, shown, factors, base_raw, value, stage, task.stats))
+                task.observer.region(Merged(own, shown, factors, base_raw, value, stage, task.stats))
             changed = any(bool(d.any()) for d in given) if narrow else deltas.changed
-            write_part(task, own, base_raw, value if changed else None, self.reader)
+            write_region(task, own, base_raw, value if changed else None, self.reader)
 
 
 def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: float, *, changed: bool) -> Record:

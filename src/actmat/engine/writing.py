@@ -14,13 +14,13 @@ from actmat.engine.task import Task
 from actmat.errors import NumericalError
 from actmat.layout.classify import is_variance
 from actmat.plan.model import Item
-from actmat.plan.parts import CHUNK, Part
+from actmat.plan.regions import CHUNK, Region
 
-__all__ = ["check_range", "check_sign", "write_chunk", "write_part"]
+__all__ = ["check_range", "check_sign", "write_chunk", "write_region"]
 
 
-def write_part(
-    task: Task, part: Part, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
+def write_region(
+    task: Task, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
 ) -> None:
     """`W_0 + scale * D*` in the output dtype, chunk by chunk; no delta at all keeps the base's bits.
 
@@ -30,7 +30,7 @@ def write_part(
         chunk = base_raw[low : low + CHUNK]
         if delta is not None:
             merged = reader.scratch.merged.take(chunk.numel(), reader.compute_dtype)
-            wide, change = reader.wide_base(part.start + low, chunk), delta[low : low + CHUNK].to("cpu")
+            wide, change = reader.wide_base(region.start + low, chunk), delta[low : low + CHUNK].to("cpu")
             chunk = torch.add(wide, change, alpha=task.call.scale, out=merged)
         write_chunk(task, chunk, base_raw[low : low + CHUNK], reader)
 

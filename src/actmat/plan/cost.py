@@ -9,7 +9,7 @@
          + statistics in memory: one expert's for a one-pass method, else T (and one as stored: half of a Gram)
          + a packed copy of the result where blocks or a transposed layout need one
 
-A method is called on one part at a time (`plan.parts`), so the largest part counts.
+A method is called on one region at a time (`plan.regions`), so the largest region counts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods.contract import MergeMethod
-from actmat.plan.parts import CHUNK, Part
 from actmat.plan.reading import reading_of
+from actmat.plan.regions import CHUNK, Region
 from actmat.recipe import Postprocess
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
     "CallShape",
     "factored_bytes",
     "method_flops",
-    "part_peak_bytes",
+    "region_peak_bytes",
     "statistics_bytes",
     "tensor_peak_bytes",
 ]
@@ -74,38 +74,40 @@ class CallShape:
     chunkable: bool = True
 
 
-def part_peak_bytes(part: Part, call: CallShape) -> int:
+def region_peak_bytes(region: Region, call: CallShape) -> int:
     """Peak of one call, in bytes."""
     method, n_experts = call.method, call.n_experts
     width = int(torch_dtype(call.compute_dtype).itemsize)
     by_matrix = method.acts_on == "matrix"
-    matrices = part.layout.matrix_shapes(part.shape) if by_matrix else [part.shape]
-    single = len(matrices) == 1 and part.layout.orientation == "OI"
-    how = reading_of(method, call.options, part, n_experts, width, chunkable=call.chunkable, observed=call.caps.caps)
-    entries = how.whole_deltas(n_experts) * part.numel or n_experts * min(part.numel, CHUNK_ENTRIES)
+    matrices = region.layout.matrix_shapes(region.shape) if by_matrix else [region.shape]
+    single = len(matrices) == 1 and region.layout.orientation == "OI"
+    how = reading_of(method, call.options, region, n_experts, width, chunkable=call.chunkable, observed=call.caps.caps)
+    entries = how.whole_deltas(n_experts) * region.numel or n_experts * min(region.numel, CHUNK_ENTRIES)
     workspace = max(_workspace(method, shape, n_experts, call.options) for shape in matrices)
     if how.strategy == "combine":
-        workspace -= part.numel
+        workspace -= region.numel
     elif method.uses_base(call.options):
-        entries += part.numel
-    base = (part.numel if how.base_held else CHUNK) * call.base_itemsize
+        entries += region.numel
+    base = (region.numel if how.base_held else CHUNK) * call.base_itemsize
     raw = base + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
-    if call.caps.singular_value_cap is not None and _has_singular_values(part):
-        workspace = max(workspace, part.numel + max(_svd_workspace(m) for m in part.layout.matrix_shapes(part.shape)))
-    packed = 0 if single or not by_matrix else part.numel + sum(math.prod(m) for m in matrices)
+    if call.caps.singular_value_cap is not None and _has_singular_values(region):
+        workspace = max(
+            workspace, region.numel + max(_svd_workspace(m) for m in region.layout.matrix_shapes(region.shape))
+        )
+    packed = 0 if single or not by_matrix else region.numel + sum(math.prod(m) for m in matrices)
     library = MATRIX_BYTES if by_matrix else 0
     return raw + library + statistics_bytes(method, matrices, n_experts, width) + width * (entries + workspace + packed)
 
 
-def tensor_peak_bytes(parts: Sequence[Part], call: CallShape) -> int:
-    """Peak over the parts of a tensor, in bytes."""
-    different = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in parts}.values()
-    return max(part_peak_bytes(p, call) for p in different)
+def tensor_peak_bytes(regions: Sequence[Region], call: CallShape) -> int:
+    """Peak over the regions of a tensor, in bytes."""
+    different = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in regions}.values()
+    return max(region_peak_bytes(p, call) for p in different)
 
 
-def _has_singular_values(part: Part) -> bool:
-    role = part.layout.role
-    return len(part.shape) > 1 and (role.is_matrix or role is Role.CONVOLUTION)
+def _has_singular_values(region: Region) -> bool:
+    role = region.layout.role
+    return len(region.shape) > 1 and (role.is_matrix or role is Role.CONVOLUTION)
 
 
 def _svd_workspace(shape: Sequence[int]) -> int:

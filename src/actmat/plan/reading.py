@@ -1,4 +1,4 @@
-"""Strategies of reading the deltas of a part: decided once, for the plan's estimate and for the engine."""
+"""Strategies of reading the deltas of a region: decided once, for the plan's estimate and for the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actmat.methods.contract import MergeMethod
-from actmat.plan.parts import CHUNK, Part, streams
+from actmat.plan.regions import CHUNK, Region, streams
 
 __all__ = ["Reading", "Strategy", "reading_of"]
 
@@ -24,7 +24,7 @@ combine      as coefficients: one pass over chunks finds them, a second adds up 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Strategy of one part.
+    """Strategy of one region.
 
     Args:
         strategy: see `Strategy`.
@@ -43,7 +43,7 @@ class Reading:
 def reading_of(
     method: MergeMethod,
     options: Mapping[str, Any],
-    part: Part,
+    region: Region,
     n_experts: int,
     itemsize: int,
     *,
@@ -51,21 +51,21 @@ def reading_of(
     observed: bool,
     copied: bool = False,
 ) -> Reading:
-    """Strategy for a part that one method merges.
+    """Strategy for a region that one method merges.
 
     Args:
         itemsize: bytes per entry of the compute dtype.
         chunkable: whether deltas can be read chunk by chunk: all are stored, and the method computes on the CPU.
-            Products of factors have the same bits for whole parts only, and a chunk is too small for an accelerator.
+            Products of factors have the same bits for whole regions only, and a chunk is too small for an accelerator.
         observed: whether something else looks at the deltas too: caps, or a diagnosis.
         copied: whether the base is also written as it is, by another variant of the run.
     """
     if observed or not chunkable or not method.streams(options):
-        several = method.acts_on == "matrix" and len(part.layout.matrix_shapes(part.shape)) > 1
+        several = method.acts_on == "matrix" and len(region.layout.matrix_shapes(region.shape)) > 1
         return Reading("each" if method.one_pass and not several and not observed else "held")
-    large = part.numel > CHUNK
+    large = region.numel > CHUNK
     combined = method.combine is not None and large
-    streamed = combined or streams(method, options, part.numel, n_experts, itemsize)
+    streamed = combined or streams(method, options, region.numel, n_experts, itemsize)
     uses_base = method.uses_base(options) and not combined
     base_held = not (large and streamed) or uses_base or copied
     return Reading("combine" if combined else "chunks" if streamed else "chunks_held", base_held)

@@ -18,7 +18,7 @@ from actmat.layout.types import Block, Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.plan.choose import Chooser, Decision
 from actmat.plan.model import Item
-from actmat.plan.parts import Part, cut
+from actmat.plan.regions import Region, cut
 from actmat.recipe import Recipe
 from actmat.statistics.header import describe
 from actmat.statistics.store import Statistics, open_statistics
@@ -74,13 +74,14 @@ class ExpertStatistics:
             )
         return problems
 
-    def gram_keys(self, item: Item, part: Part, k: int) -> list[str | None]:
-        """Per expert, the key of the Gram that matrix `k` of a part reads; None: none of its tokens came there."""
+    def gram_keys(self, item: Item, region: Region, k: int) -> list[str | None]:
+        """Per expert, the key of the Gram that matrix `k` of a region reads; None: none of its tokens came there."""
         if item.factors is not None:
             return list(item.factors.grams[k])
         pairs = zip(self.files, item.sources, strict=True)
         return [
-            None if f is None or s is None else gram_key(f, s.name, item.shape, item.layout, part, k) for f, s in pairs
+            None if f is None or s is None else gram_key(f, s.name, item.shape, item.layout, region, k)
+            for f, s in pairs
         ]
 
     def notes_on(self, items: Sequence[Item]) -> list[str]:
@@ -176,9 +177,9 @@ def _why_not(
             return _Misfit(f"the Fisher of '{source}' in {file.location} is {stored.shape}, the tensor {spec.shape}")
         return 1
     total = 0
-    for part in cut(spec.shape, layout, method.acts_on):
-        for k, (*_, width) in enumerate(part.layout.matrix_shapes(part.shape)):
-            key = gram_key(file, source, spec.shape, layout, part, k)
+    for region in cut(spec.shape, layout, method.acts_on):
+        for k, (*_, width) in enumerate(region.layout.matrix_shapes(region.shape)):
+            key = gram_key(file, source, spec.shape, layout, region, k)
             if key is None:
                 if layout.role is Role.STACKED_EXPERTS and source in file.header.places:
                     continue  # no token was routed to this one
@@ -196,21 +197,21 @@ def _why_not(
 
 
 def gram_key(
-    file: Statistics, source: str, shape: Sequence[int], layout: TensorLayout, part: Part, k: int
+    file: Statistics, source: str, shape: Sequence[int], layout: TensorLayout, region: Region, k: int
 ) -> str | None:
     """The Gram that one logical matrix of a stored tensor reads."""
     expert = None
-    first = part.start
+    first = region.start
     if layout.role is Role.STACKED_EXPERTS and len(shape) == 3:
-        expert, first = divmod(part.start, shape[1] * shape[2])
-    if part.layout.blocks:
-        block = part.layout.blocks[k]
+        expert, first = divmod(region.start, shape[1] * shape[2])
+    if region.layout.blocks:
+        block = region.layout.blocks[k]
         rows = (block.start, block.stop) if block.groups == 1 else None
-    elif part.layout.orientation == "OI":
-        columns = max(math.prod(part.shape[1:]), 1)
-        rows = (first // columns, first // columns + part.shape[0])
+    elif region.layout.orientation == "OI":
+        columns = max(math.prod(region.shape[1:]), 1)
+        rows = (first // columns, first // columns + region.shape[0])
     else:
-        rows = (0, part.shape[-1])
+        rows = (0, region.shape[-1])
     return file.find(source, expert=expert, rows=rows)
 
 

@@ -20,8 +20,8 @@ from actmat.plan.choose import Chooser, Decision, depth_factors
 from actmat.plan.cost import CallShape, method_flops, tensor_peak_bytes
 from actmat.plan.draft import Draft, headline
 from actmat.plan.model import Cost, Form, Item, MethodCall
-from actmat.plan.parts import cut, granularity
 from actmat.plan.pools import assign_pools
+from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
 from actmat.plan.statistics import ExpertStatistics, with_statistics
 from actmat.recipe import Recipe
@@ -224,8 +224,8 @@ class _TensorPlanner:
         )
         key = (call.method.name, str(call.options), item.shape, item.base_dtype, item.layout, call.chunkable)
         if key not in self._peaks:
-            parts = cut(item.shape, item.layout, granularity(call.method, self.recipe.postprocess))
-            self._peaks[key] = tensor_peak_bytes(parts, call)
+            regions = cut(item.shape, item.layout, granularity(call.method, self.recipe.postprocess))
+            self._peaks[key] = tensor_peak_bytes(regions, call)
         return self._peaks[key]
 
     def pooled_bytes(self, item: Item) -> int:

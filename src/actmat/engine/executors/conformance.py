@@ -330,8 +330,8 @@ class _NormsOfItem:
     def __init__(self) -> None:
         self._norms: list[list[float]] = []
 
-    def part(self, merged: Merged) -> None:
-        """Measure one part."""
+    def region(self, merged: Merged) -> None:
+        """Measure one region."""
         self._norms.append([_norm(x) for x in (*merged.deltas, merged.value)])
 
     def finish(self) -> dict[str, Any]:

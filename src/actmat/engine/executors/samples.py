@@ -114,10 +114,10 @@ class _Model(nn.Module):
         for name, (rows, columns) in LINEAR.items():
             parent: nn.Module = self
             *path, last = name.split(".")
-            for part in path:
-                if part not in dict(parent.named_children()):
-                    parent.add_module(part, nn.Module())
-                parent = parent.get_submodule(part)
+            for region in path:
+                if region not in dict(parent.named_children()):
+                    parent.add_module(region, nn.Module())
+                parent = parent.get_submodule(region)
             linear = nn.Linear(columns, rows, bias=False)
             linear.weight = nn.Parameter(tensors[f"{name}.weight"])
             parent.add_module(last, linear)

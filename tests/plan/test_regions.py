@@ -15,9 +15,9 @@ from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import METHODS, get_method
 from actmat.methods.contract import ActsOn, MergeMethod
-from actmat.plan import parts as parts_module
-from actmat.plan.cost import MATRIX_BYTES, CallShape, part_peak_bytes, tensor_peak_bytes
-from actmat.plan.parts import CHUNK, HELD_BYTES, cut, granularity, streams
+from actmat.plan import regions as regions_module
+from actmat.plan.cost import MATRIX_BYTES, CallShape, region_peak_bytes, tensor_peak_bytes
+from actmat.plan.regions import CHUNK, HELD_BYTES, cut, granularity, streams
 from actmat.recipe import Postprocess
 
 LINEAR = TensorLayout(Role.LINEAR, "")
@@ -54,11 +54,11 @@ def test_parts_cover_every_entry_once_in_order(
 ) -> None:
     shape, layout = shaped
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts_module, "CHUNK", chunk)
-        parts = cut(shape, layout, acts_on)
-    assert [parts[0].start, *(p.stop for p in parts)] == [*(p.start for p in parts), math.prod(shape)]
-    assert all(math.prod(p.shape) == p.numel > 0 for p in parts)
-    labels = [p.label for p in parts]
+        patch.setattr(regions_module, "CHUNK", chunk)
+        regions = cut(shape, layout, acts_on)
+    assert [regions[0].start, *(p.stop for p in regions)] == [*(p.start for p in regions), math.prod(shape)]
+    assert all(math.prod(p.shape) == p.numel > 0 for p in regions)
+    labels = [p.label for p in regions]
     assert acts_on == "elementwise" or len(set(labels)) == len(labels)
 
 
@@ -180,4 +180,4 @@ def test_the_peak_holds_deltas_and_workspace() -> None:
     call = CallShape(method, method.resolve_options({}), 3, 2, "float32")
     assert method.workspace is not None
     expected = MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.workspace((8, 8), 3, call.options))
-    assert part_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], call) == expected
+    assert region_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], call) == expected

@@ -1,6 +1,6 @@
-"""Cut a stored tensor into parts that can be merged one after the other.
+"""Cut a stored tensor into regions that can be merged one after the other.
 
-A part is a contiguous range of the stored bytes, so that every byte is read once, in order, and hashed on the way:
+A region is a contiguous range of the stored bytes, so that every byte is read once, in order, and hashed on the way:
 * elementwise methods: chunks that stay in the cache;
 * stacked experts: one matrix of the mixture at a time;
 * packed q, k, v: one block of rows at a time;
@@ -18,20 +18,20 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.methods.contract import ActsOn, MergeMethod
 from actmat.recipe import Postprocess
 
-__all__ = ["CHUNK", "HELD_BYTES", "Part", "cut", "granularity", "streams"]
+__all__ = ["CHUNK", "HELD_BYTES", "Region", "cut", "granularity", "streams"]
 
 CHUNK = 1 << 19
 """Entries of a chunk: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
 
 HELD_BYTES = 1 << 28
-"""Deltas of a part that are held for a method that takes several passes over them, rather than read in each pass."""
+"""Deltas of a region that are held for a method that takes several passes over them, rather than read in each pass."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Region:
     """Entries `start:stop` of the flattened tensor, seen as `shape`, with their layout.
 
-    `label` tells the part in records: "q", "3/gate", "" for a whole tensor.
+    `label` tells the region in records: "q", "3/gate", "" for a whole tensor.
     """
 
     start: int
@@ -61,14 +61,14 @@ def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_exper
     return method.streams(options) and not held
 
 
-def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Part]:
+def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Region]:
     """Parts of a tensor of this shape for a method that acts on elements, whole tensors or matrices."""
     numel = math.prod(shape)
-    whole = [Part(0, numel, tuple(shape), layout)]
+    whole = [Region(0, numel, tuple(shape), layout)]
     if acts_on == "elementwise":
         flat = TensorLayout(layout.role, layout.reason)
         starts = range(0, max(numel, 1), CHUNK)
-        return [Part(s, min(s + CHUNK, numel), (min(s + CHUNK, numel) - s,), flat) for s in starts]
+        return [Region(s, min(s + CHUNK, numel), (min(s + CHUNK, numel) - s,), flat) for s in starts]
     if acts_on == "tensor":
         return whole
     if layout.role is Role.STACKED_EXPERTS and len(shape) == 3:
@@ -76,7 +76,7 @@ def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Par
         one = TensorLayout(Role.FUSED_LINEAR if layout.blocks else Role.LINEAR, layout.reason, layout.orientation,
                            layout.blocks)  # fmt: skip
         return [
-            Part(e * size + p.start, e * size + p.stop, p.shape, p.layout, f"{e}/{p.label}" if p.label else str(e))
+            Region(e * size + p.start, e * size + p.stop, p.shape, p.layout, f"{e}/{p.label}" if p.label else str(e))
             for e in range(shape[0])
             for p in cut(shape[1:], one, acts_on)
         ]
@@ -84,7 +84,7 @@ def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Par
         rows = math.prod(shape[1:])
         single = TensorLayout(Role.LINEAR, layout.reason)
         return [
-            Part(b.start * rows, b.stop * rows, (b.stop - b.start, *shape[1:]), single, b.name)
+            Region(b.start * rows, b.stop * rows, (b.stop - b.start, *shape[1:]), single, b.name)
             for b in sorted(layout.blocks, key=lambda b: b.start)
         ]
     return whole
