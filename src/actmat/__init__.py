@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from actmat.errors import StatisticsError as StatisticsError
     from actmat.matrices import merge_matrices as merge_matrices
     from actmat.report.verify import verify as verify
+    from actmat.tune.arguments import tune as tune
 
 _NAMES = {
     "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
@@ -50,6 +51,7 @@ _NAMES = {
     ),
     "actmat.matrices": ("merge_matrices",),
     "actmat.report.verify": ("verify",),
+    "actmat.tune.arguments": ("tune",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]

@@ -42,6 +42,7 @@ LAYERS = (
     "diagnostics",
     "report",
     "api",  # other files directly in the package: runs, and the functions that `import actmat` offers
+    "tune",
     "demo",
     "cli",
 )

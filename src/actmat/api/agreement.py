@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from actmat.statistics.batches import Batch
 
-__all__ = ["SAMPLES", "DataSource", "agreement", "residual_on_data"]
+__all__ = ["SAMPLES", "DataSource", "agreement", "data_of", "prepare_data", "residual_on_data"]
 
 SAMPLES = 64
 """Inputs per expert, as many as the study of docs/forecast.md had."""
@@ -72,8 +72,8 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
     """
     place = Path(directory)
     recipe = recipe_of_output(place)
-    chosen = _data_of(recipe, data)
-    _check(chosen)
+    chosen = data_of(recipe, data)
+    prepare_data(chosen)
     experts = {e.label: e.path for e in recipe.experts if e.label in chosen}
     if base is not None and not any(map(is_adapter, (str(place), *experts.values()))):
         raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
@@ -164,7 +164,7 @@ def residual_on_data(
         return data_residuals(plan, inputs, merged, progress=progress)
 
 
-def _data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
+def data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
     """Expert -> its data, in the order of the experts."""
     given = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
     if unknown := [name for name in given if name not in recipe.labels]:
@@ -182,7 +182,7 @@ def _options(source: DataSource) -> DataOptions:
     return source if isinstance(source, DataOptions) else DataOptions(str(source), max_samples=SAMPLES)
 
 
-def _check(chosen: Mapping[str, DataOptions]) -> None:
+def prepare_data(chosen: Mapping[str, DataOptions]) -> None:
     """Open every data set before the first model is loaded, which may take minutes."""
     problems: list[str] = []
     for options in dict.fromkeys(chosen.values()):

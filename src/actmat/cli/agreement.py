@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from actmat.diagnostics.model import AgreementRow, DataResidual
     from actmat.statistics.data import DataOptions
 
-__all__ = ["DataFlags", "compare_answers", "measure_on_data"]
+__all__ = ["DataFlags", "compare_answers", "measure_on_data", "pairs_of"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class DataFlags:
     model_class: flags.ModelClass = None
     dtype: flags.ModelDtype = "float32"
 
-    def options(self, location: str) -> DataOptions:
-        """Options to read the data set at `location`."""
+    def options(self, location: str, **changed: Any) -> DataOptions:
+        """Options to read the data set at `location`; `changed` ones go before the flags."""
         from actmat.statistics.data import DataOptions
 
         same = ("split", "subset", "text_column", "image_column", "target_column", "batch_size", "max_length")
-        return DataOptions(location, max_samples=self.samples, **{name: getattr(self, name) for name in same})
+        options = DataOptions(location, max_samples=self.samples, **{name: getattr(self, name) for name in same})
+        return replace(options, **changed)
 
 
 def compare_answers(
@@ -50,7 +51,7 @@ def compare_answers(
     """`actmat.agreement` of a merged model and its experts; `base` under adapters: by default that of the manifest."""
     if given.dtype not in flags.MODEL_DTYPES:
         raise typer.BadParameter(f"--dtype is one of {', '.join(flags.MODEL_DTYPES)}; got '{given.dtype}'")
-    pairs = _pairs(given.data or [])
+    pairs = pairs_of(given.data or [])
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     from actmat.api.agreement import agreement
@@ -79,7 +80,7 @@ def measure_on_data(merged: Path, given: Sequence[str], *, quiet: bool) -> tuple
         return residual_on_data(merged, statistics_of(given), progress=progress)
 
 
-def _pairs(given: Sequence[str]) -> dict[str, str] | str:
+def pairs_of(given: Sequence[str]) -> dict[str, str] | str:
     """Expert -> data, or one data set for all; a text that is an existing path names no expert."""
     split = [("", text) if os.path.exists(text) else split_name(text) for text in given]
     names = [name for name, _ in split if name]

@@ -39,7 +39,7 @@ Data = Annotated[
     list[str] | None,
     _data_option(
         "--data",
-        "File, folder or hub id of unlabelled inputs: compare the answers of MERGED with its experts'. NAME=DATA "
+        "File, folder or hub id of unlabelled inputs, on which a merged model is compared with its experts. NAME=DATA "
         "gives an expert its own; once per expert.",
     ),
 ]

@@ -26,6 +26,7 @@ from actmat.cli.signals import Stopped, stopped_by_signals
 from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
 from actmat.cli.streams import checked_stdout, open_closed_streams, say
+from actmat.cli.tune import tune
 from actmat.cli.verify import verify
 from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
@@ -96,7 +97,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-for recipe_command in (merge, plan, diagnose):  # the recipe's schema takes long to import
+for recipe_command in (merge, plan, diagnose, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
 for command in (report, compare, methods, inspect, verify, demo):
     app.command()(command)

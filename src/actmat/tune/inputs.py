@@ -1,0 +1,173 @@
+"""Unlabelled inputs of every expert, prepared once: half to search with, half for the final comparison.
+
+Causal language models continue each input themselves, and encoder-decoder models write their own target, so that a
+candidate is compared on what the expert would say, in one forward pass (teacher forcing).
+
+Shapes: `N` samples, `L` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.errors import StatisticsError
+from actmat.statistics.data import DataOptions, make_batches
+from actmat.statistics.models import Loaded
+
+__all__ = ["ExpertInputs", "InputBatch", "prepare_inputs"]
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """Samples of one expert.
+
+    Args:
+        arguments: keyword arguments of the model, without labels.
+        counted: True for the predictions that count, in the shape of the logits without classes; None: all.
+        labels: class or token labels in the same shape, where they are known; -100 counts as unknown.
+        first: number of the first sample of the batch, among all of the same half.
+    """
+
+    arguments: Mapping[str, Tensor]
+    counted: Tensor | None
+    labels: Tensor | None
+    first: int
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(next(iter(self.arguments.values())))
+
+
+@dataclass(frozen=True)
+class ExpertInputs:
+    """Inputs of one expert: `search` to choose with, `final` to compare the chosen merge with others."""
+
+    label: str
+    search: tuple[InputBatch, ...]
+    final: tuple[InputBatch, ...]
+
+    def taken(self, share: float) -> tuple[InputBatch, ...]:
+        """The first batches that hold at least this share of the samples to search with."""
+        wanted = share * sum(b.samples for b in self.search)
+        return tuple(b for b in self.search if b.first < wanted)
+
+
+def prepare_inputs(
+    label: str, loaded: Loaded, options: DataOptions, *, new_tokens: int = 32, labels: bool = False
+) -> ExpertInputs:
+    """Read the inputs of an expert, and let it write continuations where it is a generating model.
+
+    Samples with even numbers go to the search, those with odd ones to the final comparison.
+
+    Args:
+        label: name of the expert.
+        loaded: the expert.
+        options: its data.
+        new_tokens: tokens that a generating model adds to an input; 0: the input's own tokens are predicted.
+        labels: read labels too (`options.label_column`).
+
+    Raises:
+        StatisticsError: fewer than two inputs, or data that cannot be used.
+    """
+    halves: tuple[list[InputBatch], list[InputBatch]] = ([], [])
+    reading = replace(options, batch_size=2 * options.batch_size)
+    for given in make_batches(loaded, reading, labels=labels and options.label_column is not None):
+        whole = _completed(loaded, given, new_tokens)
+        for half, part in zip(halves, _halves(whole), strict=True):
+            if part.samples:
+                first = half[-1].first + half[-1].samples if half else 0
+                half.append(replace(part, first=first))
+    if not all(halves):
+        raise StatisticsError(
+            f"{options.location}: expected at least 2 inputs for expert '{label}' (32 to 256 are usual), one half to "
+            "search with and one to compare in the end."
+        )
+    return ExpertInputs(label, tuple(halves[0]), tuple(halves[1]))
+
+
+def _halves(batch: InputBatch) -> Iterator[InputBatch]:
+    for start in (0, 1):
+        yield InputBatch(
+            {k: v[start::2] for k, v in batch.arguments.items()},
+            None if batch.counted is None else batch.counted[start::2],
+            None if batch.labels is None else batch.labels[start::2],
+            0,
+        )
+
+
+def _completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
+    """A batch with the expert's own continuations, and a mask of the predictions that count."""
+    arguments = dict(given)
+    labels = arguments.pop("labels", None)
+    model: Any = getattr(loaded.model, "get_base_model", lambda: loaded.model)()
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        if labels is not None:  # targets of the data set: teacher forcing on those
+            return InputBatch(arguments, labels != -100, labels, 0)
+        return _with_target(model, arguments, new_tokens or 1)
+    mask = arguments.get("attention_mask")
+    if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and mask is not None:
+        if new_tokens and model.can_generate():
+            return _continued(model, arguments, new_tokens)
+        known = arguments["input_ids"][:, 1:].masked_fill(mask[:, 1:] == 0, -100)
+        return InputBatch(arguments, mask.bool(), torch.nn.functional.pad(known, (0, 1), value=-100), 0)
+    by_token = type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification"))
+    counted = mask.bool() if by_token and mask is not None else None
+    return InputBatch(arguments, counted, labels, 0)
+
+
+def _with_target(model: Any, arguments: dict[str, Tensor], new_tokens: int) -> InputBatch:
+    """An encoder-decoder model's own answer as the target of its decoder."""
+    asked = {k: v for k, v in arguments.items() if not k.startswith("decoder_")}
+    with torch.no_grad():
+        written_NL = model.generate(**asked, max_new_tokens=new_tokens, do_sample=False, num_beams=1)
+    read_NL, next_NL = written_NL[:, :-1], written_NL[:, 1:]
+    live_NL = _until_end(next_NL, model)
+    decoder = {"decoder_input_ids": read_NL, "decoder_attention_mask": live_NL.to(torch.long)}
+    return InputBatch({**asked, **decoder}, live_NL, next_NL.masked_fill(~live_NL, -100), 0)
+
+
+def _continued(model: Any, arguments: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
+    """Each input followed by the model's greedy continuation; only predictions of its tokens count.
+
+    Inputs are padded on the right before and after, because a causal model needs no positions then; the continuation
+    itself is written with padding on the left, as `generate` wants it.
+    """
+    ids_NL, mask_NL = arguments["input_ids"], arguments["attention_mask"].bool()
+    lengths = mask_NL.sum(-1).tolist()
+    rows = [ids[m] for ids, m in zip(ids_NL, mask_NL, strict=True)]
+    longest = max(lengths)
+    left = [torch.nn.functional.pad(r, (longest - len(r), 0), value=0) for r in rows]
+    seen = [torch.nn.functional.pad(torch.ones_like(r), (longest - len(r), 0)) for r in rows]
+    with torch.no_grad():
+        written_NL = model.generate(
+            input_ids=torch.stack(left), attention_mask=torch.stack(seen), max_new_tokens=new_tokens,
+            do_sample=False, num_beams=1, pad_token_id=model.generation_config.pad_token_id or 0,
+        )  # fmt: skip
+    new_NL = written_NL[:, longest:]
+    live_NL = _until_end(new_NL, model)
+    whole = [torch.cat([r, n[m]]) for r, n, m in zip(rows, new_NL, live_NL, strict=True)]
+    width = max(map(len, whole))
+    counted = ids_NL.new_zeros((len(whole), width), dtype=torch.bool)
+    out, labels = ids_NL.new_zeros((len(whole), width)), ids_NL.new_full((len(whole), width), -100)
+    for n, (row, before) in enumerate(zip(whole, lengths, strict=True)):
+        out[n, : len(row)] = row
+        counted[n, before - 1 : len(row) - 1] = True
+        labels[n, before - 1 : len(row) - 1] = row[before:]
+    kept = torch.arange(width, device=out.device) < torch.tensor([len(r) for r in whole], device=out.device)[:, None]
+    return InputBatch({"input_ids": out, "attention_mask": kept.to(torch.long)}, counted, labels, 0)
+
+
+def _until_end(ids_NL: Tensor, model: Any) -> Tensor:
+    """True up to the first end token of every row, which counts."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return torch.ones_like(ids_NL, dtype=torch.bool)
+    is_end = torch.isin(ids_NL, torch.tensor(ends, device=ids_NL.device))
+    return (is_end.cumsum(-1) - is_end.to(torch.long)) == 0

@@ -1,0 +1,112 @@
+"""Merges at scale 1, in float32, kept on disk while candidates are tried: each method merges once.
+
+The folder survives an interruption, and so do the merges that are complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.errors import MergeError
+from actmat.inputs import opened_inputs, plans_of
+from actmat.plan.model import MergePlan
+from actmat.recipe import ExpertRef, Recipe
+from actmat.run import run_recipes
+from actmat.settings import RunSettings
+from actmat.tune.space import MergeChoice
+
+__all__ = ["Merges", "number_checkpoint"]
+
+
+class Merges:
+    """Finished merges by choice.
+
+    Args:
+        recipe: inputs, scope, rules and all else that every candidate shares; its scale is ignored.
+        folder: where the merges are kept.
+        settings: of the runs.
+        refused: choice -> why it cannot be merged.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings) -> None:
+        self._recipe = recipe
+        self._folder = folder
+        self._settings = settings
+        self.refused: dict[str, str] = {}
+
+    def recipe_of(self, choice: MergeChoice, scale: float = 1.0) -> Recipe:
+        """The recipe of a choice, without an output."""
+        experts = self._recipe.experts
+        if choice.weights is not None:
+            pairs = zip(experts, choice.weights, strict=True)
+            experts = tuple(ExpertRef.model_validate({**e.model_dump(), "weight": w}) for e, w in pairs)
+        changes = {"method": choice.method, "options": dict(choice.options), "scale": scale, "experts": experts}
+        return self._recipe.model_copy(update=changes)
+
+    def plan(self, choice: MergeChoice, scale: float = 1.0) -> MergePlan:
+        """The plan of a choice.
+
+        Raises:
+            MergeError: it cannot be merged.
+        """
+        recipe = self.recipe_of(choice, scale)
+        with opened_inputs([recipe]) as inputs:
+            return plans_of([recipe], inputs)[0]
+
+    def folder_of(self, choice: MergeChoice) -> Path:
+        """Where the merge of a choice is, or will be."""
+        return self._folder / f"{choice.method}-{hashlib.sha256(choice.key.encode()).hexdigest()[:12]}"
+
+    def make(self, choices: Sequence[MergeChoice]) -> list[MergeChoice]:
+        """Merge what is missing, all in one reading of the inputs; returns those that are there.
+
+        A choice that cannot be planned or merged is noted in `refused` and left out.
+        """
+        possible = []
+        for choice in choices:
+            try:
+                self.plan(choice)
+                possible.append(choice)
+            except MergeError as error:
+                self.refused[choice.key] = error.problems[0] if error.problems else str(error)
+        missing = [c for c in possible if not (self.folder_of(c) / "actmat_manifest.json").is_file()]
+        if missing:
+            self._merge(missing)
+        return [c for c in possible if c.key not in self.refused]
+
+    def _merge(self, choices: Sequence[MergeChoice]) -> None:
+        recipes = [
+            self.recipe_of(c).model_copy(update={"out": str(self.folder_of(c)), "dtype": "float32"}) for c in choices
+        ]
+        try:
+            run_recipes(recipes, self._settings)
+        except MergeError as error:
+            if len(choices) == 1:
+                self.refused[choices[0].key] = error.problems[0] if error.problems else str(error)
+                return
+            for choice in choices:  # one of them cannot be computed: find out which
+                self._merge([choice])
+
+    def remove(self) -> None:
+        """Free the disk."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def number_checkpoint(
+    folder: Path, specs: Sequence[TensorSpec], groups: Mapping[str, str], names: Sequence[str], files: Path
+) -> Path:
+    """A checkpoint with the number of its group in every entry of every tensor, and the base's config files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = {n: float(i) for i, n in enumerate(names)}
+    tensors = {s.name: torch.full(s.shape, numbers[groups[s.name]]) for s in specs if s.name in groups}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    copy_sidecars(files, files, folder, "float32")
+    return folder

@@ -1,0 +1,144 @@
+"""The space, the order of trials, budgets, the choice among trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from actmat.errors import RecipeError, StatisticsError
+from actmat.tune.answers import Comparison
+from actmat.tune.evaluate import Evaluator, Trial
+from actmat.tune.report import RESAMPLES, compare_finally
+from actmat.tune.search import Around, Budget, choose, pareto_front, parse_budget, search
+from actmat.tune.space import Candidate, MergeChoice, load_space, make_space
+
+
+class Bowl:
+    """An evaluator whose losses are known: least at `ties` x 0.8, with factor 1.4 in group 'mlp'."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Candidate, float]] = []
+
+    def trial(self, candidate: Candidate, share: float) -> Trial:
+        self.asked.append((candidate, share))
+        loss = (candidate.scale - 0.8) ** 2 + (0 if candidate.merge.method == "ties" else 1)
+        loss += (candidate.groups.get("mlp", 1.0) - 1.4) ** 2
+        loss += sum((w - 1.5) ** 2 for w in (candidate.merge.weights or ())[:1])
+        return Trial(candidate, share, {"a": loss, "b": 2 * loss}, {"a": 1 - loss / 9, "b": 1 - loss / 5})
+
+
+def run(bowl: Bowl, budget: Budget | None = None, **around: Any) -> list[Trial]:
+    space = make_space({"methods": ["average", "ties"], "scales": [0.5, 1.0, 2.0]})
+    fields: dict[str, Any] = {"samples": 64} | around
+    return search(space, space.merges(), cast(Evaluator, bowl), budget or Budget(), Around(**fields))
+
+
+def test_rounds_use_more_inputs_for_fewer_candidates_and_then_refine_the_scale() -> None:
+    bowl = Bowl()
+    trials = run(bowl)
+    assert [s for _, s in bowl.asked[:6]] == [0.25] * 6
+    assert {c.merge.method for c, _ in bowl.asked[:6]} == {"average", "ties"}
+    best, _ = choose(trials)
+    assert best.candidate.merge.method == "ties"
+    assert abs(best.candidate.scale - 0.8) < 0.1
+    assert best.share == 1.0
+
+
+def test_few_inputs_are_all_used_in_every_round() -> None:
+    bowl = Bowl()
+    run(bowl, samples=8)
+    assert {s for _, s in bowl.asked} == {1.0}
+
+
+def test_factors_of_groups_and_weights_are_searched_around_the_best() -> None:
+    best, _ = choose(run(Bowl(), groups=["attention", "mlp"]))
+    assert best.candidate.groups["mlp"] > 1.1
+    assert best.mean < choose(run(Bowl()))[0].mean
+    best, _ = choose(run(Bowl(), weighted=2))
+    assert best.candidate.merge.weights is None or len(best.candidate.merge.weights) == 2
+    assert any(t.candidate.merge.weights for t in run(Bowl(), weighted=2))
+
+
+def test_the_search_is_the_same_every_time() -> None:
+    first, second = ([t.candidate.key for t in run(Bowl(), groups=["mlp"], seed=3)] for _ in range(2))
+    assert first == second
+    assert first != [t.candidate.key for t in run(Bowl(), groups=["mlp"], seed=4)]
+
+
+def test_a_budget_bounds_the_evaluations_and_too_small_a_one_says_so() -> None:
+    bowl = Bowl()
+    run(bowl, Budget(evaluations=20))
+    assert len(bowl.asked) == 20
+    with pytest.raises(StatisticsError, match="allow more"):
+        run(Bowl(), Budget(evaluations=3))
+    with pytest.raises(StatisticsError, match="allow more"):
+        run(Bowl(), Budget(seconds=0.0))
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "10x", "m", "1.5h"])
+def test_budgets_that_mean_nothing(text: str) -> None:
+    with pytest.raises(RecipeError, match="number of evaluations"):
+        parse_budget(text)
+
+
+def trial(scale: float, a: float, b: float, agree: float = 1.0) -> Trial:
+    return Trial(Candidate(MergeChoice("average"), scale), 1.0, {"a": a, "b": b}, {"a": agree, "b": 1.0})
+
+
+def test_the_front_holds_what_nothing_beats_in_mean_and_worst() -> None:
+    mean, worst, both, neither = trial(1, 0.0, 3.0), trial(2, 2.0, 2.0), trial(3, 1.0, 2.5), trial(4, 3.0, 3.0)
+    assert pareto_front([neither, worst, both, mean]) == [mean, both, worst]
+
+
+def test_no_expert_may_fall_below_the_agreement_that_is_asked_for() -> None:
+    better, safer = trial(1, 0.0, 0.0, agree=0.4), trial(2, 1.0, 1.0, agree=0.9)
+    assert choose([better, safer]) == (better, True)
+    assert choose([better, safer], 0.8) == (safer, True)
+    assert choose([better, safer], 0.95) == (safer, False)
+
+
+def test_spaces_are_checked_as_a_whole(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        make_space({"methods": ["avrage", {"method": "ties", "options": {"densty": [0.1]}}], "scales": [1.0]})
+    assert len(error.value.problems) == 2
+    assert "average" in str(error.value)
+    assert "density" in str(error.value)
+    with pytest.raises(RecipeError, match=r"scales\.0"):
+        make_space({"scales": [-1.0]})
+    with pytest.raises(RecipeError, match="Extra inputs"):
+        make_space({"scale": [1.0]})
+    file = tmp_path / "space.yaml"
+    file.write_text("methods: [average, {method: ties, options: {density: [0.1, 0.2]}}]\nscales: [0.5, 1]\n")
+    assert len(load_space(file).merges()) == 3
+    file.write_text("- average\n")
+    with pytest.raises(RecipeError, match="expected a mapping"):
+        load_space(file)
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_space(tmp_path / "none.yaml")
+
+
+def comparison(values: list[float]) -> Comparison:
+    ones = (1,) * len(values)
+    return Comparison(tuple(values), ones, ones, ones, tuple(values), ones)
+
+
+def test_intervals_tell_a_clear_difference_from_noise() -> None:
+    base = [0.1, 0.4, 0.2, 0.9, 0.3, 0.5] * 4
+    noisy = [v + (0.3 if i % 2 else -0.3) for i, v in enumerate(base)]
+    found = {
+        "chosen": {"a": comparison(base)},
+        "far": {"a": comparison([v + 1 for v in base])},
+        "near": {"a": comparison(noisy)},
+        "nearer": {"a": comparison([v - 0.05 for v in base])},
+    }
+    chosen, far, near, nearer = compare_finally(found, "divergence", seed=0)
+    assert (chosen.verdict, far.verdict, near.verdict) == ("chosen", "worse", "not told apart")
+    assert nearer.verdict == "better"
+    assert far.low == pytest.approx(1.0)
+    assert far.high == pytest.approx(1.0)
+    assert near.low is not None
+    assert near.high is not None
+    assert near.low < 0 < near.high
+    assert RESAMPLES >= 1000

@@ -1,0 +1,218 @@
+"""`actmat.tune` and `actmat tune` from end to end, on tiny Llamas."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.helpers.merging import actmat as run
+from tests.tune.conftest import TEXTS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import actmat
+from actmat.errors import OutputError, RecipeError, StatisticsError
+from actmat.plan.choose import depth_of
+from actmat.recipe import load_recipe
+from actmat.statistics.data import DataOptions
+from actmat.statistics.models import load_model
+from actmat.tune import TuneReport
+from actmat.tune.answers import compare_answers, default_predict, keep_answers
+from actmat.tune.evaluate import loss_of
+from actmat.tune.groups import patterns_for
+from actmat.tune.inputs import prepare_inputs
+
+METHODS = ["average", "ties", "actmat", "regmean"]
+
+
+def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
+    wanted: dict[str, Any] = {
+        "data": {name: family / f"{name}.jsonl" for name in TEXTS},
+        "space": {"methods": METHODS, "scales": [0.3, 1.0], "groups": "kind"},
+        "new_tokens": 3,
+        "budget": 30,
+        "dtype": "float32",
+    }
+    return actmat.tune(family / "base", [family / "experts" / n for n in TEXTS], out=out, **{**wanted, **fields})
+
+
+@pytest.fixture(scope="module")
+def report(family: Path, tmp_path_factory: pytest.TempPathFactory) -> TuneReport:
+    return tuned(family, tmp_path_factory.mktemp("tuned") / "best")
+
+
+def test_the_written_model_is_the_candidate_that_was_scored(report: TuneReport, family: Path) -> None:
+    """The numbers of the search, made in place in memory, are those of the model on disk."""
+    chosen = report.chosen.candidate
+    assert chosen.groups.keys() == {"attention", "mlp", "other"}
+    merged = load_model(str(report.out), model_class="LlamaForCausalLM")
+    for name in TEXTS:
+        expert = load_model(str(family / "experts" / name), model_class="LlamaForCausalLM")
+        inputs = prepare_inputs(name, expert, DataOptions(str(family / f"{name}.jsonl")), new_tokens=3)
+        for half, wanted in ((inputs.search, report.chosen.losses), (inputs.final, report.finals[0].losses)):
+            kept = keep_answers(expert.model, half, default_predict)
+            found = compare_answers(merged.model, half, kept, default_predict)
+            assert loss_of(found, "divergence") == pytest.approx(wanted[name], rel=1e-4)
+
+
+def test_the_recipe_makes_the_model_again(report: TuneReport, tmp_path: Path) -> None:
+    place = Path(f"{report.out}.tune")
+    recipe = load_recipe(place / "recipe.yaml", {"out": str(tmp_path / "again")})
+    actmat.api.run_recipes([recipe])
+    first, second = (load_file(p / "model.safetensors") for p in (report.out, tmp_path / "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert actmat.verify(report.out).ok
+
+
+def test_scales_of_groups_reach_their_tensors_only(report: TuneReport) -> None:
+    chosen = report.chosen.candidate
+    plan = {i.name: i.call for i in actmat.api.plan_recipe(report.recipe).items}
+    for name, group in (("self_attn.q_proj", "attention"), ("mlp.up_proj", "mlp")):
+        scales = {c.scale for n, c in plan.items() if c is not None and name in n and depth_of(n) is not None}
+        assert len(scales) == 1
+        assert scales.pop() == pytest.approx(chosen.factor(group))
+    assert {c.scale for n, c in plan.items() if c is not None and "norm" in n} == {1.0}
+
+
+def test_everything_that_was_tried_is_on_record(report: TuneReport) -> None:
+    place = Path(f"{report.out}.tune")
+    data = json.loads((place / "tune.json").read_text())
+    assert data["actmat_tune"] == 1
+    assert {t["method"] for t in data["trials"]} == set(METHODS)
+    assert len(data["trials"]) == 30
+    assert [f["name"] for f in data["final"]][1:] == ["average", "actmat x 1 (the recipe's)", "base"]
+    assert data["front"][0]["mean"] == min(t["mean"] for t in data["trials"])
+    page = (place / "tune.html").read_text()
+    assert str(report.chosen.candidate.merge) in page
+    assert "<script>" in page
+    assert not (place / "merges").exists(), "merges that were tried are removed"
+
+
+def test_the_same_search_goes_on_where_it_stopped(
+    family: Path, tmp_path: Path, report: TuneReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in the middle; the second run evaluates the rest and chooses what an uninterrupted one chooses."""
+    module = importlib.import_module("actmat.tune.evaluate")
+    real, calls = module.compare_answers, [0]
+
+    def interrupted(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 21:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(module, "compare_answers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(family, tmp_path / "best")
+    assert not (tmp_path / "best").exists()
+    assert len((tmp_path / "best.tune" / "trials.jsonl").read_text().splitlines()) == 10
+    calls[0] = 100
+    again = tuned(family, tmp_path / "best")
+    assert calls[0] - 100 == 2 * (30 - 10) + 2 * len(again.finals)
+    assert again.chosen == report.chosen
+    assert [t.mean for t in again.trials] == [t.mean for t in report.trials]
+
+
+def test_continuations_are_those_of_each_input_alone(family: Path) -> None:
+    place = family / "experts" / "math"
+    expert = load_model(str(place), model_class="LlamaForCausalLM")
+    inputs = prepare_inputs("math", expert, DataOptions(str(family / "math.jsonl")), new_tokens=4)
+    tokenizer: Any = AutoTokenizer.from_pretrained(place)
+    model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+    for half, texts in ((inputs.search, TEXTS["math"][0::2]), (inputs.final, TEXTS["math"][1::2])):
+        (batch,) = half
+        assert batch.counted is not None
+        assert batch.labels is not None
+        for n, text in enumerate(texts):
+            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            whole = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4,
+                                   do_sample=False, pad_token_id=0)[0]  # fmt: skip
+            kept = batch.arguments["attention_mask"][n].bool()
+            assert batch.arguments["input_ids"][n][kept].tolist() == whole.tolist()
+            assert int(batch.counted[n].sum()) == len(whole) - ids.shape[1]
+            assert batch.labels[n][batch.counted[n]].tolist() == whole[ids.shape[1] :].tolist()
+
+
+def test_adapters_are_tuned_on_the_base_that_they_name(family: Path, tmp_path: Path) -> None:
+    """The merge that is written is an adapter when that is asked for, and scores as the model in memory did."""
+    experts = [family / "adapters" / n for n in TEXTS]
+    found = actmat.tune(
+        family / "base", experts, out=tmp_path / "best", to="adapter", new_tokens=0, budget=8,
+        data={n: family / f"{n}.jsonl" for n in TEXTS}, space={"methods": ["average", "knots"], "scales": [0.5, 1.0]},
+    )  # fmt: skip
+    assert (tmp_path / "best" / "adapter_model.safetensors").is_file()
+    merged = load_model(str(found.out), base=str(family / "base"), model_class="LlamaForCausalLM")
+    for name, place in zip(TEXTS, experts, strict=True):
+        expert = load_model(str(place), base=str(family / "base"), model_class="LlamaForCausalLM")
+        inputs = prepare_inputs(name, expert, DataOptions(str(family / f"{name}.jsonl")), new_tokens=0)
+        kept = keep_answers(expert.model, inputs.search, default_predict)
+        loss = loss_of(compare_answers(merged.model, inputs.search, kept, default_predict), "divergence")
+        assert loss == pytest.approx(found.chosen.losses[name], rel=5e-3, abs=1e-6)
+
+
+def test_a_score_of_ones_own_is_maximised(family: Path, tmp_path: Path) -> None:
+    def size(model: torch.nn.Module, expert: str, batches: Any) -> float:
+        assert batches
+        return -sum(float(p.detach().abs().sum()) for p in model.parameters())
+
+    found = tuned(family, tmp_path / "best", score=size, budget=6, space={"methods": ["average"], "scales": [0.3, 1.0]})
+    assert found.score == "size"
+    assert found.chosen.mean == min(t.mean for t in found.trials)
+
+
+def test_methods_that_cannot_merge_these_experts_are_left_out_with_a_reason(family: Path, tmp_path: Path) -> None:
+    found = tuned(family, tmp_path / "best", budget=6, space={"methods": ["average", "nearswap"], "scales": [1.0]})
+    assert len(found.refused) == 1
+    assert "nearswap" in next(iter(found.refused))
+    with pytest.raises(RecipeError, match="None of the methods"):
+        tuned(family, tmp_path / "none", space={"methods": ["nearswap"], "scales": [1.0]})
+    assert not (tmp_path / "none").exists()
+
+
+def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "x").write_text("")
+    with pytest.raises(OutputError, match="exists"):
+        tuned(family, tmp_path / "taken")
+    with pytest.raises(RecipeError, match="'code'"):
+        tuned(family, tmp_path / "best", data={"math": family / "math.jsonl"})
+    with pytest.raises(StatisticsError, match="no such file"):
+        tuned(family, tmp_path / "best", data=family / "none.jsonl")
+    (tmp_path / "one.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(StatisticsError, match="at least 2 inputs"):
+        tuned(family, tmp_path / "best", data=tmp_path / "one.jsonl")
+
+
+def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path: Path) -> None:
+    data = [x for n in TEXTS for x in ("--data", f"{n}={family / n}.jsonl")]
+    experts = [x for n in TEXTS for x in ("-e", str(family / "experts" / n))]
+    command = ["tune", "-b", str(family / "base"), *experts, "--out", str(tmp_path / "best")]
+    done = run([*command, *data, "--methods", "average,tsv", "--scales", "0.3,1", "--new-tokens", "2", "--budget", "8"])
+    assert done.code == 0, done.err
+    assert "(chosen)" in done.out
+    assert "tune.html" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    for flags, says in (
+        (["--score", "beauty"], "divergence"),
+        (["--space", "x.yaml", "--methods", "ties"], "drop --methods"),
+        (["--budget", "soon"], "number of evaluations"),
+        (["--methods", "tis"], "ties"),
+    ):
+        failed = run([*command, *data, "--overwrite", *flags])
+        assert failed.code in (1, 2)
+        assert says in failed.err
+    assert "unlabelled inputs" in run(command).err
+
+
+def test_patterns_match_exactly_the_names() -> None:
+    names = [f"model.layers.{i}.mlp.{x}.weight" for i in (0, 2, 10) for x in ("up", "down")] + ["head.weight"]
+    assert patterns_for(names) == [
+        "model.layers.{0,2,10}.mlp.up.weight",
+        "model.layers.{0,2,10}.mlp.down.weight",
+        "head.weight",
+    ]
