@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import sys
 import typing
@@ -24,6 +25,7 @@ from typing import Any
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
+from actmat.cli.catalogue import FILE, describe
 from actmat.cli.signature import with_flags
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
@@ -268,6 +270,14 @@ KINDS: dict[str, Callable[[str], str]] = {
 }
 
 
+def catalogue() -> str:
+    """The declarations of all methods, as `actmat methods` reads them."""
+    return json.dumps([describe(m) for m in METHODS], indent=1) + "\n"
+
+
+CATALOGUE = ROOT / "src" / "actmat" / "cli" / FILE
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -281,6 +291,10 @@ def main() -> None:
             stale.append(page.relative_to(ROOT))
             if not given.check:
                 page.write_text(after)
+    if not CATALOGUE.exists() or CATALOGUE.read_text() != catalogue():
+        stale.append(CATALOGUE.relative_to(ROOT))
+        if not given.check:
+            CATALOGUE.write_text(catalogue())
     print(f"{len(stale)} pages {'are stale' if given.check else 'written'}", *stale, sep="\n  ")
     sys.exit(1 if given.check and stale else 0)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +30,28 @@ def test_quiet_is_no_bar() -> None:
         assert nothing is None
     with showing_progress(quiet=False) as bar:
         assert isinstance(bar, MergeProgress)
+
+
+def test_a_terminal_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """On a pseudo-terminal; nothing is said where stderr is a file, or with --quiet."""
+    code = f"""
+import os, pty, subprocess, sys
+ours, theirs = pty.openpty()
+done = subprocess.run([sys.executable, "-m", "actmat", "merge", *sys.argv[1:], "--out", {str(tmp_path / "out")!r}],
+                      stderr=theirs, stdout=subprocess.DEVNULL, env=os.environ)
+os.set_blocking(ours, False)
+try:
+    text = os.read(ours, 10000).decode()
+except BlockingIOError:
+    text = ""
+print(text.splitlines()[:1])
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    wrong = ["-b", str(tmp_path / "none"), "-e", str(tmp_path / "none")]
+    for flags, first in ((wrong, "loading torch"), ([*wrong, "--quiet"], "actmat:")):
+        done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, env=environment,
+                              timeout=120, check=True)  # fmt: skip
+        assert first in done.stdout
 
 
 def test_no_progress_ignores_all_calls() -> None:

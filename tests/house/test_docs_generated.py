@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from docs.generate import KINDS, filled, flags, method, pages, recipe, table
+from docs.generate import CATALOGUE, KINDS, catalogue, filled, flags, method, pages, recipe, table
 from docs.record import recorded
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT
@@ -112,3 +112,7 @@ def test_recorded_output_replaces_what_disagrees() -> None:
     run = Run(0, "", {3: ["new", "er"], 5: ["unasked"], 6: ["x", "end"]})
     assert recorded(page, run) == "a\n```console\n$ one\nnew\ner\n$ two\n$ three\n...\nend\n```\nb\n"
     assert recorded(page, Run(0, "", {3: ["old"], 5: [], 6: ["y"]})).splitlines()[5:7] == ["$ three", "y"]
+
+
+def test_the_catalogue_of_methods_is_up_to_date() -> None:
+    assert CATALOGUE.read_text() == catalogue(), "run python -m docs.generate"

@@ -8,7 +8,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
-from actmat.cli.streams import optional_stdout
+from actmat.cli.streams import optional_stdout, starting
 from actmat.settings import RunSettings
 
 __all__ = ["merge"]
@@ -34,6 +34,7 @@ def merge(
     when it is complete; the same command continues an interrupted merge.
     'actmat plan' shows beforehand what will happen to every tensor.
     """
+    starting("merge", quiet=quiet)
     recipes = given.recipes(recipe)
     if (strict or run.exact) and not run.diagnose:
         raise typer.BadParameter("--strict and --exact go with --diagnose")

@@ -33,6 +33,12 @@ def say(message: str, **style: Any) -> None:
         _mute(sys.stderr)
 
 
+def starting(what: str, *, quiet: bool) -> None:
+    """Say on a terminal what begins, before torch is imported, which takes seconds."""
+    if not quiet and "torch" not in sys.modules and sys.stderr is not None and sys.stderr.isatty():
+        say(f"{what}: loading torch ...", dim=True)
+
+
 @contextlib.contextmanager
 def checked_stdout() -> Iterator[None]:
     """End the command if stdout breaks: quietly with 141 if its reader went away, else with a message and 1."""

@@ -12,6 +12,7 @@ from actmat.cli import flags
 from actmat.cli.agreement import DataFlags, pairs_of
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
+from actmat.cli.streams import starting
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def tune(
     recipe, all trials (tune.json) and a page (tune.html). The same command goes
     on after an interruption.
     """
+    starting("tune", quiet=quiet)
     from actmat.tune import TuneSettings, tune_recipe
     from actmat.tune.evaluate import Named, Score
     from actmat.tune.search import parse_budget

@@ -1,0 +1,45 @@
+"""The declarations of all methods as a file of the package, so that listing them does not import torch.
+
+`python -m docs.generate` writes the file; a test compares it with the declarations.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actmat.methods import MergeMethod
+
+__all__ = ["describe", "read_catalogue"]
+
+FILE = "methods.json"
+
+
+def read_catalogue() -> dict[str, dict[str, Any]]:
+    """Declarations by the name of the method, in the order of `METHODS`."""
+    text = files("actmat.cli").joinpath(FILE).read_text(encoding="utf-8")
+    return {entry["name"]: entry for entry in json.loads(text)}
+
+
+def describe(m: MergeMethod) -> dict[str, Any]:
+    """A declaration as plain data."""
+    return {
+        "name": m.name,
+        "summary": m.summary,
+        "equation": m.equation,
+        "acts_on": m.acts_on,
+        "needs": {"data": list(m.needs_statistics), "base": m.needs_base}
+        | {"takes_weights": m.is_weighted, "random": m.is_random},
+        "low_rank": m.merge_lowrank is not None,
+        "preset_of": m.preset_of,
+        "flops": m.flops,
+        "laws": sorted(m.laws),
+        "reference": m.reference,
+        "options": [
+            {"name": o.name, "type": o.type_name, "default": o.default}
+            | {"bounds": str(o.bounds) if o.bounds else None, "description": o.doc}
+            for o in m.options.values()
+        ],
+    }
