@@ -1,0 +1,103 @@
+"""Connection to Ray: found, started, or refused with the reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from typing import Any
+
+from actmat.engine.executors.ray.batches import Node
+from actmat.errors import MergeError, RecipeError
+
+__all__ = ["check_address", "cluster_nodes", "connect", "driver_node", "node_name"]
+
+LOCAL = "local"
+STORE_BYTES = 1 << 29
+"""Object store of a Ray that is started here: it holds one plan."""
+
+
+def check_address(address: str) -> None:
+    """Refuse what `connect` cannot reach, before anything is opened.
+
+    Raises:
+        RecipeError: Ray is not installed, or the address is of another kind.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise RecipeError(
+            "The executor 'ray' needs the package Ray, which is not installed. Fix: pip install 'actmat[ray]', on "
+            "every node of the cluster."
+        )
+    if "://" in address:
+        raise RecipeError(
+            f"The executor 'ray' takes the address HOST:PORT of a cluster, 'auto' or 'local'; found '{address}'. A "
+            "remote client has no storage in common with the workers: run the command on a node of the cluster, for "
+            "example with 'ray job submit -- actmat merge ... --executor ray=auto'."
+        )
+
+
+def connect(address: str) -> bool:
+    """Connect this process to Ray, unless it is connected; True if a Ray was started for it.
+
+    Args:
+        address: HOST:PORT of a cluster; "auto": the one that runs on this machine; "local": a new one; "": what
+            RAY_ADDRESS names, else the one that runs on this machine, else a new one.
+
+    Raises:
+        MergeError: nothing answers there, or this process is connected to another cluster.
+    """
+    import ray
+
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if address not in ("", "auto", LOCAL, here):
+            raise MergeError(
+                f"This process is connected to the Ray cluster {here}, and the executor names {address}. Fix: "
+                "ray.shutdown() first, or the executor 'ray'."
+            )
+        return False
+    wanted = address or os.environ.get("RAY_ADDRESS", "")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    if wanted != LOCAL:
+        try:
+            ray.init(address=wanted or "auto", **quiet)
+            return False
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if wanted:
+                said = " ".join(str(error).split())[:300]
+                raise MergeError(
+                    f"There is no Ray cluster at '{wanted}': {said}. Fix: 'ray start --head' on one node and "
+                    "'ray start --address HOST:PORT' on the others, and the address that the first printed."
+                ) from error
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for reports to Ray's makers
+    cores = len(os.sched_getaffinity(0))
+    ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
+    return True
+
+
+def cluster_nodes() -> dict[str, Node]:
+    """Nodes that are alive, by their ids."""
+    import ray
+
+    found = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"]
+            found[node["NodeID"]] = Node(int(has.get("CPU", 0)), int(has.get("GPU", 0)), int(has.get("memory", 0)))
+    return found
+
+
+def driver_node() -> str:
+    """Id of the node that this process is on."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def node_name() -> str:
+    """Name of the node that this process is on: its host's, with a part of its id where several have that name."""
+    import ray
+
+    host, mine = socket.gethostname(), driver_node()
+    same = [n for n in ray.nodes() if n["Alive"] and n["NodeManagerHostname"] == host]
+    return host if len(same) <= 1 else f"{host}-{mine[:6]}"
