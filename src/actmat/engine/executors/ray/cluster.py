@@ -12,7 +12,9 @@ from actmat.errors import MergeError, RecipeError
 
 __all__ = ["check_address", "cluster_nodes", "connect", "driver_node", "node_name"]
 
-LOCAL = "local"
+AUTO, LOCAL = "auto", "local"
+ANSWER_SECONDS = 10.0
+"""Wait for a cluster to accept a connection; Ray itself goes on trying for many minutes."""
 STORE_BYTES = 1 << 29
 """Object store of a Ray that is started here: it holds one plan."""
 
@@ -28,11 +30,12 @@ def check_address(address: str) -> None:
             "The executor 'ray' needs the package Ray, which is not installed. Fix: pip install 'actmat[ray]', on "
             "every node of the cluster."
         )
-    if "://" in address:
+    host, _, port = address.rpartition(":")
+    if address not in ("", AUTO, LOCAL) and ("://" in address or not host or not port.isdecimal()):
         raise RecipeError(
-            f"The executor 'ray' takes the address HOST:PORT of a cluster, 'auto' or 'local'; found '{address}'. A "
-            "remote client has no storage in common with the workers: run the command on a node of the cluster, for "
-            "example with 'ray job submit -- actmat merge ... --executor ray=auto'."
+            f"The executor 'ray' takes the address HOST:PORT of a cluster, 'auto' or 'local'; found '{address}'. The "
+            "driver needs the storage of the workers: run the command on a node of the cluster, for example "
+            "with 'ray job submit -- actmat merge ... --executor ray=auto'."
         )
 
 
@@ -50,19 +53,20 @@ def connect(address: str) -> bool:
 
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
-        if address not in ("", "auto", LOCAL, here):
+        if address not in ("", AUTO, LOCAL, here):
             raise MergeError(
                 f"This process is connected to the Ray cluster {here}, and the executor names {address}. Fix: "
                 "ray.shutdown() first, or the executor 'ray'."
             )
         return False
     wanted = address or os.environ.get("RAY_ADDRESS", "")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if wanted != LOCAL:
         try:
-            ray.init(address=wanted or "auto", **quiet)
+            _reach(wanted)
+            ray.init(address=wanted or AUTO, **quiet)
             return False
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             if wanted:
                 said = " ".join(str(error).split())[:300]
                 raise MergeError(
@@ -73,6 +77,13 @@ def connect(address: str) -> bool:
     cores = len(os.sched_getaffinity(0))
     ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
     return True
+
+
+def _reach(address: str) -> None:
+    """Raise an `OSError` if nothing accepts connections at HOST:PORT."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
 
 
 def cluster_nodes() -> dict[str, Node]:

@@ -10,7 +10,7 @@ import pickle
 import socket
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,11 @@ class Worker:
     """One session, for one caller at a time; only `stop` may be called meanwhile.
 
     Args:
-        where: name of the node, for messages and progress; default: the host's.
+        name: gives the name of the node that it is called on, for messages and progress.
     """
 
-    def __init__(self, where: str = "") -> None:
-        self.where = where or socket.gethostname()
+    def __init__(self, name: Callable[[], str] = socket.gethostname) -> None:
+        self.where = name()
         self._stack = contextlib.ExitStack()
         self._session: Session | None = None
         self._key = ""
