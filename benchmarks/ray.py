@@ -78,7 +78,7 @@ def pairs(case: str, base: Path, experts: list[Path], method: str, address: str,
             run = measure(command, None, PYTHONPATH=str(HERE.parent / "src"))
             manifest = json.loads((outs[name] / "actmat_manifest.json").read_text())
             found[name].append(run)
-            merged[name].append(manifest["run"]["seconds"])
+            merged[name].append(manifest["timing"]["seconds"])
             count = len(manifest["tensors"])
             print(f"  {repeat + 1}/{repeats} {case} {name:8} {run.wall_s:8.2f} s, merge {merged[name][-1]:8.2f} s")
     if len({weights_digest(out) for out in outs.values()}) > 1:
