@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from actmat.engine.executors.ray.batches import Node
@@ -59,7 +63,13 @@ def connect(address: str) -> bool:
                 "ray.shutdown() first, or the executor 'ray'."
             )
         return False
-    wanted = address or os.environ.get("RAY_ADDRESS", "")
+    with _own_signals():
+        return _start(address or os.environ.get("RAY_ADDRESS", ""))
+
+
+def _start(wanted: str) -> bool:
+    import ray
+
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if wanted != LOCAL:
         try:
@@ -77,6 +87,17 @@ def connect(address: str) -> bool:
     cores = len(os.sched_getaffinity(0))
     ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
     return True
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep the handler of SIGTERM, in whose place Ray puts one that ends the process with its unit half done."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _reach(address: str) -> None:

@@ -77,11 +77,11 @@ class RayExecutor:
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         """See `Executor`."""
-        if not units:
-            return
         import ray
 
         with self._stack, self._ending():
+            if not units:
+                return
             workers = self._opened(spec, units)
             if spec.surveys:
                 workers.use(ray.put(spec.surveys))
