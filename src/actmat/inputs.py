@@ -137,7 +137,7 @@ def plans_of(
     """
     problems = problems or Problems()
     plans = []
-    for recipe in recipes:
+    for recipe in (r.model_copy(update={"executor": None}) for r in recipes):  # no part of what is merged
         config = None
         with problems.noted():
             if inputs.base is None and recipe.base:

@@ -20,6 +20,12 @@ class Progress(Protocol):
     def tensor(self, name: str, nbytes: int) -> None:
         """One tensor is done; called from any thread."""
 
+    def node(self, name: str, nbytes: int) -> None:
+        """A node of a cluster has done one tensor more; follows `tensor`. Not called for work on this machine only."""
+
+    def note(self, text: str) -> None:
+        """A sentence about the run for the user, such as a worker that was lost and replaced."""
+
     def finishing(self) -> None:
         """All tensors are done; flushing to disk and renaming follow."""
 
@@ -31,6 +37,12 @@ class NoProgress:
         """Do nothing."""
 
     def tensor(self, name: str, nbytes: int) -> None:
+        """Do nothing."""
+
+    def node(self, name: str, nbytes: int) -> None:
+        """Do nothing."""
+
+    def note(self, text: str) -> None:
         """Do nothing."""
 
     def finishing(self) -> None:

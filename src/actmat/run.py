@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
-from actmat.engine.executors import find_executor
+from actmat.engine.executors import THREADS, computes_here, find_executor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources, check_device, check_device_name, share_resources
@@ -96,14 +95,15 @@ def run_recipes(
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
     _check_shared(recipes)
+    executor = _executor_of(settings, recipes[0])
     outs = [_out_path(r) for r in recipes]
     problems = Problems()
     if settings.diagnose:
         check_mutes(recipes)
     with problems.noted():
-        check_device(settings.device)
+        (check_device if computes_here(executor) else check_device_name)(settings.device)
     with problems.noted():
-        find_executor(settings.executor)
+        find_executor(executor)
     same = () if settings.overwrite else {o for r, o in zip(recipes, outs, strict=True) if has_manifest_of(r, o)}
     with problems.noted():
         check_outputs(recipes, outs, overwrite=settings.overwrite, finished=same)
@@ -114,7 +114,7 @@ def run_recipes(
         reports = {out: _finished(plans[out], out, settings) for out in outs if out in same}
         plans = {out: plan for out, plan in plans.items() if out not in same}
         if plans:
-            reports |= {r.out: r for r in _merge(plans, inputs, settings, progress, began)}
+            reports |= {r.out: r for r in _merge(plans, inputs, replace(settings, executor=executor), progress, began)}
     return [reports[out] for out in outs]
 
 
@@ -142,7 +142,7 @@ def _merge(
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
         check_values(inputs)
-        _execute(outputs, inputs, settings.executor, resources, observers, progress)
+        _execute(outputs, inputs, settings.executor or THREADS, resources, observers, progress)
         progress.finishing()
         reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
         manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
@@ -162,12 +162,13 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     """
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
+    executor = _executor_of(settings, recipe)
     check_mutes([recipe])
     problems = Problems()
     with problems.noted():
-        check_device(settings.device)
+        (check_device if computes_here(executor) else check_device_name)(settings.device)
     with problems.noted():
-        find_executor(settings.executor)
+        find_executor(executor)
     with opened_inputs([recipe], problems) as inputs:
         (plan,) = plans_of([recipe], inputs, settings.device, problems)
         observers = Observers(recipe.seed, settings.exact)
@@ -176,7 +177,7 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
         check_values(inputs)
-        _execute([output], inputs, settings.executor, resources, observers, progress)
+        _execute([output], inputs, executor, resources, observers, progress)
         return build_diagnosis(plan, output.records, out=None, seconds=time.perf_counter() - began)
 
 
@@ -207,7 +208,7 @@ def _execute(
         device=resources.device,
     )
     executor = find_executor(executor_name)(inputs, [o.writer for o in outputs], resources)
-    spec = dataclasses.replace(spec, surveys=executor.survey(spec))
+    spec = replace(spec, surveys=executor.survey(spec))
     findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
     with contextlib.closing(executor.run(spec, units)) as results:
         for result in results:
@@ -217,8 +218,18 @@ def _execute(
                     outputs[p].keep(record)
             for group in result.unit.groups:
                 items = [plans[p].items[n] for p, n in group]
-                progress.tensor(items[0].name, max(i.cost.read_bytes + i.cost.write_bytes for i in items))
+                nbytes = max(i.cost.read_bytes + i.cost.write_bytes for i in items)
+                progress.tensor(items[0].name, nbytes)
+                if result.where:
+                    progress.node(result.where, nbytes)
+            for note in result.notes:
+                progress.note(note)
     _judge(findings)
+
+
+def _executor_of(settings: RunSettings, recipe: Recipe) -> str:
+    """Name of the executor: the settings' if they name one, else the recipe's, else threads."""
+    return settings.executor or recipe.executor or THREADS
 
 
 def _judge(findings: Findings) -> None:
@@ -241,7 +252,7 @@ def _judge(findings: Findings) -> None:
         raise error
 
 
-_SHARED = ("base", "experts", "compute_dtype", "allow_nonfinite", "to")
+_SHARED = ("base", "experts", "compute_dtype", "allow_nonfinite", "to", "executor")
 
 
 def _check_shared(recipes: Sequence[Recipe]) -> None:

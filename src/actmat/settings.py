@@ -14,7 +14,7 @@ __all__ = ["RunSettings"]
 class RunSettings:
     """Settings of a run. Only `device` can change the result, in its last bits.
 
-    The text of each flag documents its field. `executor`, a name of `engine.executors.EXECUTORS`, has no flag.
+    The text of each flag documents its field.
 
     >>> RunSettings(threads=4, max_memory="4GB").device
     'cpu'
@@ -32,4 +32,7 @@ class RunSettings:
     sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
     diagnose: Annotated[bool, Flag(help="Measure and check while merging; a report goes into the output.")] = False
     exact: Annotated[bool, Flag(help="Measure without random probes: no sampling error, slower.")] = False
-    executor: str = "threads"
+    executor: Annotated[
+        str | None,
+        Flag(help="Who merges: threads, ray or ray=ADDRESS, see docs/cluster.md; default: the recipe's, else threads."),
+    ] = None

@@ -51,7 +51,7 @@ def recipes(**values: Any) -> list[Recipe]:
 def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe) | flagged(ExpertRef)
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
-    settings = {f.name for f in dataclasses.fields(RunSettings)} - {"executor"}
+    settings = {f.name for f in dataclasses.fields(RunSettings)}
     assert set(taken(merge)) == fields | settings | {"recipe", "strict", "quiet"}
     assert set(taken(plan)) == fields - {"out"} | {"device", "recipe", "json", "every"}
     assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))

@@ -17,6 +17,7 @@ from tests.helpers.merging import NORM, Q0, UP0, Family
 from tests.helpers.models import BY_NAME, VOCABULARY, save_family
 from tests.helpers.sessions import Run, merge_units, other_process, run_here
 
+from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import Observers
 from actmat.engine.findings import Findings
 from actmat.engine.memory import Scratch
@@ -112,8 +113,9 @@ def test_another_process_gives_the_same_records_and_bytes(
     make, observed = CASES[name]
     (spec, units, results), folders = here(make, tmp_path, observed=observed)
     there = [tmp_path / f"there{n}" for n in range(len(folders))]
-    for folder in there:
+    for folder, plan in zip(there, spec.plans, strict=True):  # as the driver prepares them
         folder.mkdir()
+        ShardWriter(folder, plan.shards, durable=False).close()
     elsewhere = dataclasses.replace(spec, outputs=tuple(there))
     found = process.submit(merge_units, elsewhere, units[::-1]).result(300)
     expected = {r.unit: timeless(r) for r in results}

@@ -95,6 +95,7 @@ class MergeProgress:
     def __init__(self, bar: Progress, doing: str) -> None:
         self._bar, self._doing = bar, doing
         self._task: TaskID | None = None
+        self._nodes: dict[str, TaskID] = {}
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
         """Show the bar; say so when an interrupted run goes on."""
@@ -107,6 +108,17 @@ class MergeProgress:
         """Advance the bar by one tensor."""
         if self._task is not None:
             self._bar.advance(self._task)
+
+    def node(self, name: str, nbytes: int) -> None:
+        """Count the tensor in the line of its node."""
+        if name not in self._nodes:
+            total = self._bar.tasks[0].total if self._bar.tasks else None
+            self._nodes[name] = self._bar.add_task(f"  {escape(name)}", total=total)
+        self._bar.advance(self._nodes[name])
+
+    def note(self, text: str) -> None:
+        """Print the sentence above the bar."""
+        note_console.print(escape(text))
 
     def finishing(self) -> None:
         """Show that only the disk is still at work."""

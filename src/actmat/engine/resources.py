@@ -29,11 +29,15 @@ class Resources:
         workers: tensors at work at the same time.
         memory: budget of all workers together, in bytes, see `plan.cost`.
         device: where matrix methods compute ("cpu", "cuda:0", "mps").
+        workers_given, memory_given: whether the user set the limit; else it is what this machine has, which tells
+            nothing about other machines.
     """
 
     workers: int
     memory: int
     device: str = "cpu"
+    workers_given: bool = True
+    memory_given: bool = True
 
 
 def check_device_name(device: str) -> None:
@@ -98,14 +102,15 @@ def share_resources(
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
     process = BASELINE_BYTES + sum(p.process_bytes - BASELINE_BYTES for p in plans)
     if max_memory is None:
-        return Resources(workers, max(int(0.9 * available_memory()) - process, largest), device)
+        memory = max(int(0.9 * available_memory()) - process, largest)
+        return Resources(workers, memory, device, workers_given=threads is not None, memory_given=False)
     limit = parse_size(max_memory)
     if limit < process + largest:
         raise RecipeError(
             f"--max-memory {max_memory} is too little: tensor '{worst}' alone needs {format_size(largest)}, "
             f"the process itself {format_size(process)}: allow at least {format_size(process + largest)}."
         )
-    return Resources(workers, limit - process, device)
+    return Resources(workers, limit - process, device, workers_given=threads is not None)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,11 +84,15 @@ class UnitResult:
         unit: which one.
         records: (position of the plan, record) for every output whose bytes are written.
         findings: problems with the values that were read.
+        where: node that did it, for progress; empty for this machine.
+        notes: sentences about the run for the user, such as a worker that was lost.
     """
 
     unit: Unit
     records: tuple[tuple[int, Record], ...]
     findings: Findings
+    where: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Session:
@@ -117,11 +121,15 @@ class Session:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, spec: SessionSpec) -> Iterator[Session]:
+    def open(cls, spec: SessionSpec, *, synchronous: bool = False) -> Iterator[Session]:
         """A session with inputs and output files of its own, for a worker in another process.
 
+        Args:
+            spec: what is to be done; the driver has prepared the output files.
+            synchronous: every write waits for the storage; needed where workers on several machines share files.
+
         Raises:
-            MergeError: an input cannot be opened.
+            MergeError: an input or an output file cannot be opened.
         """
         recipe = spec.plans[0].recipe
         with contextlib.ExitStack() as stack:
@@ -133,7 +141,8 @@ class Session:
                 if folder is None:
                     writers.append(NoWriter())
                     continue
-                writer = ShardWriter(folder, plan.shards, durable=False)  # the driver waits for the disk in the end
+                attach: Literal["cached", "synchronous"] = "synchronous" if synchronous else "cached"
+                writer = ShardWriter(folder, plan.shards, durable=False, attach=attach)  # the driver syncs in the end
                 stack.callback(writer.close)
                 writers.append(writer)
             yield cls(spec, Inputs(recipe.labels, base, experts, statistics), writers)

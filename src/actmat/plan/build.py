@@ -19,7 +19,7 @@ from actmat.plan.tensors import plan_tensors
 from actmat.recipe import Recipe
 from actmat.version import __version__
 
-__all__ = ["build_plan"]
+__all__ = ["build_plan", "versions_of"]
 
 
 def build_plan(
@@ -70,14 +70,14 @@ def build_plan(
         kept=draft.kept,
         notes=(*draft.notes, *statistics.notes_on(draft.items)),
         device=device,
-        versions=_versions(draft.items),
+        versions=versions_of(draft.items),
         statistics=tuple(statistics.to_json()),
         statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
 
 
-def _versions(items: Sequence[Item]) -> dict[str, str]:
-    """Versions of the software that computes the answer; a user's own method is told by the hash of its file."""
+def versions_of(items: Sequence[Item]) -> dict[str, str]:
+    """Versions of the software here that computes the answer; a user's own method is told by the hash of its file."""
     own = {i.call.method for i in items if i.call is not None and is_user_method(i.call.method)}
     versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return versions | {name: user_method_hash(name) for name in sorted(own)}

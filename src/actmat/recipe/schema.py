@@ -222,6 +222,12 @@ class Recipe(_Strict):
         default=None, description="directory of the merged model; in a file, relative to the file's folder"
     )
 
+    executor: str | None = Field(
+        default=None,
+        exclude=True,  # not in plans, manifests and fingerprints: it decides nothing about the result
+        description="who merges, where no --executor is given: threads, ray or ray=ADDRESS, see docs/cluster.md",
+    )
+
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:
         labels = [e.label for e in self.experts]

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.formats.safetensors import INDEX_NAME
@@ -19,6 +20,7 @@ __all__ = ["ShardWriter", "TensorSink"]
 _CHECK_BYTES = 1 << 22
 _FLUSH_BYTES = 1 << 26
 SHARD_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+ATTACH_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TensorSink:
@@ -50,9 +52,19 @@ class ShardWriter:
 
     `durable` flushes to disk in the background while tensors are written and waits for the disk in `finish`, so that a
     power failure after the final rename cannot leave gaps in a model that looks finished.
+
+    `attach` opens files that another process prepared: they are never made, cut or read, because several processes may
+    write their own tensors to them. With `attach="synchronous"`, a write returns when the storage has the bytes.
     """
 
-    def __init__(self, directory: Path, shards: Sequence[Shard], *, durable: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        shards: Sequence[Shard],
+        *,
+        durable: bool = True,
+        attach: Literal["", "cached", "synchronous"] = "",
+    ) -> None:
         self.directory = directory
         self.shards = tuple(shards)
         self.durable = durable
@@ -65,7 +77,10 @@ class ShardWriter:
         self._extents: Mapping[str, Extent] = {n: e for s in shards for n, e in s.extents.items()}
         try:
             for shard in shards:
-                self._prepare(shard)
+                if attach:
+                    self._attach(shard, synchronous=attach == "synchronous")
+                else:
+                    self._prepare(shard)
         except (OSError, OutputError):
             self.close()
             raise
@@ -81,6 +96,24 @@ class ShardWriter:
                 os.ftruncate(handle, 0)
                 os.ftruncate(handle, shard.size)
                 self.pwrite(shard.file, memoryview(shard.header), 0)
+
+    def _attach(self, shard: Shard, *, synchronous: bool) -> None:
+        """Open a prepared file for writing only.
+
+        On NFS, a page that a client has read is later written whole, over what other clients wrote to it meanwhile.
+        Files that are open for writing only are not read, and synchronous writes are never widened to a page.
+        """
+        path = self.directory / shard.file
+        with disk_errors(self.directory):
+            handle = os.open(path, ATTACH_FLAGS | (os.O_DSYNC if synchronous else 0))
+            self._handles[shard.file] = handle
+            found = os.fstat(handle).st_size
+        if found != shard.size:
+            raise OutputError(
+                f"{path}: expected the {shard.size} bytes that the run's driver prepared, found {found}. Likely cause: "
+                "another program changed the file, or this is another folder of the same name. Fix: write to storage "
+                "that all workers share."
+            )
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> TensorSink:
         """Sink of tensor `name`, which also writes the tensors tied to it."""

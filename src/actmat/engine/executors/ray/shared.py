@@ -1,0 +1,95 @@
+"""Proof that a worker sees the storage of its driver: token files next to the outputs, and identities of the inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.writing.staging import disk_errors
+from actmat.engine.inputs import Inputs
+from actmat.engine.session import SessionSpec
+from actmat.experts.base import Expert
+
+__all__ = ["input_problems", "prepared_storage", "storage_problems"]
+
+
+def _token_path(folder: Path) -> Path:
+    """A sibling: everything in the folder itself becomes part of the output."""
+    return folder.parent / f"{folder.name}-token"
+
+
+@contextlib.contextmanager
+def prepared_storage(spec: SessionSpec) -> Iterator[Mapping[Path, str]]:
+    """Shards that other machines can open, and a token beside every folder of the outputs; yields folder -> its token.
+
+    Raises:
+        OutputError: the disk.
+    """
+    tokens: dict[Path, str] = {}
+    try:
+        for plan, folder in zip(spec.plans, spec.outputs, strict=True):
+            if folder is None:
+                continue
+            with disk_errors(folder):
+                for shard in plan.shards:
+                    _sync(folder / shard.file)  # headers and sizes that the driver wrote reach the shared storage
+                tokens[folder] = secrets.token_hex(16)
+                path = _token_path(folder)
+                path.unlink(missing_ok=True)  # a run that was killed left it; nothing is written through a link
+                with path.open("x", encoding="ascii") as file:
+                    file.write(tokens[folder])
+                    file.flush()
+                    os.fsync(file.fileno())
+        yield tokens
+    finally:
+        for folder in tokens:
+            with contextlib.suppress(OSError):
+                _token_path(folder).unlink()
+
+
+def storage_problems(tokens: Mapping[Path, str], node: str) -> list[str]:
+    """Sentences on folders that this worker does not share with its driver."""
+    problems = []
+    for folder, token in tokens.items():
+        path = _token_path(folder)
+        try:
+            found = path.read_text(encoding="ascii", errors="replace")
+        except OSError as error:
+            found = ""
+            said = error.strerror or type(error).__name__
+        else:
+            said = "it holds another text"
+        if found != token:
+            problems.append(f"node {node} does not see the output's folder {folder}: {path}: {said}")
+    return problems
+
+
+def input_problems(spec: SessionSpec, inputs: Inputs, node: str) -> list[str]:
+    """Sentences on inputs that are other files here than those that were planned with."""
+    sources: list[Checkpoint | Expert] = [*([inputs.base] if inputs.base is not None else []), *inputs.experts]
+    problems = []
+    planned = [s for s in spec.plans[0].inputs if inputs.base is not None or s is not spec.plans[0].base]
+    for summary, source in zip(planned, sources, strict=True):
+        if _content(summary.files) != _content(source.identity()):
+            problems.append(
+                f"node {node} has other files at {summary.location} ({summary.label}) than the driver: sizes or times "
+                "differ"
+            )
+    return problems
+
+
+def _content(files: Sequence[FileIdentity]) -> list[tuple[str, int, int, str]]:
+    """Parts of identities that hold on every machine; the time of the last change of an inode does not."""
+    return [(Path(f.path).name, f.size, f.modified_ns, f.etag) for f in files]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

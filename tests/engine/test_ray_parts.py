@@ -1,0 +1,348 @@
+"""The parts of the executor 'ray' that need no cluster: batches, sizes of workers, a worker, shared storage."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tests.helpers.merging import Family
+from tests.helpers.sessions import run_here
+
+from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.engine.executors import find_executor
+from actmat.engine.executors.ray import RayExecutor
+from actmat.engine.executors.ray.batches import (
+    BATCH_SECONDS,
+    BATCH_UNITS,
+    Batch,
+    Node,
+    Offer,
+    make_batches,
+    plan_offers,
+    unit_seconds,
+    uses_device,
+)
+from actmat.engine.executors.ray.cluster import connect
+from actmat.engine.executors.ray.shared import prepared_storage, storage_problems
+from actmat.engine.executors.ray.worker import Answer, Opening, Worker
+from actmat.engine.inputs import Inputs
+from actmat.engine.resources import Resources
+from actmat.engine.session import SessionSpec, UnitResult
+from actmat.engine.survey import run_surveys
+from actmat.engine.units import Unit
+from actmat.errors import MergeError, OutputError, RecipeError
+
+GB = 10**9
+
+
+def unit(name: str = "w", *, flops: int = 0, traffic: int = 0, peak: int = GB) -> Unit:
+    return Unit((((0, 0),),), name, traffic, peak, flops)
+
+
+def no_device(units: list[Unit]) -> list[bool]:
+    return [False] * len(units)
+
+
+# Batches
+
+
+def test_long_units_come_first_and_alone() -> None:
+    units = [unit(f"{n}", flops=n * 10**11) for n in (1, 9, 3, 7)]
+    batches = make_batches(units, no_device(units), workers=2)
+    assert [[u.name for u in b.units] for b in batches] == [["9"], ["7"], ["3"], ["1"]]
+
+
+def test_traffic_counts_as_well_as_operations() -> None:
+    units = [unit("copied", traffic=10 * GB), unit("computed", flops=10**11)]
+    assert make_batches(units, no_device(units), 1)[0].units[0].name == "copied"
+
+
+def test_small_units_travel_together() -> None:
+    units = [unit(f"{n}") for n in range(20_000)]
+    batches = make_batches(units, no_device(units), workers=2)
+    assert sum(len(b.units) for b in batches) == len(units)
+    assert {u.name for b in batches for u in b.units} == {u.name for u in units}
+    assert max(len(b.units) for b in batches) <= BATCH_UNITS
+    assert len(batches) < 200
+    assert all(sum(map(unit_seconds, b.units)) <= BATCH_SECONDS + 1e-9 for b in batches)
+
+
+def test_few_small_units_still_serve_every_worker() -> None:
+    units = [unit(f"{n}") for n in range(48)]
+    assert len(make_batches(units, no_device(units), workers=3)) >= 24
+
+
+def test_a_batch_is_of_one_sort_and_as_large_as_its_largest_unit() -> None:
+    units = [unit(f"{n}", peak=n * GB) for n in range(1, 9)]
+    device = [n % 2 == 0 for n in range(8)]
+    batches = make_batches(units, device, workers=1)
+    assert {u.name: b.device for b in batches for u in b.units} == {
+        u.name: d for u, d in zip(units, device, strict=True)
+    }
+    assert all(b.memory == max(u.host_bytes for u in b.units) for b in batches)
+
+
+# Sizes of workers
+
+
+def test_one_worker_per_core_where_memory_suffices() -> None:
+    units = [unit(), unit(peak=2 * GB)]
+    assert plan_offers([Node(4, 0, 100 * GB)], units, [False] * 2, GB) == [Offer(3 * GB, GB)] * 4
+
+
+def test_scarce_memory_is_shared_below_one_large_worker() -> None:
+    units = [unit(peak=10 * GB), *(unit(peak=GB) for _ in range(9))]
+    offers = plan_offers([Node(8, 0, 20 * GB)], units, no_device(units), GB)
+    assert offers[0].memory == 11 * GB
+    assert len(offers) == 1 + 4
+    assert sum(o.memory for o in offers) <= 20 * GB
+    assert offers[0].takes(Batch((units[0],), 10 * GB))
+    assert not offers[1].takes(Batch((units[0],), 10 * GB))
+    assert offers[1].takes(Batch((units[1],), GB))
+
+
+def test_the_largest_workers_are_kept_where_their_number_is_limited() -> None:
+    nodes = [Node(2, 0, 4 * GB), Node(2, 0, 100 * GB)]
+    units = [unit(peak=5 * GB), unit()]
+    (offer,) = plan_offers(nodes, units, no_device(units), GB, most=1)
+    assert offer.takes(Batch((units[0],), 5 * GB))
+
+
+def test_a_unit_that_no_node_takes_is_named() -> None:
+    units = [unit("lm_head", peak=50 * GB)]
+    with pytest.raises(MergeError, match=r"'lm_head': its worker needs one core and 51 GB; the largest of 2 .* 20 GB"):
+        plan_offers([Node(8, 0, 20 * GB), Node(8, 0, 10 * GB)], units, [False], GB)
+
+
+def test_workers_with_an_accelerator_for_the_units_that_need_one() -> None:
+    nodes = [Node(4, 2, 100 * GB), Node(4, 0, 100 * GB)]
+    units = [unit("matrix"), unit("vector")]
+    offers = plan_offers(nodes, units, [True, False], GB)
+    assert [o.device for o in offers] == [True] * 2 + [False] * 6
+    assert not offers[-1].takes(Batch((units[0],), GB, device=True))
+    assert offers[0].takes(Batch((units[1],), GB))
+    assert [o.device for o in plan_offers(nodes, units[:1], [True], GB)] == [True] * 2
+    assert not any(o.device for o in plan_offers(nodes, units[1:], [False], GB)), "idle accelerators are reserved"
+
+
+def test_a_cluster_without_accelerators_is_refused() -> None:
+    with pytest.raises(MergeError, match="no node of the Ray cluster offers one"):
+        plan_offers([Node(4, 0, 100 * GB)], [unit()], [True], GB)
+
+
+# A worker in this process
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[SessionSpec, list[Unit], list[UnitResult]]:
+    """A merge with a survey that is finished; its files are prepared for workers that do it again."""
+    root = tmp_path_factory.mktemp("merged")
+    family = Family.make(root, layers=1)
+    fields = {"base": str(family.base), "experts": [str(e) for e in family.experts], "method": "ties"}
+    return run_here([fields | {"options": {"trim": "global"}}], [root / "out"])
+
+
+@pytest.fixture
+def opened(merged: tuple[SessionSpec, list[Unit], list[UnitResult]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`opened(**changes)`: a worker, and its answer to an opening with these changes."""
+    monkeypatch.setattr(os, "chdir", lambda place: None)
+    spec = dataclasses.replace(merged[0], surveys={})
+    workers: list[Worker] = []
+
+    def make(**changes: Any) -> tuple[Worker, Answer]:
+        worker = Worker(lambda: "node7")
+        workers.append(worker)
+        given = Opening("key", {}, os.getcwd(), synchronous=True, room=GB, device=False)
+        of = changes.pop("spec", spec)
+        return worker, worker.open(dataclasses.replace(given, **changes), of)
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def test_a_worker_merges_and_writes_the_same_bytes(merged: Any, opened: Any) -> None:
+    spec, units, results = merged
+    file = spec.outputs[0] / "model.safetensors"
+    expected = file.read_bytes()
+    header = spec.plans[0].shards[0].header
+    file.write_bytes(header + bytes(len(expected) - len(header)))
+    worker, answer = opened()
+    assert answer.error is None
+    assert answer.processor
+    worker.use(spec.surveys)
+    answer = worker.merge(units, None)
+    assert answer.error is None
+    assert [r.unit for r in answer.results] == units
+    assert {r.where for r in answer.results} == {"node7"}
+    found = [dataclasses.replace(record, seconds=0) for r in answer.results for _, record in r.records]
+    by_name = {record.name: record for r in results for _, record in r.records}
+    assert found == [dataclasses.replace(by_name[record.name], seconds=0) for record in found]
+    assert file.read_bytes() == expected
+
+
+def test_a_worker_observes_into_a_copy(merged: Any, opened: Any) -> None:
+    spec, _, _ = merged
+    worker, _ = opened()
+    places = {id(item): (0, n) for n, item in enumerate(spec.plans[0].items)}
+
+    def observe(fork: Callable[[], Any], items: Any) -> Any:
+        state = fork()
+        for item in items:
+            answer = worker.observe([Unit(((places[id(item)],),), item.name, 0, 0)], state)
+            assert answer.error is None
+            yield from answer.results
+
+    assert run_surveys(spec, observe) == spec.surveys
+
+
+def test_a_stopped_worker_begins_nothing_until_it_is_opened_again(merged: Any, opened: Any) -> None:
+    spec, units, _ = merged
+    worker, _ = opened()
+    worker.use(spec.surveys)
+    worker.stop()
+    assert worker.merge(units, None).results == []
+    worker.open(Opening("key", {}, "", synchronous=True, room=GB, device=False), spec)
+    worker.use(spec.surveys)
+    assert len(worker.merge(units[:1], None).results) == 1
+
+
+def test_an_error_ends_the_worker_and_keeps_what_was_done(merged: Any, opened: Any) -> None:
+    spec, units, _ = merged
+    worker, _ = opened()
+    worker.use(spec.surveys)
+    wrong = dataclasses.replace(units[1], groups=())
+    answer = worker.merge([units[0], wrong, units[2]], None)
+    assert [r.unit for r in answer.results] == units[:1]
+    assert isinstance(answer.error, IndexError)
+    assert "on node node7" in answer.error.__notes__[0]
+    assert worker.merge(units, None).results == [], "a worker that failed goes on"
+
+
+def test_a_worker_that_does_not_see_the_output_says_so(merged: Any, opened: Any) -> None:
+    folder = merged[0].outputs[0]
+    _, answer = opened(tokens={folder: "text"})
+    assert isinstance(answer.error, MergeError)
+    assert "A worker does not see the files of its driver" in str(answer.error)
+    assert f"node node7 does not see the output's folder {folder}" in str(answer.error)
+
+
+def test_a_worker_that_does_not_see_an_input_says_so(merged: Any, opened: Any, tmp_path: Path) -> None:
+    spec = merged[0]
+    gone = dataclasses.replace(spec.base, address=str(tmp_path / "gone"))
+    _, answer = opened(spec=dataclasses.replace(spec, base=gone, surveys={}))
+    assert "A worker does not see the files of its driver" in str(answer.error)
+    assert "node node7" in str(answer.error)
+
+
+def test_a_worker_with_other_inputs_says_so(merged: Any, opened: Any) -> None:
+    spec = merged[0]
+    plan = spec.plans[0]
+    files = tuple(dataclasses.replace(f, modified_ns=f.modified_ns + 1) for f in plan.experts[1].files)
+    experts = (plan.experts[0], dataclasses.replace(plan.experts[1], files=files))
+    _, answer = opened(spec=dataclasses.replace(spec, plans=(dataclasses.replace(plan, experts=experts),), surveys={}))
+    assert "node node7 has other files at" in str(answer.error)
+    assert "expert1" in str(answer.error)
+
+
+def test_a_worker_with_other_software_says_so(merged: Any, opened: Any) -> None:
+    spec = merged[0]
+    plan = dataclasses.replace(spec.plans[0], versions={**spec.plans[0].versions, "torch": "1.0"})
+    _, answer = opened(spec=dataclasses.replace(spec, plans=(plan,), surveys={}))
+    assert "other software" in str(answer.error)
+    assert "the driver 1.0" in str(answer.error)
+
+
+# Shared storage
+
+
+def test_tokens_lie_beside_the_output_and_go(merged: Any) -> None:
+    spec = merged[0]
+    folder = spec.outputs[0]
+    before = sorted(folder.parent.iterdir())
+    with prepared_storage(spec) as tokens:
+        assert tokens.keys() == {folder}
+        assert storage_problems(tokens, "n") == []
+        assert len(storage_problems({folder: "another"}, "n")) == 1
+        assert not list(folder.glob("*token*")), "it would become part of the output"
+    assert sorted(folder.parent.iterdir()) == before
+
+
+def test_a_token_of_a_killed_run_is_replaced_and_no_link_is_followed(merged: Any, tmp_path: Path) -> None:
+    spec = merged[0]
+    folder = spec.outputs[0]
+    other = tmp_path / "other"
+    other.write_text("mine")
+    (folder.parent / f"{folder.name}-token").symlink_to(other)
+    with prepared_storage(spec) as tokens:
+        assert storage_problems(tokens, "n") == []
+    assert other.read_text() == "mine"
+
+
+def test_attached_files_are_never_made_or_cut(merged: Any, tmp_path: Path) -> None:
+    shards = merged[0].plans[0].shards
+    with pytest.raises(OutputError):
+        ShardWriter(tmp_path, shards, durable=False, attach="cached")
+    assert list(tmp_path.iterdir()) == []
+    path = tmp_path / shards[0].file
+    path.write_bytes(b"short")
+    with pytest.raises(OutputError, match=r"expected the \d+ bytes that the run's driver prepared, found 5"):
+        ShardWriter(tmp_path, shards, durable=False, attach="synchronous")
+    assert path.read_bytes() == b"short"
+    path.write_bytes(bytes(shards[0].size))
+    writer = ShardWriter(tmp_path, shards, durable=False, attach="synchronous")
+    name, extent = next(iter(shards[0].extents.items()))
+    writer.sink(name).write(memoryview(bytes([7]) * extent.nbytes))
+    writer.close()
+    assert path.read_bytes() == bytes(extent.offset) + bytes([7]) * extent.nbytes + bytes(
+        shards[0].size - extent.offset - extent.nbytes
+    )
+
+
+# Names
+
+
+def test_matrix_methods_need_the_device(tmp_path: Path) -> None:
+    family = Family.make(tmp_path, layers=1)
+    fields = {"base": str(family.base), "experts": [str(e) for e in family.experts], "method": "actmat"}
+    spec, units, _ = run_here([fields], [tmp_path / "out"])
+    wanted = {u.name for u in units if uses_device(spec.plans, u)}
+    assert "model.layers.0.mlp.up_proj.weight" in wanted
+    assert "model.norm.weight" not in wanted
+
+
+def test_ray_gives_out_the_gpus() -> None:
+    with pytest.raises(RecipeError, match="Write --device cuda"):
+        RayExecutor(cast(Inputs, None), (), Resources(1, GB, "cuda:1"))
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:port", ":6379"])
+def test_other_addresses_are_refused(address: str) -> None:
+    with pytest.raises(RecipeError, match="takes the address HOST:PORT"):
+        find_executor(f"ray={address}")
+
+
+def test_near_names_and_addresses_of_executors_without() -> None:
+    with pytest.raises(RecipeError, match=r"no executor 'rya'\. Did you mean 'ray'\?"):
+        find_executor("rya=head:6379")
+    with pytest.raises(RecipeError, match="'threads' takes no address"):
+        find_executor("threads=4")
+
+
+def test_a_missing_ray_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"pip install 'actmat\[ray\]'"):
+        find_executor("ray")
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+    began = time.monotonic()
+    with pytest.raises(MergeError, match=r"no Ray cluster at '127\.0\.0\.1:1'"):
+        connect("127.0.0.1:1")
+    assert time.monotonic() - began < 30
