@@ -10,7 +10,11 @@ from actmat.engine.observer import ObserverFactory
 from actmat.methods import get_method
 from actmat.plan.model import Item, MergePlan
 
-__all__ = ["Unit", "plan_units"]
+__all__ = ["Unit", "plan_units", "planned_seconds"]
+
+NOMINAL_FLOPS, NOMINAL_BYTES = 5e10, 5e8
+"""Operations and bytes per second of a usual core. They only order units, so that rough values do: the results of
+`actmat calibrate` would make the order depend on the machine."""
 
 Member = tuple[int, int]
 """Position of a plan in the run, and of an item in that plan."""
@@ -24,6 +28,7 @@ class Unit:
         groups: per item, the plans that want it, each with its own item.
         name: of the first item, for messages.
         traffic: bytes read and written.
+        flops: floating-point operations of all variants.
         host_bytes: peak memory of one worker.
     """
 
@@ -31,6 +36,12 @@ class Unit:
     name: str
     traffic: int
     host_bytes: int
+    flops: int = 0
+
+
+def planned_seconds(unit: Unit) -> float:
+    """Planned time of a unit on a usual core, by which units are ordered and shared out."""
+    return unit.flops / NOMINAL_FLOPS + unit.traffic / NOMINAL_BYTES
 
 
 def plan_units(
@@ -64,6 +75,7 @@ def _unit(plans: Sequence[MergePlan], groups: Sequence[tuple[Member, ...]], obse
         name=items[0][0].name,
         traffic=sum(max(i.cost.read_bytes + i.cost.write_bytes for i in group) for group in items),
         host_bytes=max(_host_bytes(group, width) for group in items) + observing,
+        flops=sum(i.cost.flops for group in items for i in group),
     )
 
 
