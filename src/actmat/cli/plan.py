@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
+from actmat.cli.simulation import SimulationFlags
 from actmat.settings import RunSettings
-
-if TYPE_CHECKING:
-    from actmat.timing.predict import Prediction
 
 __all__ = ["plan"]
 
@@ -23,38 +20,21 @@ def plan(
     recipe: flags.RecipeFile = None,
     given: Annotated[RecipeFlags, Fields(without=("out",))],
     run: Annotated[RunSettings, Fields(only=("device",))],
+    simulation: Annotated[SimulationFlags, Fields()],
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", help="One line per tensor instead of groups.")] = False,
-    simulate: Annotated[
-        str | None,
-        typer.Option(metavar="NODES", help="Predict the time on NODES machines like this one; 4x16: 16 workers each."),
-    ] = None,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(help="With --simulate: bytes per second of storage that all nodes share, such as 10GB."),
-    ] = None,
-    rates: Annotated[
-        Path | None, typer.Option(help="With --simulate: rates of another machine, from 'actmat calibrate --out'.")
-    ] = None,
 ) -> None:
     """Show what 'actmat merge' would do with the same inputs; nothing is written, no tensor is read.
 
     Prints for groups of tensors what happens to them and why, the bytes to read
     and write, and the peak of memory. If the inputs do not fit together, all
-    problems are listed and the exit code is 1.
+    problems are listed and the exit code is 1. --simulate predicts the time
+    from the rates that 'actmat calibrate' measured.
     """
     from actmat.api import plan_recipe
 
-    if simulate is None and (bandwidth is not None or rates is not None):
-        raise typer.BadParameter("--bandwidth and --rates are for --simulate NODES")
     plans = [plan_recipe(r, device=run.device) for r in given.recipes(recipe)]
-    predictions: list[Prediction] = []
-    if simulate is not None:
-        from actmat.timing.predict import predict
-        from actmat.timing.rates import load_rates
-
-        known = load_rates(rates)
-        predictions = [predict(p, known, simulate, bandwidth) for p in plans]
+    predictions = simulation.predictions(plans)
     if json:
         from actmat.cli.screen import print_json
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,9 @@ class Prediction:
         return f"'{work.name}', which takes {duration(work.seconds)} on one worker, {share}"
 
 
-def predict(plan: MergePlan, rates: Rates, nodes: str = "1", bandwidth: str | None = None) -> Prediction:
+def predict(
+    plan: MergePlan, rates: Rates, nodes: str = "1", *, bandwidth: str | None = None, network: str | None = None
+) -> Prediction:
     """Predict how long a plan takes.
 
     Args:
@@ -93,19 +96,22 @@ def predict(plan: MergePlan, rates: Rates, nodes: str = "1", bandwidth: str | No
         nodes: `NODES` or `NODESxWORKERS`; by default a worker per core, or one per device for a plan that computes on
             devices.
         bandwidth: bytes per second of storage that all nodes share, such as `10GB`; default: each has its own disk.
+        network: bytes per second between one node and that storage.
 
     Raises:
-        RecipeError: `nodes` or `bandwidth` cannot be read, or the rates lack the plan's device.
+        RecipeError: `nodes`, `bandwidth` or `network` cannot be read, or the rates lack the plan's device.
     """
     count, workers = parse_nodes(nodes, rates.cores if plan.device == "cpu" else 1)
     works = work_of(plan, rates, busy=workers > 1 and rates.cores > 1)
     host = rates.rates
-    disk = _mixed(plan, host.disk_read, host.disk_write)
+    own = _mixed(plan, host.disk_read, host.disk_write)
+    if bandwidth is not None or network is not None:  # the node's own disk holds nothing of it
+        own = math.inf if network is None else _bytes_per_second("--network", network)
     cluster = Cluster(
         nodes=count,
         workers=workers,
-        node_bandwidth=disk if bandwidth is None else max(disk, _bytes_per_second(bandwidth) / count),
-        shared_bandwidth=None if bandwidth is None else _bytes_per_second(bandwidth),
+        node_bandwidth=own,
+        shared_bandwidth=None if bandwidth is None else _bytes_per_second("--bandwidth", bandwidth),
         start_s=host.start_s,
         process_bytes=plan.process_bytes,
     )
@@ -145,11 +151,11 @@ def _mixed(plan: MergePlan, read: float, write: float) -> float:
     return total / (plan.read_bytes / read + plan.write_bytes / write) if total else read
 
 
-def _bytes_per_second(text: str) -> float:
+def _bytes_per_second(flag: str, text: str) -> float:
     try:
         return float(parse_size(text))
     except RecipeError as error:
-        raise RecipeError(f"--bandwidth: {error}") from None
+        raise RecipeError(f"{flag}: {error.headline}") from None
 
 
 def _described(work: Work) -> dict[str, Any]:
