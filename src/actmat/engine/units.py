@@ -10,7 +10,7 @@ from actmat.engine.observer import ObserverFactory
 from actmat.methods import get_method
 from actmat.plan.model import Item, MergePlan
 
-__all__ = ["Unit", "plan_units", "planned_seconds"]
+__all__ = ["Unit", "long_seconds", "plan_units", "planned_seconds"]
 
 NOMINAL_FLOPS, NOMINAL_BYTES = 5e10, 5e8
 """Operations and bytes per second of a usual core. They only order units, so that rough values do: the results of
@@ -42,6 +42,14 @@ class Unit:
 def planned_seconds(unit: Unit) -> float:
     """Planned time of a unit on a usual core, by which units are ordered and shared out."""
     return unit.flops / NOMINAL_FLOPS + unit.traffic / NOMINAL_BYTES
+
+
+def long_seconds(seconds: Sequence[float], workers: int) -> float:
+    """Planned time above which a unit is long: half of what each worker has to do in all.
+
+    Workers help a long unit before they begin another, or it would be the last to end.
+    """
+    return 0.5 * sum(seconds) / workers
 
 
 def plan_units(

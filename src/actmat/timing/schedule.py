@@ -2,7 +2,8 @@
 
 Every worker takes the next unit when it is free: it reads and writes the unit's bytes, computes what others may share,
 then what they may not. Storage is shared fairly among the workers of a node that read at the time, and evenly among the
-nodes. When no unit is left, idle workers help those of their node (`linalg.panels`).
+nodes. Workers help a long unit of their node before they begin another, and any unit when none is left
+(`engine.executors.helpers`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from actmat.engine.units import long_seconds
 from actmat.timing.work import Work
 
 __all__ = ["Cluster", "Simulation", "simulate"]
@@ -145,10 +147,13 @@ class _Stage:
 
 @dataclass
 class _Node:
-    """One machine: its stages (storage, shared and serial computing), idle workers, and what its units add up to."""
+    """One machine: idle workers, and what its units add up to.
+
+    Its stages are storage, shared computing of long units and of others, and computing that is not shared.
+    """
 
     idle: int
-    stages: tuple[_Stage, _Stage, _Stage] = field(default_factory=lambda: (_Stage(), _Stage(), _Stage()))
+    stages: tuple[_Stage, ...] = field(default_factory=lambda: tuple(_Stage() for _ in range(4)))
     used: int = 0
     peak: int = 0
     moved: int = 0
@@ -167,6 +172,7 @@ class _Run:
         self._cluster = cluster
         self._queue = iter(enumerate(works))
         self._left = len(works)
+        self._long = long_seconds([w.seconds for w in works], cluster.nodes * cluster.workers)
         self._began: dict[int, float] = {}
         self._events: list[tuple[float, int, int]] = []
 
@@ -200,18 +206,26 @@ class _Run:
                 while stage.next_end() <= self.now:
                     moving = True
                     number, work = stage.pop()
-                    if place < 2:
-                        amount = work.shared_s if place == 0 else work.serial_s
-                        node.stages[place + 1].add(number, work, amount)
+                    if place == 0:
+                        node.stages[1 if work.seconds > self._long else 2].add(number, work, work.shared_s)
+                    elif place < 3:
+                        node.stages[3].add(number, work, work.serial_s)
                     else:
                         self._end(k, number, work)
+        while node.idle and self._left and not self._can_help(node):
+            self._take(k)
 
     def _end(self, k: int, number: int, work: Work) -> None:
         node = self.nodes[k]
         node.idle += 1
         node.used -= work.host_bytes
         self.last, self.last_began = work, self._began.pop(number)
-        self._take(k)
+
+    @staticmethod
+    def _can_help(node: _Node) -> bool:
+        """True if a long unit has panels for one more worker."""
+        long = node.stages[1]
+        return len(long) > 0 and node.idle <= len(long) * (long.panels - 1)
 
     def _take(self, k: int) -> None:
         """An idle worker of a node begins the next unit, if there is one."""
@@ -230,11 +244,14 @@ class _Run:
     def _renew(self, k: int) -> None:
         """New speeds of the stages of a node, and its next event."""
         node = self.nodes[k]
-        storage, shared, _ = node.stages
+        storage, *shared, _ = node.stages
         storage.speed = self._cluster.bandwidth / max(1, len(storage))
-        shared.speed = 1.0
-        if len(shared) and node.idle and not self._left:
-            shared.speed = min(shared.panels, 1 + node.idle / len(shared))
+        idle = float(node.idle)
+        for stage in shared:  # long units first
+            stage.speed = 1.0
+            if len(stage):
+                stage.speed = min(stage.panels, 1 + idle / len(stage))
+                idle -= (stage.speed - 1) * len(stage)
         node.version += 1
         when = min(stage.next_end() for stage in node.stages)
         if when < math.inf:

@@ -1,15 +1,19 @@
-"""Workers without a unit of their own take panels of units that others merge (`linalg.panels`)."""
+"""Workers without a unit of their own take panels of units that others merge (`linalg.panels`).
+
+Those of a unit that takes longer than its share of the whole run come before units that have not begun.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from actmat.engine.memory import Budget
 from actmat.plan.cost import MATRIX_BYTES
 
-__all__ = ["IdleWorkers"]
+__all__ = ["HelpersOfUnit", "IdleWorkers"]
 
 PATIENCE = 0.05
 """Seconds after which a helper asks again for memory that was not free."""
@@ -18,11 +22,29 @@ PATIENCE = 0.05
 class _Shared:
     """Panels of one computation: those not started, and the number that helpers are computing."""
 
-    def __init__(self, panels: Sequence[Callable[[], None]], nbytes: int) -> None:
+    def __init__(self, panels: Sequence[Callable[[], None]], nbytes: int, *, first: bool) -> None:
         self.left = deque(panels)
+        self.first = first
         self.nbytes = nbytes
         self.helped = 0
         self.error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HelpersOfUnit:
+    """The helpers of one unit; see `linalg.panels.Helpers`.
+
+    Args:
+        idle: all helpers.
+        first: see `IdleWorkers.share`.
+    """
+
+    idle: IdleWorkers
+    first: bool
+
+    def share(self, panels: Sequence[Callable[[], None]], nbytes: int) -> None:
+        """Run all panels."""
+        self.idle.share(panels, nbytes, first=self.first)
 
 
 class IdleWorkers:
@@ -40,9 +62,13 @@ class IdleWorkers:
         self._open: list[_Shared] = []
         self._change = threading.Condition()
 
-    def share(self, panels: Sequence[Callable[[], None]], nbytes: int) -> None:
-        """Run all panels, on this thread and on those that help; the first error of any is raised."""
-        shared = _Shared(panels, nbytes + MATRIX_BYTES)
+    def share(self, panels: Sequence[Callable[[], None]], nbytes: int, *, first: bool = False) -> None:
+        """Run all panels, on this thread and on those that help; the first error of any is raised.
+
+        Args:
+            first: workers with units to do help as well, before they begin the next.
+        """
+        shared = _Shared(panels, nbytes + MATRIX_BYTES, first=first)
         with self._change:
             self._open.append(shared)
             self._change.notify_all()
@@ -56,6 +82,14 @@ class IdleWorkers:
                 self._change.wait_for(lambda: not shared.helped)
         if shared.error is not None:
             raise shared.error
+
+    def help_first(self) -> None:
+        """Compute panels of units that come first, as long as there are any and memory is free."""
+        while (shared := self._pressing()) is not None:
+            with self._budget.try_hold(shared.nbytes) as granted:
+                if not granted:
+                    return
+                self._one(shared)
 
     def help(self) -> None:
         """Compute panels of others until all units have ended."""
@@ -78,6 +112,10 @@ class IdleWorkers:
         with self._change:
             self._units = 0
             self._change.notify_all()
+
+    def _pressing(self) -> _Shared | None:
+        with self._change:
+            return next((s for s in self._open if s.left and s.first), None) if self._units > 0 else None
 
     def _wait(self) -> _Shared | None:
         """A computation with panels left, once there is one; None when all units have ended."""

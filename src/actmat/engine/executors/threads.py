@@ -9,20 +9,19 @@ products (`helpers.py`), so that the last wide matrix uses all cores, with the s
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from actmat.engine.executors.helpers import IdleWorkers
+from actmat.engine.executors.helpers import HelpersOfUnit, IdleWorkers
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
-from actmat.engine.units import Unit, planned_seconds
+from actmat.engine.units import Unit, long_seconds, planned_seconds
 from actmat.linalg.panels import helped_by
 from actmat.plan.model import Item
 
@@ -119,6 +118,7 @@ class _Tasks:
         self._workers = workers
         self._budget = budget
         self._session = session
+        self._long = long_seconds([planned_seconds(u) for u in units], workers)
         self._stopped, self._failed = threading.Event(), threading.Event()
 
     def stop(self) -> None:
@@ -129,12 +129,17 @@ class _Tasks:
     def work(self, index: int) -> UnitResult | None:
         """Result of a unit; None if it was not begun."""
         try:
-            with helped_by(self.idle) if self._workers > 1 else contextlib.nullcontext():
-                return None if self._stopped.is_set() else self._merge(index)
+            if self._workers == 1:
+                return self._merge(index)
+            self.idle.help_first()
+            with helped_by(HelpersOfUnit(self.idle, first=planned_seconds(self._units[index]) > self._long)):
+                return self._merge(index)
         finally:
             self.idle.unit_ended()
 
     def _merge(self, index: int) -> UnitResult | None:
+        if self._stopped.is_set():
+            return None
         session, unit = self._session(), self._units[index]
         with self._budget.hold(unit.host_bytes):
             if self._stopped.is_set():
