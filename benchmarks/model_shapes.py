@@ -1,5 +1,7 @@
 """Shapes of published models, as checkpoints that have headers only: enough for a plan.
 
+    python -m benchmarks.model_shapes      # prints their tensors and parameters
+
 The numbers are those of the models' public `config.json`:
 
 * Llama-3.1-8B, 70B and 405B: `meta-llama/Llama-3.1-8B`, `-70B`, `-405B` (the 8 key-value heads of the release of
@@ -11,6 +13,7 @@ The numbers are those of the models' public `config.json`:
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -148,3 +151,14 @@ class HeadersOnly(Checkpoint):
 def parameters(shapes: Shapes) -> int:
     """Number of entries of all tensors."""
     return sum(math.prod(s) for s in shapes.values())
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for model in MODELS:
+        shapes = shapes_of(model)
+        print(f"{model:16} {len(shapes):6} tensors {parameters(shapes) / 1e9:8.2f} B parameters")
+
+
+if __name__ == "__main__":
+    main()

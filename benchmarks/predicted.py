@@ -28,8 +28,7 @@ from benchmarks.make_llama import add_size_arguments, home, make_family, size_fr
 COLUMNS = ("merge", "threads", "predicted_cpu_s", "cpu_s", "cpu_ratio", "predicted_wall_s", "wall_s", "wall_ratio",
            "load")  # fmt: skip
 MERGES = (
-    ("actmat", 1), ("actmat", 2), ("actmat_ridge", 1), ("actmat_ridge", 2), ("tsv", 1), ("iso_c", 1), ("ties", 1),
-    ("average", 1),
+    ("actmat", 1), ("actmat", 2), ("actmat_ridge", 1), ("tsv", 1), ("iso_c", 1), ("ties", 1), ("average", 1),
 )  # fmt: skip
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """95 % quantiles of Student's t for a mean of so many numbers."""

@@ -4,8 +4,8 @@
     python -m benchmarks.simulate --models llama-3.1-8b --methods actmat_ridge --workers 2 64 --rates rates.json
 
 Machines of 8 workers share storage of 1 GB/s per worker. `ideal` is the larger of all work over the number of workers
-and all bytes over the bandwidth. Where efficiency is below 0.90 the longest unit is named, with the part of its time
-that no other worker can take over.
+and all bytes over the bandwidth. Columns are efficiencies, ideal over simulated time, per number of workers. For the
+first below 0.90 the longest unit is named, with the part of its time that no other worker can take over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from actmat.timing.rates import Rates, load_rates
 from benchmarks.common import markdown, write_result
 from benchmarks.model_shapes import MODELS, HeadersOnly, parameters, shapes_of
 
-COLUMNS = ("model", "method", "units", "workers", "hours", "ideal_hours", "efficiency", "limited_by", "alone_hours")
 PER_NODE = 8
 WORKERS = (2, 4, 8, 16, 32, 64, 128, 256)
 GOOD = 0.90
@@ -39,31 +38,42 @@ def headers_plan(model: str, method: str, experts: int = 3) -> MergePlan:
     return build_plan(make_recipe(fields), HeadersOnly(model, shapes), given)
 
 
-def rows_of(plan: MergePlan, model: str, method: str, rates: Rates, counts: Sequence[int]) -> list[dict[str, Any]]:
-    """One row for each number of workers."""
-    rows = []
+def runs_of(plan: MergePlan, rates: Rates, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """A simulated run for each number of workers."""
+    runs = []
     for workers in counts:
         nodes, each = (1, workers) if workers <= PER_NODE else (workers // PER_NODE, PER_NODE)
         found = predict(plan, rates, f"{nodes}x{each}", bandwidth=f"{workers}GB")
         s = found.simulation
         longest = s.longest
         limited = longest if longest is not None and s.efficiency < GOOD else None
-        rows.append(
+        runs.append(
             {
-                "model": model,
-                "method": method,
-                "units": sum(i.action != "tie" for i in plan.items),
                 "workers": workers,
                 "hours": s.makespan_s / 3600,
                 "ideal_hours": s.ideal_s / 3600,
                 "efficiency": s.efficiency,
-                "limited_by": "" if limited is None else limited.name,
+                "limited_by": None if limited is None else limited.name,
+                "longest_hours": None if limited is None else limited.seconds / 3600,
                 "alone_hours": None if limited is None else limited.serial_s / 3600,
                 "peak_b": max(s.peak_bytes),
                 "work_hours": found.work_s / 3600,
             }
         )
-    return rows
+    return runs
+
+
+def row_of(plan: MergePlan, model: str, method: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Efficiencies of all runs in one row, and what limits the first that is below the bar."""
+    poor = next((r for r in runs if r["efficiency"] < GOOD), None)
+    limit = "-" if poor is None else f"{poor['limited_by']}: {poor['alone_hours']:.2g} h alone"
+    row = {
+        "model": model,
+        "method": method,
+        "units": sum(i.action != "tie" for i in plan.items),
+        "work_hours": runs[0]["work_hours"],
+    }
+    return row | {f"{r['workers']}": round(r["efficiency"], 3) for r in runs} | {"limited_by": limit}
 
 
 def main() -> None:
@@ -76,12 +86,16 @@ def main() -> None:
     given = parser.parse_args()
     rates = load_rates(given.rates) if given.rates else calibrate()
     rows: list[dict[str, Any]] = []
+    runs: dict[str, list[dict[str, Any]]] = {}
+    columns = ["model", "method", "units", "work_hours", *map(str, given.workers), "limited_by"]
     for model in given.models:
         for method in given.methods:
-            rows += rows_of(headers_plan(model, method), model, method, rates, given.workers)
-            print(markdown(rows[-len(given.workers) :], COLUMNS), flush=True)
+            plan = headers_plan(model, method)
+            found = runs[f"{model} {method}"] = runs_of(plan, rates, given.workers)
+            rows.append(row_of(plan, model, method, found))
+            print(markdown(rows[-1:], columns), flush=True)
     sizes = {model: parameters(shapes_of(model)) for model in given.models}
-    print(write_result(given.name, rows, parameters=sizes, rates=rates.to_json(), columns=COLUMNS))
+    print(write_result(given.name, rows, parameters=sizes, runs=runs, rates=rates.to_json(), columns=columns))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,12 @@ __all__ = ["calibrate"]
 
 def calibrate(
     *,
-    out: Annotated[Path | None, typer.Option(help="File to write; default: this machine's in the cache.")] = None,
-    folder: Annotated[Path | None, typer.Option(help="A folder on the disk to be measured.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write (default: this machine's in the cache).")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="On the disk to be measured (default: of temporary files).")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Some seconds, with small matrices: rough.")] = False,
     json: flags.Json = False,
 ) -> None:
