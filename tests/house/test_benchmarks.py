@@ -141,9 +141,10 @@ def test_tables_are_filled_from_results_and_nothing_else_changes(tmp_path: Path)
     assert filled(out, tmp_path) == out
 
 
-def test_the_tables_in_the_readme_are_what_the_results_say() -> None:
-    page = (ROOT / "benchmarks" / "README.md").read_text()
-    assert filled(page) == page, "run: python -m benchmarks.table"
+@pytest.mark.parametrize("name", ["benchmarks/README.md", "docs/performance.md"])
+def test_the_tables_of_a_page_are_what_the_results_say(name: str) -> None:
+    page = (ROOT / name).read_text()
+    assert filled(page) == page, f"run: python -m benchmarks.table {name}"
 
 
 # what is compared

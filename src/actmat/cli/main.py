@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from actmat.cli.calibrate import calibrate
 from actmat.cli.compare import compare
 from actmat.cli.demo import demo
 from actmat.cli.diagnose import diagnose
@@ -99,7 +100,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 for recipe_command in (merge, plan, diagnose, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
-for command in (report, compare, methods, inspect, verify, demo):
+for command in (report, compare, methods, inspect, verify, calibrate, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
 

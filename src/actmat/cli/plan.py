@@ -9,6 +9,7 @@ import typer
 from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
+from actmat.cli.simulation import SimulationFlags
 from actmat.settings import RunSettings
 
 __all__ = ["plan"]
@@ -19,6 +20,7 @@ def plan(
     recipe: flags.RecipeFile = None,
     given: Annotated[RecipeFlags, Fields(without=("out",))],
     run: Annotated[RunSettings, Fields(only=("device",))],
+    simulation: Annotated[SimulationFlags, Fields()],
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", help="One line per tensor instead of groups.")] = False,
 ) -> None:
@@ -26,18 +28,25 @@ def plan(
 
     Prints for groups of tensors what happens to them and why, the bytes to read
     and write, and the peak of memory. If the inputs do not fit together, all
-    problems are listed and the exit code is 1.
+    problems are listed and the exit code is 1. --simulate predicts the time
+    from the rates that 'actmat calibrate' measured.
     """
     from actmat.api import plan_recipe
 
     plans = [plan_recipe(r, device=run.device) for r in given.recipes(recipe)]
+    predictions = simulation.predictions(plans)
     if json:
         from actmat.cli.screen import print_json
 
         data = [p.to_json() for p in plans]
+        for one, prediction in zip(data, predictions, strict=False):
+            one["prediction"] = prediction.to_json()
         print_json(data[0] if len(data) == 1 else data)
         return
+    from actmat.cli.screen import console, escape
     from actmat.cli.summary import print_plan
 
-    for p in plans:
+    for k, p in enumerate(plans):
         print_plan(p, every=every)
+        for line in predictions[k].lines if predictions else ():
+            console.print(escape(line))

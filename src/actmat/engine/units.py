@@ -10,7 +10,11 @@ from actmat.engine.observer import ObserverFactory
 from actmat.methods import get_method
 from actmat.plan.model import Item, MergePlan
 
-__all__ = ["Unit", "plan_units"]
+__all__ = ["Unit", "long_seconds", "plan_units", "planned_seconds"]
+
+NOMINAL_FLOPS, NOMINAL_BYTES = 5e10, 5e8
+"""Operations and bytes per second of a usual core. They only order units, so that rough values do: the results of
+`actmat calibrate` would make the order depend on the machine."""
 
 Member = tuple[int, int]
 """Position of a plan in the run, and of an item in that plan."""
@@ -24,8 +28,8 @@ class Unit:
         groups: per item, the plans that want it, each with its own item.
         name: of the first item, for messages.
         traffic: bytes read and written.
+        flops: floating-point operations of all variants.
         host_bytes: peak memory of one worker.
-        flops: floating-point operations, leading terms, of all variants.
     """
 
     groups: tuple[tuple[Member, ...], ...]
@@ -33,6 +37,19 @@ class Unit:
     traffic: int
     host_bytes: int
     flops: int = 0
+
+
+def planned_seconds(unit: Unit) -> float:
+    """Planned time of a unit on a usual core, by which units are ordered and shared out."""
+    return unit.flops / NOMINAL_FLOPS + unit.traffic / NOMINAL_BYTES
+
+
+def long_seconds(seconds: Sequence[float], workers: int) -> float:
+    """Planned time above which a unit is long: half of what each worker has to do in all.
+
+    Workers help a long unit before they begin another, or it would be the last to end.
+    """
+    return 0.5 * sum(seconds) / workers
 
 
 def plan_units(

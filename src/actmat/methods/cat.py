@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
+from actmat.linalg.operations import Operation, entries, product, repeated, svd
+from actmat.linalg.operations import eigh as eigh_operations
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Bounds, Merged, MergeMethod
 
@@ -95,6 +97,16 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * one  # 6 O^2: the conflict, its symmetric part, eigenvectors and LAPACK's work space
 
 
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+    *batch, n_out, n_in = shape
+    pairs, dim = n_experts * (n_experts - 1), min(options["rank"], n_out)
+    conflict = [product(n_out, n_in, n_in), product(n_out, n_out, n_in), entries(2 * n_in * n_in)]
+    others = (n_experts - 1) * dim
+    removed = [svd(n_out, others), *repeated([product(n_out, n_in, others)], 2)] if others else []
+    each = [eigh_operations(n_out, double=double), *removed, entries(4 * n_out * n_in)]
+    return repeated([*repeated(conflict, pairs), *repeated(each, n_experts)], math.prod(batch))
+
+
 CAT = MergeMethod(
     name="cat",
     merge=merge,
@@ -105,5 +117,6 @@ CAT = MergeMethod(
     laws=frozenset({"single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     needs_statistics=("gram",),
     workspace=_workspace,
+    operations=_operations,
     flops="2 T^2 N^3",
 )

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.linalg.lowrank import LowRank
+from actmat.linalg.operations import Operation
 from actmat.linalg.scaling import FLOAT32_MAX
 
 __all__ = [
@@ -207,6 +208,8 @@ class MergeMethod:
             next: an engine reads each delta into the memory of the one before it.
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
             peak, on top of the given deltas and including its result. `shape` ends in `O, I` for matrices.
+        operations: `(shape, n_experts, options, double) -> operations` of a call by class, from which times are
+            predicted; `double`: the deltas are float64. None: what `flops` says, in products or in entries.
         sums_own_grams_when: `options -> bool`: options under which the state of `stages` is a
             `linalg.interference.solver.State` of `S = sum_t w_t D_t^T D_t`; None: under none.
         base_when: `options -> bool`: options under which the base is read; None: under all, if `merge` takes it.
@@ -232,6 +235,7 @@ class MergeMethod:
     one_pass: bool = False
     needs_statistics: tuple[str, ...] = ()  # kinds without which it cannot merge
     workspace: Callable[[Sequence[int], int, Mapping[str, Any]], int] | None = None
+    operations: Callable[[Sequence[int], int, Mapping[str, Any], bool], Sequence[Operation]] | None = None
     flops: str = ""  # leading term for `T` square `N x N` deltas, as in the paper's cost table
     preset_of: str | None = None  # name of the method of which this is a preset, for the docs
     stages: Stages | None = None

@@ -26,6 +26,7 @@ from torch import Tensor
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.operations import Operation, entries, polar_factor, repeated
 from actmat.linalg.singular import Polar, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
@@ -92,6 +93,12 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * (4 * rows * columns + svd_workspace(rows, columns))
 
 
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+    *batch, rows, columns = shape
+    polar = polar_factor(rows, columns, double=double or options["null"] == "fill")
+    return repeated([entries((n_experts + 2) * rows * columns), *polar], math.prod(batch))
+
+
 ISO_C = MergeMethod(
     name="iso_c",
     merge=merge,
@@ -106,5 +113,6 @@ ISO_C = MergeMethod(
     ),
     one_pass=True,
     workspace=_workspace,
+    operations=_operations,
     flops="N^3",
 )

@@ -23,6 +23,8 @@ from torch import Tensor
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.operations import Operation, entries, polar_factor, product, repeated
+from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, svd_workspace, thin_svd
 from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
@@ -115,6 +117,19 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * max(decompose, orthogonalise)
 
 
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+    *batch, rows, columns = shape
+    common, own = split_directions(min(rows, columns), n_experts, options["common_fraction"])
+    joint = common + n_experts * own
+    rest = [product(common, columns, rows), product(rows, columns, common)] if own else []
+    rest += thin_svd_operations(rows, columns, own, double=double) if own else []
+    found = [*thin_svd_operations(rows, columns, common, double=double), *repeated(rest, n_experts)]
+    for side in (rows, columns):
+        found += polar_factor(side, joint, double=double)
+    found += [entries(n_experts * rows * columns), product(rows, columns, joint)]
+    return repeated(found, math.prod(batch))
+
+
 ISO_CTS = MergeMethod(
     name="iso_cts",
     merge=merge,
@@ -125,5 +140,6 @@ ISO_CTS = MergeMethod(
     reference="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
     laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     workspace=_workspace,
+    operations=_operations,
     flops="T N^3",
 )

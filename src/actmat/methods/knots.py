@@ -34,6 +34,8 @@ from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
+from actmat.linalg.operations import Operation, eigh, entries, polar_factor, product, repeated
+from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import JointBasis, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Survey
@@ -250,6 +252,26 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * matrix + scratch
 
 
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+    *batch, rows, columns = shape
+    kept, rule = min(rows, n_experts * columns), options["rule"]
+    side = n_experts * columns
+    if double or rows > side:
+        found = thin_svd_operations(rows, side, kept, double=double)
+    else:
+        found = [product(rows, rows, side, double=True), eigh(rows), entries(2 * rows * side)]
+    found += repeated([product(kept, columns, rows, double=True)], n_experts)
+    if rule == "tsv":
+        slots = min(rows, columns) // n_experts
+        found += repeated(thin_svd_operations(kept, columns, slots, double=double), n_experts)
+        found += [o for n in (kept, columns) for o in polar_factor(n, n_experts * slots, double=double)]
+    elif rule == "iso_c":
+        found += polar_factor(kept, columns, double=double)
+    rounds = 2 if rule == "ties" and options["trim"] == "global" else 1  # the survey decomposes once, as the merge does
+    found = [*repeated(found, rounds), entries(4 * n_experts * kept * columns), product(rows, columns, kept)]
+    return repeated(found, math.prod(batch))
+
+
 KNOTS = MergeMethod(
     name="knots",
     merge=merge,
@@ -261,6 +283,7 @@ KNOTS = MergeMethod(
     reference="Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
     workspace=_workspace,
+    operations=_operations,
     flops="T N^3",
     survey=Survey(
         applies=lambda options: options["rule"] == "ties" and options["trim"] == "global",

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.operations import Operation, product, repeated
+from actmat.linalg.operations import polar_factor as polar_factor_operations
+from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Weights
@@ -120,6 +123,16 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * max(decompose, orthogonalise)
 
 
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+    *batch, rows, columns = shape
+    slots = _slots(shape, n_experts, options["k"], options["min_k"])
+    joint = n_experts * slots
+    found = repeated(thin_svd_operations(rows, columns, slots, double=double or not options["rank_aware"]), n_experts)
+    for side in (rows, columns):
+        found += polar_factor_operations(side, joint, double=double)
+    return repeated([*found, product(rows, columns, joint)], math.prod(batch))
+
+
 TSV = MergeMethod(
     name="tsv",
     merge=merge,
@@ -132,5 +145,6 @@ TSV = MergeMethod(
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     one_pass=True,
     workspace=_workspace,
+    operations=_operations,
     flops="T N^3",
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
 from actmat.linalg.chunks import CHUNK_ENTRIES
+from actmat.linalg.operations import Operation, entries, repeated
 from actmat.methods.contract import MergeMethod
 from actmat.plan.reading import reading_of
 from actmat.plan.regions import CHUNK, Region
@@ -31,10 +33,11 @@ from actmat.recipe import Postprocess
 __all__ = [
     "BASELINE_BYTES",
     "ITEM_BYTES",
+    "MATRIX_BYTES",
     "SOURCE_BYTES",
     "CallShape",
     "factored_bytes",
-    "method_flops",
+    "method_operations",
     "region_peak_bytes",
     "statistics_bytes",
     "tensor_peak_bytes",
@@ -139,25 +142,39 @@ def _workspace(method: MergeMethod, shape: Sequence[int], n_experts: int, option
 _TERM = re.compile(r"(?:\((?P<sum>[^)]*)\)|(?P<factor>[\dT^ ]*?))\s*N\^(?P<power>[23])(?P<log> log N)?")
 
 
-def method_flops(method: MergeMethod, matrices: Sequence[Sequence[int]], n_experts: int) -> int:
-    """Leading term of a method's operations on these logical matrices, by its declared cost.
+def method_operations(
+    method: MergeMethod,
+    matrices: Sequence[Sequence[int]],
+    n_experts: int,
+    options: Mapping[str, Any],
+    *,
+    double: bool = False,
+) -> list[Operation]:
+    """Operations of a method on these logical matrices (or tensors), by class.
 
-    `N^2` counts the entries of a matrix, `N^3` its entries times its input features, `log N` is the base-2 logarithm
-    of these, rounded up.
+    A method that declares none is counted by its declared leading term: `N^2` is the entries of a matrix, `N^3` its
+    entries times its input features, `log N` the base-2 logarithm of these, rounded up.
+
+    Args:
+        double: the method computes in float64.
 
     >>> from actmat.methods import get_method
-    >>> method_flops(get_method("tsv"), [(8, 4), (2, 4)], n_experts=3)  # T N^3
-    480
+    >>> average = get_method("average")  # T N^2
+    >>> [(o.kind, o.flops) for o in method_operations(average, [(8, 4)], 3, {})]
+    [('entry', 96)]
     """
-    found = _TERM.match(method.flops)
-    if found is None:
-        return 0
-    factor = sum(_term(t, n_experts) for t in (found["sum"] or found["factor"] or "1").split("+"))
-    total = 0
-    for shape in matrices:
-        inner = shape[-1] if found["power"] == "3" else 1
-        total += factor * math.prod(shape) * inner * (max(1, (shape[-1] - 1).bit_length()) if found["log"] else 1)
-    return total
+    found: list[Operation] = []
+    for shape, count in Counter(tuple(s) for s in matrices).items():
+        if method.operations is not None:
+            found += repeated(method.operations(shape, n_experts, options, double), count)
+        elif (term := _TERM.match(method.flops)) is not None:
+            factor = sum(_term(t, n_experts) for t in (term["sum"] or term["factor"] or "1").split("+"))
+            factor *= count * max(1, (shape[-1] - 1).bit_length()) if term["log"] else count
+            if term["power"] == "2":
+                found.append(entries(factor * math.prod(shape)))
+            else:
+                found.append(Operation("product", factor * math.prod(shape) * shape[-1], min(shape[-2:]), double))
+    return found
 
 
 def _term(text: str, n_experts: int) -> int:

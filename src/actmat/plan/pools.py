@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan.model import Item
+from actmat.plan.model import Cost, Item
 
 __all__ = ["PooledLayout", "assign_pools", "pooled"]
 
@@ -20,7 +20,7 @@ PooledLayout = TensorLayout(Role.LINEAR, "pooled with the layers that read the s
 
 
 def assign_pools(
-    items: Sequence[Item], patterns: Sequence[str], peak: Callable[[Item], int]
+    items: Sequence[Item], patterns: Sequence[str], cost: Callable[[Item], Cost]
 ) -> tuple[tuple[Item, ...], list[str]]:
     """Items with their pools filled in, and problems.
 
@@ -30,7 +30,7 @@ def assign_pools(
     Args:
         items: the plan so far.
         patterns: see `recipe.Recipe.pool`.
-        peak: memory of one worker on a (pooled) tensor.
+        cost: memory of one worker on a (pooled) tensor, and its operations, of which each member bears its share.
     """
     groups: dict[str, list[int]] = {}
     problems: list[str] = []
@@ -49,11 +49,12 @@ def assign_pools(
         if problem is not None:
             problems.append(f"pool: {', '.join(m.name for m in members)} cannot be merged as one matrix: {problem}")
             continue
-        need = peak(pooled(members))
+        whole = cost(pooled(members))
+        share = whole.flops // len(members)
         for i, member in zip(indices, members, strict=True):
-            cost = dataclasses.replace(member.cost, host_bytes=need)
+            own = dataclasses.replace(member.cost, host_bytes=whole.host_bytes, flops=share)
             reason = f"{member.reason}, pooled over {len(members)} tensors" if len(members) > 1 else member.reason
-            out[i] = dataclasses.replace(member, pool=pool, reason=reason, layout=_whole(member), cost=cost)
+            out[i] = dataclasses.replace(member, pool=pool, reason=reason, layout=_whole(member), cost=own)
     return tuple(out), problems
 
 

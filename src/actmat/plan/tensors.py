@@ -13,13 +13,15 @@ from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
+from actmat.linalg.operations import total
 from actmat.methods import get_method
 from actmat.plan.adapter.problems import adapter_problems
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
-from actmat.plan.cost import CallShape, method_flops, tensor_peak_bytes
+from actmat.plan.cost import CallShape, tensor_peak_bytes
 from actmat.plan.draft import Draft, headline
 from actmat.plan.model import Cost, Form, Item, MethodCall
+from actmat.plan.operations import item_operations
 from actmat.plan.pools import assign_pools
 from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
@@ -69,7 +71,7 @@ def plan_tensors(
     if problems:
         raise AlignmentError(headline(problems), problems)
     planner = _TensorPlanner(recipe, base, experts, device)
-    items, problems = assign_pools(planner.items(alignment, decided), recipe.pool, planner.pooled_bytes)
+    items, problems = assign_pools(planner.items(alignment, decided), recipe.pool, planner.pooled_cost)
     problems += _adapter_problems(recipe, experts)
     if problems:
         raise AlignmentError(headline(problems), problems)
@@ -126,6 +128,7 @@ class _TensorPlanner:
 
     def __post_init__(self) -> None:
         self._peaks: dict[Any, int] = {}
+        self._counted: dict[Any, int] = {}
 
     def items(self, alignment: Alignment, decided: Mapping[str, Decision]) -> tuple[Item, ...]:
         """One item per tensor, each followed by those tied to it."""
@@ -205,9 +208,11 @@ class _TensorPlanner:
     def _flops(self, item: Item) -> int:
         if item.call is None:
             return 0
-        method = get_method(item.call.method)
-        shapes = item.layout.matrix_shapes(item.shape) if method.acts_on == "matrix" else [item.shape or (1,)]
-        return method_flops(method, shapes, len(item.sources))
+        ranks = tuple(s.rank for s in item.sources if s is not None) if item.form == "factored" else ()
+        key = (item.call.method, str(item.call.options), item.shape, item.layout, len(item.sources), ranks)
+        if key not in self._counted:
+            self._counted[key] = total(item_operations(item, self.recipe.compute_dtype))
+        return self._counted[key]
 
     def peak_bytes(self, item: Item) -> int:
         """Memory of one worker on an item."""
@@ -228,9 +233,9 @@ class _TensorPlanner:
             self._peaks[key] = tensor_peak_bytes(regions, call)
         return self._peaks[key]
 
-    def pooled_bytes(self, item: Item) -> int:
-        """Memory of one worker on the one matrix of a pool."""
-        return self.peak_bytes(item)
+    def pooled_cost(self, item: Item) -> Cost:
+        """Memory of one worker on the one matrix of a pool, and its operations."""
+        return Cost(flops=self._flops(item), host_bytes=self.peak_bytes(item))
 
 
 def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:

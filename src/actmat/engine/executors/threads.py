@@ -1,7 +1,9 @@
 """Run units on this machine: several threads, each on one unit at a time, within a memory budget.
 
 Every worker runs its linear algebra on one core. Results then cannot depend on how many workers there are (a
-threaded BLAS may split sums differently), and two workers scale better than one threaded eigensolver.
+threaded BLAS may split sums differently), and two workers scale better than one threaded eigensolver. Units begin in
+the order of their planned time, longest first. Workers that find no unit left help the others with panels of their
+products (`helpers.py`), so that the last wide matrix uses all cores, with the same bytes.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+from actmat.engine.executors.helpers import HelpersOfUnit, IdleWorkers
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
-from actmat.engine.units import Unit
+from actmat.engine.units import Unit, long_seconds, planned_seconds
+from actmat.linalg.panels import helped_by
 from actmat.plan.model import Item
 
 __all__ = ["ThreadExecutor"]
@@ -61,41 +65,22 @@ class ThreadExecutor:
         """See `Executor`."""
         units = list(units)
         workers = self._resources.workers
-        if workers > 1:  # a large unit that comes last, as heads do, would leave the other workers idle
-            units.sort(key=lambda unit: unit.traffic, reverse=True)
+        if workers > 1:  # a long unit that comes last, as heads do, would leave the other workers idle
+            units.sort(key=planned_seconds, reverse=True)
         spec = dataclasses.replace(spec, room=self._room(units))
-        budget = Budget(self._resources.memory)
-        stop, failed = threading.Event(), threading.Event()
-
-        def work(index: int) -> UnitResult | None:
-            if stop.is_set():
-                return None
-            session = self._session(spec)
-            with budget.hold(units[index].host_bytes):
-                if stop.is_set():
-                    return None
-                if index + workers < len(units):
-                    session.prefetch(units[index + workers])
-                session.inspect_only = failed.is_set()
-                try:
-                    result = session.merge(units[index])
-                except BaseException:  # Ctrl-C too: the other threads begin nothing new, the error goes on
-                    stop.set()
-                    raise
-                if result.findings.fatal:
-                    failed.set()
-                return result
-
+        tasks = _Tasks(units, workers, Budget(self._resources.memory), lambda: self._session(spec))
         with one_thread(), self._pool() as pool:
-            running = {pool.submit(work, i) for i in range(len(units))}
+            running = {pool.submit(tasks.work, i) for i in range(len(units))}
             try:
+                for _ in range(workers - 1):  # after the last unit in the queue
+                    pool.submit(tasks.idle.help)
                 for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
                     running.remove(future)
                     if result is not None:  # skipped after an error, which comes with another unit
                         yield result
             except BaseException as error:  # Ctrl-C too: let running units end, start no new ones, pass it on
-                stop.set()
+                tasks.stop()
                 pool.shutdown(cancel_futures=True)
                 if not isinstance(error, GeneratorExit):  # results that a later run need not compute again
                     yield from (r for f in running if (r := _finished(f)) is not None)
@@ -115,6 +100,61 @@ class ThreadExecutor:
         if session is None or session.spec is not spec:
             session = self._local.session = Session(spec, self._inputs, self._writers)
         return session
+
+
+class _Tasks:
+    """Units as tasks of a pool of threads.
+
+    Args:
+        units: in the order in which they begin.
+        workers: number of threads.
+        budget: admits units by their memory.
+        session: of the thread that asks.
+    """
+
+    def __init__(self, units: Sequence[Unit], workers: int, budget: Budget, session: Callable[[], Session]) -> None:
+        self.idle = IdleWorkers(budget, len(units))
+        self._units = units
+        self._workers = workers
+        self._budget = budget
+        self._session = session
+        self._long = long_seconds([planned_seconds(u) for u in units], workers)
+        self._stopped, self._failed = threading.Event(), threading.Event()
+
+    def stop(self) -> None:
+        """Begin no other unit."""
+        self._stopped.set()
+        self.idle.close()
+
+    def work(self, index: int) -> UnitResult | None:
+        """Result of a unit; None if it was not begun."""
+        try:
+            if self._workers == 1:
+                return self._merge(index)
+            self.idle.help_first()
+            with helped_by(HelpersOfUnit(self.idle, first=planned_seconds(self._units[index]) > self._long)):
+                return self._merge(index)
+        finally:
+            self.idle.unit_ended()
+
+    def _merge(self, index: int) -> UnitResult | None:
+        if self._stopped.is_set():
+            return None
+        session, unit = self._session(), self._units[index]
+        with self._budget.hold(unit.host_bytes):
+            if self._stopped.is_set():
+                return None
+            if index + self._workers < len(self._units):
+                session.prefetch(self._units[index + self._workers])
+            session.inspect_only = self._failed.is_set()
+            try:
+                result = session.merge(unit)
+            except BaseException:  # Ctrl-C too: the other threads begin nothing new, the error goes on
+                self.stop()
+                raise
+            if result.findings.fatal:
+                self._failed.set()
+            return result
 
 
 def _finished(future: concurrent.futures.Future[UnitResult | None]) -> UnitResult | None:

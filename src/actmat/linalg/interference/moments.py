@@ -19,21 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, economy_svd, eigh
+from actmat.linalg.panels import gram_panels, multiply, run_panels
 from actmat.linalg.scaling import scaled
 
 __all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "form_for", "gram_of_rows"]
 
 Form = Literal["primal", "dual", "stacked"]
-
-PANELLED_FROM = 512
-"""Smallest side at which the symmetric product is cut into panels (below, calls cost more than they save)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +108,11 @@ def _add_gram(out_II: Tensor, a_RI: Tensor, alpha: float = 1.0) -> None:
 
     With four column panels this is 5/8 of the full product.
     """
-    for start, stop in pairwise(_panels(out_II.shape[-1])):
-        out_II[start:stop, start:].addmm_(a_RI[:, start:stop].mT, a_RI[:, start:], alpha=alpha)
+
+    def add(own: slice) -> None:
+        out_II[own, own.start :].addmm_(a_RI[:, own].mT, a_RI[:, own.start :], alpha=alpha)
+
+    run_panels(add, gram_panels(out_II.shape[-1]))
 
 
 def gram_of_rows(factors: Sequence[Tensor]) -> Tensor:
@@ -125,15 +125,13 @@ def gram_of_rows(factors: Sequence[Tensor]) -> Tensor:
     return gram_II
 
 
-def _panels(width: int) -> list[int]:
-    count = 4 if width >= PANELLED_FROM else 1
-    return [width * i // count for i in range(count + 1)]
-
-
 def _mirror(gram_II: Tensor) -> None:
     """Copy the blocks above the diagonal to below it."""
-    for start, stop in pairwise(_panels(gram_II.shape[-1])):
-        gram_II[stop:, start:stop] = gram_II[start:stop, stop:].mT
+
+    def copy(own: slice) -> None:
+        gram_II[own.stop :, own] = gram_II[own, own.stop :].mT
+
+    run_panels(copy, gram_panels(gram_II.shape[-1]))
 
 
 class PrimalMoments:
@@ -162,7 +160,7 @@ class PrimalMoments:
         """Add one expert with `K_t = A_t^T A_t`; a negative weight removes it again."""
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             _add_gram(self.gram_II, factor_RI, weight)
-            self.left_OI.addmm_(delta_OI @ factor_RI.mT, factor_RI, alpha=weight)
+            multiply(multiply(delta_OI, factor_RI.mT), factor_RI, self.left_OI, alpha=weight)
             return
         term = self._term().zero_()
         _add_gram(term, factor_RI)
@@ -179,7 +177,7 @@ class PrimalMoments:
 
     def _add_term(self, delta_OI: Tensor, weight: float) -> None:
         self.gram_II.add_(self._term(), alpha=weight)
-        self.left_OI.addmm_(delta_OI, self._term(), alpha=weight)
+        multiply(delta_OI, self._term(), self.left_OI, alpha=weight)
 
     def rescale(self, exponent: float, gram_exponent: float) -> None:
         """Multiply what was added by powers of two: `B` as the deltas and `S` together, `S` by the second."""
@@ -207,7 +205,7 @@ class StackedMoments:
         """Append the rows of one expert."""
         here = slice(self._filled, self._filled + self._rows)
         torch.mul(factor_RI, math.sqrt(weight), out=self.a_NI[here])
-        self.m_ON[:, here] = delta_OI @ self.a_NI[here].mT
+        self.m_ON[:, here] = multiply(delta_OI, self.a_NI[here].mT)
         self._filled = here.stop
 
     def rescale(self, exponent: float, gram_exponent: float) -> None:

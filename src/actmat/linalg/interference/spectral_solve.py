@@ -20,6 +20,7 @@ from torch import Tensor
 from actmat.linalg.interference.moments import Reduced, Spectrum
 from actmat.linalg.interference.rule import Filter, gain
 from actmat.linalg.lapack import Retries
+from actmat.linalg.panels import multiply, run_panels
 
 __all__ = ["Stats", "certified_cholesky", "shifted_cholesky", "solve"]
 
@@ -116,16 +117,15 @@ def _gain_applier(spectrum: Spectrum, gain_K: Tensor, rows: int) -> Apply:
     scaled = vectors * gain_K.to(vectors.dtype)
     # forming the product costs N^2 K and then O N^2; keeping it in two factors costs 2 O N K
     if size * size * kept + rows * size * size < 2 * rows * size * kept:
-        product = scaled @ vectors.mT
+        product = multiply(scaled, vectors.mT)
         return lambda left_XN: left_XN @ product
     return lambda left_XN: (left_XN @ scaled) @ vectors.mT
 
 
 def _apply_in_panels(reduced: Reduced, apply: Apply, out_OI: Tensor, fill_OI: tuple[Tensor, float] | None) -> None:
     """Apply the gain panel by panel: rows are independent, and a panel is read before its result overwrites it."""
-    rows = out_OI.shape[-2]
-    for start in range(0, rows, PANEL_ROWS):
-        here = slice(start, min(start + PANEL_ROWS, rows))
+
+    def apply_to(here: slice) -> None:
         left = reduced.left_ON[here]
         if fill_OI is not None:
             fill, scale = fill_OI
@@ -138,6 +138,11 @@ def _apply_in_panels(reduced: Reduced, apply: Apply, out_OI: Tensor, fill_OI: tu
         if fill_OI is not None:
             value = torch.add(value, fill_OI[0][here], alpha=fill_OI[1])
         out_OI[here] = value
+
+    rows, width = out_OI.shape[-2:]
+    panels = [slice(start, min(start + PANEL_ROWS, rows)) for start in range(0, rows, PANEL_ROWS)]
+    held = PANEL_ROWS * max(width, reduced.size) * (3 if fill_OI is None else 4)
+    run_panels(apply_to, panels, held * out_OI.itemsize)
 
 
 def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None:

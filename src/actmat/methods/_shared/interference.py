@@ -16,10 +16,12 @@ from torch import Tensor
 from actmat.errors import StatisticsError
 from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend, descent_workspace
 from actmat.linalg.interference.lowrank import TRIM_NEEDS_ENTRIES, solve_lowrank, solve_lowrank_with_grams
+from actmat.linalg.interference.operations import descent_operations, operations
 from actmat.linalg.interference.rule import Estimator, Null, Rule, Solver
 from actmat.linalg.interference.solver import State, finish, prepare
 from actmat.linalg.interference.workspace import workspace
 from actmat.linalg.lowrank import LowRank
+from actmat.linalg.operations import Operation
 from actmat.methods.contract import NEEDS, Bounds, Law, Merged, MergedLowRank, MergeMethod, Stages, Weights
 
 __all__ = ["SHARED_LAWS", "FillOption", "RelativeCutoff", "SolverOption", "member"]
@@ -87,6 +89,7 @@ def member(
         one_pass=True,
         needs_statistics=("gram",) if has_grams else (),
         workspace=family.workspace,
+        operations=family.operations,
         stages=Stages(key=family.key, prepare=family.prepare, finish=family.finish),
         sums_own_grams_when=None if has_grams else family.sums_own_grams,
         **declared,
@@ -151,6 +154,15 @@ class _Family:
         if isinstance(rule, Adam):
             return descent_workspace(shape)
         return workspace(shape, n_experts, rule, has_grams=self.has_grams)
+
+    def operations(
+        self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool
+    ) -> list[Operation]:
+        """See `MergeMethod.operations`."""
+        rule = self.rule_of(**options)
+        if isinstance(rule, Adam):
+            return descent_operations(shape, n_experts, rule)
+        return operations(shape, n_experts, rule, has_grams=self.has_grams, double=double)
 
     def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
         """See `MergeMethod.sums_own_grams_when`."""

@@ -14,6 +14,7 @@ from actmat.experts.base import Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterModule
 from actmat.layout.types import Block, TensorLayout
+from actmat.linalg.operations import total
 from actmat.methods import get_method
 from actmat.plan.adapter.config import output_config
 from actmat.plan.adapter.full_tensors import plan_full_tensors, shapes_text
@@ -25,9 +26,10 @@ from actmat.plan.adapter.problems import (
     recipe_problems,
 )
 from actmat.plan.choose import Chooser, Decision, depth_factors
-from actmat.plan.cost import factored_bytes, method_flops, statistics_bytes
+from actmat.plan.cost import factored_bytes, statistics_bytes
 from actmat.plan.draft import Draft
 from actmat.plan.model import Cost, FactorPlan, Item, MethodCall
+from actmat.plan.operations import item_operations
 from actmat.plan.roles import resolve_roles
 from actmat.plan.statistics import ExpertStatistics, module_statistics
 from actmat.recipe import Recipe
@@ -220,7 +222,7 @@ class _ModulePlanner:
         return Cost(
             read_bytes=sum(s.nbytes for s in item.sources if s is not None),
             write_bytes=sum(s.nbytes for s in item.outputs),
-            flops=method_flops(method, [item.shape], n_experts),
+            flops=total(item_operations(item, self.recipe.compute_dtype)),
             host_bytes=peak,
         )
 

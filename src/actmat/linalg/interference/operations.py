@@ -1,0 +1,106 @@
+"""Operations of the interference solver, counted as `linalg.operations` counts them.
+
+Which path a solve takes depends on the data. Counted is the usual one: the cut-off removes something, so that the
+spectrum is computed after a first factorisation has failed to prove the contrary, and half of the directions are kept.
+
+Shapes: `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from actmat.linalg.interference.descent import Adam
+from actmat.linalg.interference.moments import PrimalMoments
+from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.spectral_solve import PANEL_ROWS
+from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
+from actmat.linalg.panels import row_panels
+
+__all__ = ["KEPT_SHARE", "descent_operations", "operations"]
+
+KEPT_SHARE = 0.5
+"""Share of the directions that a cut-off is taken to keep; real deltas of language models keep 0.1 to 0.7."""
+
+
+def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool, double: bool) -> list[Operation]:
+    """Operations of `finish(prepare(...))` for deltas `*batch O I`.
+
+    Args:
+        double: whether the deltas are float64.
+    """
+    rows, width = shape[-2:]
+    factor_rows = rule.estimator.rows(rows, width)
+    form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
+    added = _estimate(rows, width, rule, has_grams=has_grams)
+    if form == "primal":
+        if has_grams:
+            added += [_by_rows(rows, width, width), entries(3 * width**2)]
+        elif PrimalMoments.needs_term(factor_rows, width):
+            added += [gram(factor_rows, width), _by_rows(rows, width, width), entries(4 * width**2)]
+        else:
+            added += [gram(factor_rows, width), *repeated([_by_rows(rows, width, factor_rows)], 2)]
+        done, size = repeated(added, n_experts), width
+    else:
+        size = n_experts * factor_rows
+        added += [_by_rows(rows, factor_rows, width), entries(factor_rows * width)]
+        done = repeated(added, n_experts)
+        if form == "stacked":
+            kept = min(size, width)
+            left = [svd(size, width, double=double), product(rows, kept, size), product(rows, width, kept)]
+            if rule.null != "zero":
+                left.append(product(rows, kept, width))
+            return repeated([*done, *left, entries(rows * width)], math.prod(shape[:-2]))
+        done.append(gram(width, size))
+    done += _solving(rows, size, rule)
+    if rule.null != "zero":
+        done.append(_in_panels(product(rows, size, width), rows))
+    if form == "dual":
+        done.append(_in_panels(product(rows, width, size), rows))
+    done.append(entries(3 * rows * width))
+    return repeated(done, math.prod(shape[:-2]))
+
+
+def descent_operations(shape: Sequence[int], n_experts: int, adam: Adam) -> list[Operation]:
+    """Operations of `descend(accumulate(...))`: three products per expert, one and ten passes per step."""
+    rows, width = shape[-2:]
+    sums = [product(width, width, rows), *repeated([product(rows, width, width)], 2), entries(4 * rows * width)]
+    step = [product(rows, width, width), entries(10 * rows * width)]
+    return repeated([*repeated(sums, n_experts), *repeated(step, adam.steps)], math.prod(shape[:-2]))
+
+
+def _estimate(rows: int, width: int, rule: Rule, *, has_grams: bool) -> list[Operation]:
+    """The norm of one delta, its factor, and its part of the fill."""
+    passes = 2 + (1 if rule.needs_sum else 0)
+    found: list[Operation] = []
+    if not has_grams:
+        passes += (8 if rule.estimator.trim is not None else 0) + (2 if rule.estimator.centre else 0)
+        if rule.estimator.power != 1.0:
+            found.append(svd(rows, width))
+    return [entries(passes * rows * width), *found]
+
+
+def _solving(rows: int, size: int, rule: Rule) -> list[Operation]:
+    """One reduced problem, by triangular factors or by its spectrum."""
+    if rule.solver == "auto" and rule.spectral.kind == "tikhonov":
+        if rows > size:
+            return [cholesky(size, inverse=True), _in_panels(product(rows, size, size), rows)]
+        return [cholesky(size), _in_panels(cholesky_solve(size, rows), rows)]
+    tried = [cholesky(size)] if rule.solver == "auto" and rule.spectral.kind == "hard" else []
+    kept = size if rule.spectral.kind in ("tikhonov", "exponential") else max(1, int(KEPT_SHARE * size))
+    if size * size * kept + rows * size * size < 2 * rows * size * kept:
+        applied = [_by_rows(size, size, kept), _in_panels(product(rows, size, size), rows)]
+    else:
+        applied = repeated([_in_panels(product(rows, kept, size), rows)], 2)
+    return [*tried, eigh(size), *applied, entries(4 * size * size)]
+
+
+def _by_rows(rows: int, columns: int, inner: int) -> Operation:
+    """A product that `linalg.panels.multiply` computes."""
+    return product(rows, columns, inner, panels=len(row_panels(rows, inner)))
+
+
+def _in_panels(operation: Operation, rows: int) -> Operation:
+    """The same in the panels in which a gain is applied."""
+    return Operation(operation.kind, operation.flops, operation.size, operation.double, -(-rows // PANEL_ROWS))

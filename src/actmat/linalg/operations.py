@@ -1,0 +1,132 @@
+"""Operations of matrix routines by class, from shapes: what a predicted time is made of.
+
+Routines of one class run at one rate, which depends on the size of their matrices: products near the machine's peak,
+eigendecompositions far below it. Counts are leading terms with their constants; for decompositions, whose work depends
+on the spectrum, they are the usual nominal counts, so that a rate measured with the same count predicts the time.
+
+    product    2 M N K of an `M x K` by `K x N` product
+    cholesky   N^3 / 3 of a factorisation, N^2 per right-hand side and triangle, 2 N^3 / 3 of an inverse from it
+    eigh       9 N^3 of a symmetric eigendecomposition with vectors
+    svd        6 M N^2 + 20 N^3 of a thin singular value decomposition, M >= N
+    entry      1 per entry and pass of an elementwise operation
+
+Source of the counts: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 1.1, 4.2, 8.3 and 8.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from actmat.linalg.panels import gram_panels
+
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Operation",
+    "cholesky",
+    "cholesky_solve",
+    "eigh",
+    "entries",
+    "gram",
+    "polar_factor",
+    "product",
+    "repeated",
+    "svd",
+    "thin_svd",
+    "total",
+]
+
+Kind = Literal["product", "cholesky", "eigh", "svd", "entry"]
+KINDS: tuple[Kind, ...] = ("product", "cholesky", "eigh", "svd", "entry")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Operations of one class.
+
+    Args:
+        kind: the class.
+        flops: number of operations.
+        size: smallest side of the matrices, on which the rate depends; 0 for entries.
+        double: in float64, whatever the compute dtype.
+        panels: independent pieces that several threads can share (`linalg.panels`); 1: none.
+    """
+
+    kind: Kind
+    flops: int
+    size: int = 0
+    double: bool = False
+    panels: int = 1
+
+
+def product(rows: int, columns: int, inner: int, *, double: bool = False, panels: int = 1) -> Operation:
+    """An `M x K` by `K x N` product."""
+    return Operation("product", 2 * rows * columns * inner, min(rows, columns, inner), double, panels)
+
+
+def gram(rows: int, width: int) -> Operation:
+    """`A^T A` of an `M x N` factor in the blocks on and above the diagonal only.
+
+    >>> gram(100, 400).flops == 2 * 100 * 400 * 400, gram(100, 800).flops == 2 * 100 * 800 * 800 * 5 // 8
+    (True, True)
+    """
+    cuts = gram_panels(width)
+    count = len(cuts)
+    upper = sum((c.stop - c.start) * (width - c.start) for c in cuts)
+    return Operation("product", 2 * rows * upper, min(rows, width), panels=(count + 1) // 2)
+
+
+def cholesky(size: int, *, inverse: bool = False, double: bool = True) -> Operation:
+    """Factorisation of a symmetric `N x N` matrix, with its inverse if asked for."""
+    return Operation("cholesky", size**3 // 3 + (2 * size**3 // 3 if inverse else 0), size, double)
+
+
+def cholesky_solve(size: int, right_hand_sides: int, *, double: bool = True) -> Operation:
+    """Two triangular solves with `M` right-hand sides."""
+    return Operation("cholesky", 2 * right_hand_sides * size**2, min(size, right_hand_sides), double)
+
+
+def eigh(size: int, *, double: bool = True) -> Operation:
+    """All eigenvalues and eigenvectors of a symmetric matrix."""
+    return Operation("eigh", 9 * size**3, size, double)
+
+
+def svd(rows: int, columns: int, *, double: bool = False) -> Operation:
+    """All `min(M, N)` singular triplets by LAPACK."""
+    short, long = sorted((rows, columns))
+    return Operation("svd", 6 * long * short**2 + 20 * short**3, short, double)
+
+
+def entries(count: int) -> Operation:
+    """Entries of all passes of elementwise operations."""
+    return Operation("entry", count)
+
+
+def thin_svd(rows: int, columns: int, kept: int, *, double: bool) -> list[Operation]:
+    """`linalg.svd.thin_svd`: through the short side's Gram matrix in float64, or by LAPACK for float64 accuracy."""
+    short, long = sorted((rows, columns))
+    if double:
+        return [svd(rows, columns, double=True)]
+    gram_and_long = [product(short, short, long, double=True), product(long, kept, short, double=True)]
+    return [*gram_and_long, eigh(short), entries(4 * rows * columns)]
+
+
+def polar_factor(rows: int, columns: int, *, double: bool) -> list[Operation]:
+    """`linalg.singular.polar_factor`: through the short side's Gram matrix, or by LAPACK for float64 accuracy."""
+    short, long = sorted((rows, columns))
+    if double:
+        return [svd(rows, columns, double=True), product(rows, columns, short, double=True)]
+    both = [product(short, short, long, double=True), product(short, long, short, double=True)]
+    return [*both, product(short, short, short, double=True), eigh(short), entries(2 * rows * columns)]
+
+
+def repeated(operations: Iterable[Operation], count: int) -> list[Operation]:
+    """The same operations `count` times."""
+    return [replace(o, flops=o.flops * count) for o in operations]
+
+
+def total(operations: Iterable[Operation]) -> int:
+    """Sum over all classes."""
+    return sum(o.flops for o in operations)

@@ -1,0 +1,140 @@
+"""The work of every unit of a plan, in seconds and bytes, at the rates of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actmat.engine.units import Unit, plan_units, planned_seconds
+from actmat.errors import RecipeError
+from actmat.linalg.operations import Operation
+from actmat.methods import get_method
+from actmat.plan.model import Item, MergePlan
+from actmat.plan.operations import item_operations
+from actmat.plan.pools import pooled
+from actmat.timing.rates import DeviceRates, Rates, seconds
+
+__all__ = ["Work", "work_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of one unit.
+
+    Args:
+        name: of its first item.
+        read_bytes, write_bytes: traffic to and from storage.
+        serial_s: seconds of one worker that no other can take over.
+        shared_s: seconds of one worker that are cut into `panels`, which idle workers of its node may share.
+        panels: number of panels of the coarsest cut.
+        host_bytes: peak memory.
+    """
+
+    name: str
+    read_bytes: int
+    write_bytes: int
+    serial_s: float
+    shared_s: float = 0.0
+    panels: int = 1
+    host_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Computing time on one worker."""
+        return self.serial_s + self.shared_s
+
+
+def work_of(plan: MergePlan, rates: Rates, *, busy: bool) -> list[Work]:
+    """Work of all units, in the order in which an executor of several workers begins them.
+
+    Args:
+        plan: what is to be done.
+        rates: of each machine that does it.
+        busy: whether all cores of a machine are at work at the same time.
+
+    Raises:
+        RecipeError: the plan computes on a device of which the rates say nothing.
+    """
+    device = None
+    kind = plan.device.partition(":")[0]
+    if kind != "cpu":
+        device = rates.devices.get(kind)
+        if device is None:
+            raise RecipeError(
+                f"The plan computes on '{plan.device}', but the rates of {rates.host} have no device '{kind}'. Fix: "
+                "run 'actmat calibrate' on a machine with one, or write its rates into the file (docs/commands/"
+                "calibrate.md), and give it with --rates."
+            )
+    counter = _Counter(plan, rates, device, busy=busy)
+    units = sorted(plan_units([plan], [()], None), key=planned_seconds, reverse=True)
+    return [counter.work(unit) for unit in units]
+
+
+class _Counter:
+    """Turns operations and bytes into seconds; equal tensors are counted once."""
+
+    def __init__(self, plan: MergePlan, rates: Rates, device: DeviceRates | None, *, busy: bool) -> None:
+        self._plan = plan
+        self._host = rates.rates
+        self._device = device
+        self._dtype = plan.recipe.compute_dtype
+        self._matrix = rates.rates.busy["matrix"] if busy else 1.0
+        self._entry = rates.rates.busy["entry"] if busy else 1.0
+        self._known: dict[object, tuple[float, float, int]] = {}
+
+    def work(self, unit: Unit) -> Work:
+        """Work of one unit."""
+        items = [self._plan.items[group[0][1]] for group in unit.groups]
+        serial, shared, panels = self._computing(items)
+        serial += sum(self._passing(item) for item in items)
+        return Work(
+            name=unit.name,
+            read_bytes=sum(i.cost.read_bytes for i in items),
+            write_bytes=sum(i.cost.write_bytes for i in items),
+            serial_s=serial,
+            shared_s=shared,
+            panels=panels,
+            host_bytes=unit.host_bytes,
+        )
+
+    def _passing(self, item: Item) -> float:
+        """Seconds of everything around the method: hashing, deltas, the output; reading is not in it."""
+        bytes_hashed = item.cost.read_bytes + item.cost.write_bytes
+        found = bytes_hashed / self._host.hash
+        if item.call is not None and item.base_dtype:
+            stored = sum(s is not None and s.kind == "stored" for s in item.sources)
+            found += item.numel * (stored / self._host.delta + 1 / self._host.output)
+        return self._host.tensor_s + found / self._entry
+
+    def _computing(self, items: Sequence[Item]) -> tuple[float, float, int]:
+        """Seconds that are serial and shared, and the number of panels, of a method on an item or a pool."""
+        item = items[0] if len(items) == 1 else pooled(items)
+        if item.call is None:
+            return 0.0, 0.0, 1
+        ranks = tuple(0 if s is None else s.rank for s in item.sources)
+        key = (item.call.method, str(item.call.options), item.shape, item.layout, item.form, ranks)
+        if key not in self._known:
+            self._known[key] = self._sums(item, item_operations(item, self._dtype))
+        return self._known[key]
+
+    def _sums(self, item: Item, operations: Sequence[Operation]) -> tuple[float, float, int]:
+        serial = shared = 0.0
+        panels: list[int] = []
+        assert item.call is not None
+        on_device = self._device is not None and get_method(item.call.method).acts_on != "elementwise"
+        if on_device and self._device is not None:  # deltas go there, the result comes back
+            moved = item.numel * (len(item.sources) + 1) * (8 if self._dtype == "float64" else 4)
+            return (
+                sum(seconds(o, self._device, self._dtype) for o in operations) + moved / self._device.transfer,
+                0.0,
+                1,
+            )
+        for operation in operations:
+            took = seconds(operation, self._host, self._dtype)
+            took /= self._entry if operation.kind == "entry" else self._matrix
+            if operation.panels > 1:
+                shared += took
+                panels.append(operation.panels)
+            else:
+                serial += took
+        return serial, shared, min(panels, default=1)
