@@ -43,7 +43,8 @@ LORA_VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
 }
 """K-TSV and K-Iso-C; the second with the mean (the run records) and with the root mean square (the paper's text)."""
 
-ATTENTION = r"re:(.*\.)?(in_proj_weight|(q_proj|k_proj|v_proj|o_proj|out_proj|q|k|v|o)\.weight)"
+_MAPS = "q_proj|k_proj|v_proj|o_proj|out_proj|query|key|value|q|k|v|o"
+ATTENTION = rf"re:(.*\.)?(in_proj_weight|({_MAPS}|attention\.output\.dense)\.weight)"
 """Weights that packed attention (`nn.MultiheadAttention`) multiplies by without calling a module."""
 
 REASONING = "OLMo-3-7B"

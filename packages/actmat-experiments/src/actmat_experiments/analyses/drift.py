@@ -155,6 +155,7 @@ def drift(
     layers: Sequence[str] | None = None,
     n_moments: int = 10,
     on_step: Callable[[], object] = lambda: None,
+    on_moment: Callable[[int, DriftMonitor], object] = lambda step, monitor: None,
 ) -> DriftAlongRun:
     """Fine-tune an expert of a demo once more, bit by bit as the demo did, with a monitor attached.
 
@@ -162,6 +163,7 @@ def drift(
 
     Args:
         n_moments: how often to measure, evenly spaced on a logarithmic scale.
+        on_moment: called at step 0 and at every moment, after the inputs of all data have been measured.
 
     Raises:
         CheckpointError: no demo there.
@@ -180,18 +182,23 @@ def drift(
     expert = models.base()
     monitor = DriftMonitor(layers=layers).attach(expert)
 
-    def measure(done: int) -> None:
-        if done not in wanted:
-            return
+    def read_inputs() -> float:
         total = 0.0
         for number, batch in enumerate(batches(examples)):
             with monitor.inputs(more=number > 0):
                 total += float(models.loss(expert, task, batch)) * len(batch)
-        moments.append(Moment(done, total / len(examples), monitor.angles()))
+        return total / len(examples)
+
+    def measure(done: int) -> None:
+        if done in wanted:
+            moments.append(Moment(done, read_inputs(), monitor.angles()))
+            on_moment(done, monitor)
 
     with contextlib.ExitStack() as stack:
         stack.callback(monitor.detach)
         stack.enter_context(one_thread())
+        read_inputs()
+        on_moment(0, monitor)
         finetune(
             expert,
             models.heads[task],
