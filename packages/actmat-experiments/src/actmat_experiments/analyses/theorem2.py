@@ -225,7 +225,7 @@ class Theorem2Result(Analysis):
             NumericalError: one does not hold, which would be an error of this package.
         """
         chain = [
-            ("left side <= E|transfer|", self.left, statistics.fmean(self.absolute.values()), 0.0),
+            ("left side <= propagated", self.left, self.propagated, 0.0),
             ("E|transfer| <= propagated", statistics.fmean(self.absolute.values()), self.propagated, 0.0),
             ("propagated <= right side", self.propagated, self.right, 0.0),
         ]

@@ -71,7 +71,7 @@ def _analysis(work: Callable[..., Any]) -> Callable[..., None]:
     signature = own.replace(parameters=[*own.parameters.values(), *added], return_annotation=None)
     command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     command.__dict__["__signature__"] = signature
-    return app.command()(command)
+    return app.command()(with_flags(command))
 
 
 @_analysis
@@ -101,7 +101,6 @@ def theorem1(
 
 
 @_analysis
-@with_flags
 def drift(
     demo: Demo = DEMO,
     task: Task = "digit",
@@ -123,7 +122,6 @@ def drift(
 
 
 @_analysis
-@with_flags
 def trajectory(
     demo: Demo = DEMO,
     task: Task = "digit",
@@ -187,7 +185,6 @@ def cosine(
 
 
 @_analysis
-@with_flags
 def correlation(
     demo: Demo = DEMO,
     task: Task = "digit",
@@ -213,7 +210,6 @@ def correlation(
 
 
 @_analysis
-@with_flags
 def distribution(
     demo: Demo = DEMO,
     task: Task = "digit",
@@ -306,6 +302,19 @@ def interference(
         if own and method:
             raise RecipeError("--method chooses among the merges of a demo; name your own merges with --merged.")
         return run(own[0], own[1], others, own[2]) if own else demo_interference(demo, methods=method, merged=others)
+
+
+@_analysis
+def packed(
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="What 'actmat experiment run' has filled: its scores, too.")
+    ] = None,
+) -> Any:
+    """The paper's ablation of packed attention: RegMean with and without the split of q, k and v."""
+    from actmat_experiments.analyses.packed import packed as run
+
+    with _working("reading scores", None):
+        return run(cache)
 
 
 @_analysis
