@@ -9,6 +9,8 @@ positions) is averaged by every rule. Without `--whole`, one matrix of each shap
 median is multiplied by the number of such matrices: rows of a measurement, and a sum that is an extrapolation and is
 called one. With it, every matrix is made on the device and merged, and only the merges are timed.
 
+On a CPU the seconds are those of the process, with one thread: on a quiet machine that is the time on the clock.
+
 Deltas are Gaussian with the columns scaled by `k^-1`, so that the cut-off of `actmat` drops directions and its fast
 path for regular sums does not apply. Gram matrices are made up. Neither reading of checkpoints nor collection of
 statistics is in these times. The paper's minutes (one L40S GPU) hold the reading of seven checkpoints of 3 GB, and of
@@ -100,12 +102,13 @@ def merged(method: str, layer: Layer) -> Callable[[], Tensor]:
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
-    """Of one call, until the device is done."""
+    """Of one call: on a GPU until it is done; on a CPU the time of the process, whatever else the machine does."""
+    clock = time.perf_counter if device.startswith("cuda") else time.process_time
     _wait(device)
-    started = time.perf_counter()
+    started = clock()
     work()
     _wait(device)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _wait(device: str) -> None:
@@ -175,7 +178,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda[:N]")
     parser.add_argument("--experts", type=int, default=EXPERTS)
     parser.add_argument("--repeats", type=int, default=1, help="merges behind a median, without --whole")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU; the times are sums over threads")
     parser.add_argument("--seed", type=int, default=0)
     for name, size in (("blocks", BLOCKS), ("width", WIDTH), ("inner", INNER), ("words", WORDS)):
         parser.add_argument(f"--{name}", type=int, default=size, help="of the model; smaller for a trial")
