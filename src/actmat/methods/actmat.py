@@ -68,20 +68,26 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     >>> ACTMAT.merge(deltas).value.tolist()
     [[1.0, 2.0]]
     """
-    fill: Fill = null
-    if form == "weight":
-        if null != "zero" or filter not in ("hard", "adaptive"):
-            raise RecipeError(
-                f"actmat: form='weight' takes null='zero' and filter='hard' or 'adaptive'; got null='{null}' and "
-                f"filter='{filter}'. It removes the base weights from the directions that are cut, which leaves "
-                "nothing to fill. Take form='delta' for these options."
-            )
-        fill = "minus_base"
     return Rule(
         estimator=Estimator(trim=trim, centre=centre, power=power, normalise=normalise),
         spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
-        null=fill,
+        null=null if form == "delta" else _minus_base(null, filter),
         solver=solver,
+    )
+
+
+def _minus_base(null: FillOption, filter: FilterKind) -> Fill:
+    """The fill of the weight form.
+
+    Raises:
+        RecipeError: the other options leave it no meaning.
+    """
+    if null == "zero" and filter in ("hard", "adaptive"):
+        return "minus_base"
+    raise RecipeError(
+        f"actmat: form='weight' takes null='zero' and filter='hard' or 'adaptive'; got null='{null}' and "
+        f"filter='{filter}'. It removes the base weights from the directions that are cut, which leaves nothing to "
+        "fill. Take form='delta' for these options."
     )
 
 

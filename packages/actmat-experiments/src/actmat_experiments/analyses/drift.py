@@ -10,12 +10,15 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
+from actmat.demo.tasks import Examples
 from actmat_experiments.analyses.angles import RIGHT_ANGLE, DriftAngles
 from actmat_experiments.analyses.demo import batches, load_demo
 from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
@@ -181,23 +184,17 @@ def drift(
     moments: list[Moment] = []
     expert = models.base()
     monitor = DriftMonitor(layers=layers).attach(expert)
-
-    def read_inputs() -> float:
-        total = 0.0
-        for number, batch in enumerate(batches(examples)):
-            with monitor.inputs(more=number > 0):
-                total += float(models.loss(expert, task, batch)) * len(batch)
-        return total / len(examples)
+    loss = partial(models.loss, expert, task)
 
     def measure(done: int) -> None:
         if done in wanted:
-            moments.append(Moment(done, read_inputs(), monitor.angles()))
+            moments.append(Moment(done, _read_inputs(monitor, loss, examples), monitor.angles()))
             on_moment(done, monitor)
 
     with contextlib.ExitStack() as stack:
         stack.callback(monitor.detach)
         stack.enter_context(one_thread())
-        read_inputs()
+        _read_inputs(monitor, loss, examples)
         on_moment(0, monitor)
         finetune(
             expert,
@@ -211,3 +208,12 @@ def drift(
     settings = {"task": task, "seed": models.seed, "optimiser": "AdamW", **asdict(schedule)}
     settings |= {"n_examples": len(examples), "n_steps": n_steps}
     return DriftAlongRun(f"demo expert '{task}', AdamW", settings, moments, monitor.not_read)
+
+
+def _read_inputs(monitor: DriftMonitor, loss: Callable[[Examples], Tensor], examples: Examples) -> float:
+    """Measure the inputs of all examples at the weights of the moment; returns the mean loss."""
+    total = 0.0
+    for number, batch in enumerate(batches(examples)):
+        with monitor.inputs(more=number > 0):
+            total += float(loss(batch)) * len(batch)
+    return total / len(examples)

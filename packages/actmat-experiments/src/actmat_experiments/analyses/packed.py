@@ -39,7 +39,7 @@ class Arms:
 
     @property
     def gain(self) -> float:
-        """What the split brings."""
+        """Accuracy that the split adds, in points."""
         return self.values[2] - self.values[1]
 
 
