@@ -13,6 +13,7 @@ from actmat_experiments.analyses.drift import drift
 from actmat_experiments.analyses.estimates import cosine, scale
 from actmat_experiments.analyses.interference import interference
 from actmat_experiments.analyses.monitor import DriftMonitor
+from actmat_experiments.analyses.packed import packed
 from actmat_experiments.analyses.perturbation import perturbation
 from actmat_experiments.analyses.result import Analysis, save_analysis
 from actmat_experiments.analyses.theorem1 import theorem1
@@ -29,6 +30,7 @@ __all__ = [
     "distribution",
     "drift",
     "interference",
+    "packed",
     "perturbation",
     "save_analysis",
     "scale",
