@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 
 from actmat.errors import CheckpointError, RecipeError
-from actmat_experiments.harness.report import paper_figures
 from actmat_experiments.harness.results import Score, append_scores, majority_share, read_scores
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.table import average_table, markdown_table, over_tasks, summarise, task_table
+from actmat_experiments.paper import paper_figures
 from actmat_experiments.vision.small import SmallSettings
 
 TASKS = ("a", "b")

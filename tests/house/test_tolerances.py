@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests import tolerances
@@ -13,12 +15,38 @@ from tests.tolerances import (
     F32_SOLVE,
     F64_IDENTITY,
     F64_ORACLE,
+    OWN,
+    bare_tolerances,
+    own_tolerances,
     relative_error,
 )
 
 
 def test_they_are_ordered() -> None:
     assert F64_IDENTITY < F64_ORACLE < F32_ELEMENTWISE < F32_PRODUCT < F32_SOLVE < F16_ROUNDING < BF16_ROUNDING
+
+
+TESTS = Path(tolerances.__file__).parent
+
+
+def test_numbers_without_a_name_are_no_looser_and_no_more_than_listed() -> None:
+    """Whoever adds or loosens one changes `OWN` in tests/tolerances.py, where a reviewer sees it."""
+    found = own_tolerances(TESTS)
+    looser = [
+        f"{name}: {count} bare tolerances, the loosest {worst:g}; listed: {OWN.get(name, 'none')}"
+        for name, (count, worst) in found.items()
+        if name not in OWN or count > OWN[name][0] or worst > OWN[name][1]
+    ]
+    assert not looser, "use a name of tests/tolerances.py, or change OWN there:\n" + "\n".join(looser)
+    assert not set(OWN) - set(found), "these files have none any more: take them out of OWN"
+
+
+def test_what_counts_as_a_bare_tolerance() -> None:
+    source = (
+        "assert error(a, b) < 1e-9\nassert 1e-3 < x < 2\nassert y == approx(z, rel=0.01, abs=1e-11)\n"
+        "assert error(a, b) < F32_SOLVE\nassert p < 0.5\ntorch.allclose(a, b, rtol=1e-4, atol=1e-6)\n"
+    )
+    assert sorted(bare_tolerances(source)) == [1e-9, 1e-6, 1e-4, 0.01]
 
 
 def test_every_one_has_a_reason() -> None:

@@ -70,8 +70,11 @@ def test_the_declaration_is_complete(method: MergeMethod) -> None:
 def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod) -> None:
     """Without it a call that uses it fails, and one that does not gives the same bytes."""
     assert (method.parameters["base"].default is None) == (method.base_when is not None)
-    experts = Experts.random(2, (8, 11))
-    given = {"statistics": experts.statistics, "survey": None}
+    experts = Experts.random(2, (4, 11))  # fewer rows than inputs, and an input that no data has: singular sums
+    seen = torch.ones(11, dtype=torch.float64)
+    seen[0] = 0
+    grams = [g * seen * seen.unsqueeze(1) for g in experts.statistics["gram"]]
+    given = {"statistics": experts.statistics | {"gram": grams}, "survey": None}
     flags = [{n: not o.default} for n, o in method.options.items() if o.type is bool]
     for variant in [{}, *flags, *literal_variants(method)]:
         options = method.resolve_options(variant)

@@ -12,6 +12,7 @@ Everything is float64 inside; callers round once, at the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -121,11 +122,15 @@ def orthogonalised_sum(
     return left.factor_MN * s_J.unsqueeze(-2), right.factor_MN.mT, left.retries + right.retries
 
 
+Mean = Literal["all", "rank", "rms"]
+"""Which mean of the singular values an isotropic matrix takes, see `isotropic`."""
+
+
 def isotropic(
     total_OI: Tensor,
     directions: int,
     *,
-    mean: Literal["all", "rank"] = "all",
+    mean: Mean = "all",
     complete: bool = False,
     rtol: float = RANK_RTOL,
     accuracy: torch.dtype | None = None,
@@ -134,13 +139,15 @@ def isotropic(
 
     Args:
         directions: `min(O, I)` of the layer; larger than that of `total` when `total` is a small core of it.
-        mean: "all": `c = sum(s) / directions`; "rank": `c = sum(s) / rank`.
+        mean: "all": `c = sum(s) / directions`; "rank": `c = sum(s) / rank`; "rms": `c = sqrt(sum(s^2) / directions)`.
         complete: give LAPACK's null directions the value `c`, too; see `polar_factor`.
         rtol, accuracy: see `polar_factor`.
     """
     polar = polar_factor(total_OI, accuracy=accuracy, rtol=rtol, complete=complete)
-    count = polar.rank.clamp_min(1) if mean == "rank" else torch.full_like(polar.rank, directions)
-    level = polar.s_S.sum(-1) / count
+    if mean == "rms":
+        level = torch.linalg.vector_norm(polar.s_S, dim=-1) / math.sqrt(directions)
+    else:
+        level = polar.s_S.sum(-1) / (polar.rank.clamp_min(1) if mean == "rank" else directions)
     # A zero matrix has no directions: keep exact zeros, also where LAPACK would complete it to an isometry.
     return polar.factor_MN * level[..., None, None], polar
 

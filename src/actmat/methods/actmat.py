@@ -8,9 +8,10 @@ the delta, so `D_t^T D_t` takes the place of `C_t`, and no data is needed.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from actmat.linalg.interference.rule import Estimator, Filter, FilterKind, Normaliser, Rule, Solver
+from actmat.errors import RecipeError
+from actmat.linalg.interference.rule import Estimator, Fill, Filter, FilterKind, Normaliser, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
 
@@ -29,6 +30,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     trim: Annotated[float | None, Bounds(0, 1, open_low=True)] = None,
     centre: bool = False,
     power: Annotated[float, Bounds(0, 2, open_low=True)] = 1.0,
+    form: Literal["delta", "weight"] = "delta",
 ) -> Rule:
     """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = D_t^T D_t`; the defaults are the paper's rule.
 
@@ -36,7 +38,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     one number changes nothing. Experts whose row spaces are linearly independent are all met, `D* D_t^T = D_t D_t^T`,
     whatever the weights; where the row spaces are orthogonal, that is the plain sum.
 
-    Weights are non-negative, one per expert; they multiply `K_t`.
+    Weights are non-negative, one per expert; they multiply `K_t`. The base is used by `form="weight"` only.
 
     Args:
         rtol: directions whose eigenvalue of `S = sum_t w_t K_t` is at most `rtol` times the largest are dropped.
@@ -52,8 +54,12 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
         trim: estimate `K_t` from this fraction of the entries of `D_t`, the largest magnitudes.
         centre: subtract the mean row from `D_t` in the estimate.
         power: `K_t = (D_t^T D_t)^power`.
+        form: "delta" keeps the base weights in the directions that the filter drops. "weight", for study, is the
+            paper's boxed formula `W* = (sum_t W_t K_t) (sum_t K_t)^+`: the same answer where `S` is regular, but
+            elsewhere it sets the weights to zero, base included. It takes `null="zero"` and a filter that cuts.
 
     Raises:
+        RecipeError: `form="weight"` with a fill, or with a filter that does not cut.
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
 
@@ -65,8 +71,23 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     return Rule(
         estimator=Estimator(trim=trim, centre=centre, power=power, normalise=normalise),
         spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
-        null=null,
+        null=null if form == "delta" else _minus_base(null, filter),
         solver=solver,
+    )
+
+
+def _minus_base(null: FillOption, filter: FilterKind) -> Fill:
+    """The fill of the weight form.
+
+    Raises:
+        RecipeError: the other options leave it no meaning.
+    """
+    if null == "zero" and filter in ("hard", "adaptive"):
+        return "minus_base"
+    raise RecipeError(
+        f"actmat: form='weight' takes null='zero' and filter='hard' or 'adaptive'; got null='{null}' and "
+        f"filter='{filter}'. It removes the base weights from the directions that are cut, which leaves nothing to "
+        "fill. Take form='delta' for these options."
     )
 
 
@@ -79,5 +100,6 @@ ACTMAT = member(
     laws=SHARED_LAWS
     | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     flops="(2T + 3) N^3",
+    base_when=lambda options: options["form"] == "weight",
     meets_every_expert=True,
 )

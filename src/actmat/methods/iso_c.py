@@ -27,13 +27,12 @@ from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, polar_factor, repeated
-from actmat.linalg.singular import Polar, isotropic
+from actmat.linalg.singular import Mean, Polar, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["ISO_C", "merge", "merge_lowrank"]
 
-Mean = Literal["all", "rank"]
 Null = Literal["zero", "fill"]
 
 _FULL_RANK = (
@@ -53,7 +52,8 @@ def merge(
     """`sum_t w_t D_t = U diag(s) V^T -> D* = mean(s) U V^T`.
 
     Args:
-        mean: "all" divides the sum of the singular values by `min(O, I)`, as published; "rank" by the numerical rank.
+        mean: "all" divides the sum of the singular values by `min(O, I)`, as published; "rank" by the numerical rank;
+            "rms" takes the root of their mean square over `min(O, I)`, so that at full rank the norm of the sum stays.
         null: "zero" leaves the null directions of a rank-deficient sum alone; "fill" gives them the mean singular
             value along the singular vectors that LAPACK returns, which the input does not determine.
         rtol: singular values at or below `rtol` times the largest one count as zero.

@@ -36,7 +36,7 @@ from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
 from actmat.linalg.operations import Operation, eigh, entries, polar_factor, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
-from actmat.linalg.singular import JointBasis, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
+from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Survey
 from actmat.methods.dare import drops
@@ -61,6 +61,7 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
     trim: Literal["global", "tensor"] = "global",
     atol: Annotated[float | None, Bounds(low=0)] = None,
     rtol: Fraction = RANK_RTOL,
+    mean: Mean = "all",
 ) -> Merged:
     """`D* = U rule(U^T D_1, ..., U^T D_T)`, or the order of the ACTMat paper's code, see the table above.
 
@@ -74,13 +75,14 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
         atol: singular values `<= atol` are dropped; 1e-5 in the official order and 0 in the other unless given. The
             default drops none of a tensor all of whose singular values are so small.
         rtol: singular values at or below `rtol` times the largest one are dropped as well.
+        mean: of the singular values in `rule="iso_c"`, see `iso_c`; the other rules ignore it.
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
     retries = basis.retries
     if rule in ELEMENTWISE:
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator)
     else:
-        value_RI, found = _by_spectrum(parts_RI, rule, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
+        value_RI, found = _by_spectrum(parts_RI, rule, mean, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
         retries += found
     dtype = deltas[0].dtype
     return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis, retries))
@@ -97,6 +99,7 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     trim: Literal["global", "tensor"] = "global",
     atol: Annotated[float | None, Bounds(low=0)] = None,
     rtol: Fraction = RANK_RTOL,
+    mean: Mean = "all",
 ) -> MergedLowRank:
     """The same merge from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
 
@@ -109,7 +112,7 @@ def merge_lowrank(  # noqa: PLR0913 - as above
         parts_RI = [_expanded(part_RQ, bases, deltas[0]) for part_RQ in parts_RQ]
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
     else:
-        value_RQ, found = _by_spectrum(parts_RQ, rule, min(deltas[0].shape[-2:]), torch.float64)
+        value_RQ, found = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
         value_RI, retries = value_RQ @ bases.q_IQ.mT, retries + found
     value = LowRank(bases.p_OP @ _outer(basis, order), value_RI)
     return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries))
@@ -175,7 +178,7 @@ def _kept(density: float, total: int) -> int:
 
 
 def _by_spectrum(
-    parts_RI: Sequence[Tensor], rule: Rule, directions: int, accuracy: torch.dtype
+    parts_RI: Sequence[Tensor], rule: Rule, mean: Mean, directions: int, accuracy: torch.dtype
 ) -> tuple[Tensor, Retries]:
     """Inner methods on whole coordinates; `directions` is `min(O, I)` of the layer, not of the coordinates."""
     if rule == "tsv":
@@ -185,7 +188,7 @@ def _by_spectrum(
         return left @ right, retries + tuple(name for part in triplets for name in part.retries)
     total_RI = torch.stack(list(parts_RI)).sum(0)
     if rule == "iso_c":
-        value_RI, polar = isotropic(total_RI, directions, accuracy=accuracy)
+        value_RI, polar = isotropic(total_RI, directions, mean=mean, accuracy=accuracy)
         return value_RI, polar.retries
     return total_RI, ()
 

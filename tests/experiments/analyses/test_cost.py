@@ -59,7 +59,7 @@ def test_all_methods_are_timed_on_all_shapes():
     assert found["actmat"].declared == found["actmat"].paper == 9 * 8**3
     assert found["slerp"].declared == 8**2
     assert found["ties"].paper is None
-    assert [t.row_count for t in result.tables()] == [len(METHODS)] * 2
+    assert [t.row_count for t in result.tables()] == [len(PAPER_FLOPS), *[len(METHODS)] * 2], "operations, then times"
     data = result.to_json()
     assert data["settings"]["threads"] == torch.get_num_threads()
     assert set(data["rates"]) == {"8x8", "6x12"}

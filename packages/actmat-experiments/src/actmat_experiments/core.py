@@ -13,12 +13,15 @@ from actmat.methods.adamerging import AdamState, adam_step, entropy
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, collect, open_statistics
+from actmat.statistics.data import DataOptions, make_batches
 from actmat.statistics.kinds.gram import unpack
+from actmat.statistics.models import load_model
 
 __all__ = [
     "METHODS",
     "AdamState",
     "Checkpoint",
+    "DataOptions",
     "MergeMethod",
     "RunSettings",
     "Statistics",
@@ -28,6 +31,8 @@ __all__ = [
     "collect",
     "entropy",
     "get_method",
+    "load_model",
+    "make_batches",
     "make_recipe",
     "one_thread",
     "open_statistics",

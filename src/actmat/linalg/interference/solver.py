@@ -124,7 +124,7 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
         ValueError: a fill with the mean, of weights that sum to zero.
     """
     rows, columns = state.shape[-2:]
-    fill = _fill(state, rule, base)
+    fill = _fill(state, rule)
     out_BOI = state.left_BOI if consume else None
     if out_BOI is None:
         out_BOI = state.like.new_empty(len(state.items), rows, columns)
@@ -138,6 +138,9 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
         if exponent := state.exponents[item]:
             scaled(out_BOI[item], exponent, out=out_BOI[item])
             record = _in_units_of_deltas(record, rule, exponent)
+        if rule.null == "minus_base":
+            assert base is not None, "a rule that fills with the base is given it"
+            remove_outside(out_BOI[item], batch_items(base)[item], reduced, int(record["rank"]))
         records.append(record)
         retries += new
         if consume:  # frees the item's Gram matrix and spectrum before the next item makes its own
@@ -236,17 +239,28 @@ def _in_units_of_deltas(record: Stats, rule: Rule, exponent: int) -> Stats:
     return {n: x * 2.0 ** powers[n] if n in powers and not isinstance(x, str) else x for n, x in record.items()}
 
 
-def _fill(state: State, rule: Rule, base: Tensor | None) -> tuple[Tensor, float] | None:
-    """`(X, a)` for `N = a X`, or None for `N = 0`."""
-    if rule.null == "zero":
+def _fill(state: State, rule: Rule) -> tuple[Tensor, float] | None:
+    """`(X, a)` for `N = a X`, or None for `N = 0` (and for `N = -W_0`, which `remove_outside` adds)."""
+    if not rule.needs_sum:
         return None
-    if rule.null == "minus_base":
-        assert base is not None, "a rule that fills with the base is given it"
-        return base, -1.0
     assert state.sum_BOI is not None, "the state was prepared for a rule that fills with the sum"
     if rule.null == "mean" and state.weight_sum == 0:
         raise ValueError(ZERO_MEAN)
     return state.sum_BOI, 1.0 if rule.null == "sum" else 1.0 / state.weight_sum
+
+
+def remove_outside(out_OI: Tensor, base_OI: Tensor, reduced: Reduced, rank: int) -> None:
+    """`out -= W_0 (I - V V^T)`, in place, `V` the `rank` leading eigenvectors of `S`; nothing where they are all.
+
+    By the eigenvectors: `W_0 - W_0 S S^+` would carry the rounding of `S`, which is large against a delta.
+    """
+    width = base_OI.shape[-1]
+    if rank == width:
+        return
+    out_OI.sub_(base_OI)
+    if rank:
+        vectors_IK = reduced.coordinates(torch.eye(width, dtype=base_OI.dtype, device=base_OI.device), rank)
+        out_OI.add_((base_OI @ vectors_IK) @ vectors_IK.mT)
 
 
 def _bound(merged_OI: Tensor, limit: float) -> Stats:

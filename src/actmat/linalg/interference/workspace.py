@@ -28,6 +28,8 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
     fill = batch * rows * width if rule.needs_sum else 0
     panel = min(rows, PANEL_ROWS) * width * (3 if rule.needs_sum else 2)
     estimate = 0 if has_grams else _estimate(rows, width, rule.estimator)
+    if rule.null == "minus_base":  # the identity, eigenvectors of `S`, and the base in their coordinates and back
+        panel += 3 * width * width + 2 * rows * width
     if form == "primal":
         held = fill + batch * (rows * width + width * width)
         needs_term = has_grams or PrimalMoments.needs_term(factor_rows, width)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from actmat_experiments.analyses.correlation import correlation
 from actmat_experiments.analyses.cost import cost
+from actmat_experiments.analyses.distribution import distribution
 from actmat_experiments.analyses.drift import drift
 from actmat_experiments.analyses.estimates import cosine, scale
 from actmat_experiments.analyses.interference import interference
 from actmat_experiments.analyses.monitor import DriftMonitor
+from actmat_experiments.analyses.packed import packed
+from actmat_experiments.analyses.perturbation import perturbation
 from actmat_experiments.analyses.result import Analysis, save_analysis
 from actmat_experiments.analyses.theorem1 import theorem1
 from actmat_experiments.analyses.theorem2 import theorem2
+from actmat_experiments.analyses.trajectory import trajectory_of_statistics
+from actmat_experiments.analyses.transfer import transfer
 
 __all__ = [
     "Analysis",
@@ -22,10 +27,15 @@ __all__ = [
     "correlation",
     "cosine",
     "cost",
+    "distribution",
     "drift",
     "interference",
+    "packed",
+    "perturbation",
     "save_analysis",
     "scale",
     "theorem1",
     "theorem2",
+    "trajectory_of_statistics",
+    "transfer",
 ]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from actmat import merge_matrices
 from actmat.errors import RecipeError
+from actmat_experiments.analyses.cost_table import RULES, rule_table
 from actmat_experiments.analyses.result import Analysis, shown
 from actmat_experiments.core import METHODS, MergeMethod, get_method
 from actmat_experiments.harness.table import new_table
@@ -34,14 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PAPER_FLOPS", "cost", "flop_count"]
 
-PAPER_FLOPS = {
-    "average": "T N^2",
-    "task_arithmetic": "(2T + 1) N^2",
-    "regmean": "(T + 3) N^3",
-    "actmat": "(2T + 3) N^3",
-    "iso_c": "23 N^3",
-    "tsv": "(22T + 45) N^3",
-}
+PAPER_FLOPS = {rule.method: rule.formula for rule in RULES}
 """The paper's table, with the constants of decompositions that the declared leading terms leave out."""
 
 _OPERATIONS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Pow: operator.pow}
@@ -104,9 +98,19 @@ class CostResult(Analysis):
     rates: Mapping[str, float]
     costs: Sequence[MethodCost]
 
+    def data(self) -> dict[str, Any]:
+        """The fields, and the operations of the paper's rules."""
+        rules = [
+            {"method": r.method, "formula": r.formula, "cubic": str(r.cubic), "entries": str(r.entries),
+             "products": str(r.products), "inverses": str(r.inverses), "svds": str(r.svds), "costly": r.costly,
+             "preprocessing": r.preprocessing}
+            for r in RULES
+        ]  # fmt: skip
+        return {**vars(self), "rules": rules}
+
     def tables(self) -> list[Table]:
-        """One table per shape, cheapest first."""
-        made = []
+        """Operations by rule, then times: one table per shape, cheapest first."""
+        made = [rule_table()]
         for shape in dict.fromkeys(c.shape for c in self.costs):
             label = _label(shape)
             caption = (

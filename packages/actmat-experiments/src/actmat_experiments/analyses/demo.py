@@ -22,6 +22,7 @@ from actmat.demo.tasks import TASKS, Examples, Task, TaskData
 from actmat.demo.training import Schedule, generator_for
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat_experiments.analyses.correlation import CorrelationResult, correlation
+from actmat_experiments.analyses.distribution import DistributionResult, distribution
 from actmat_experiments.analyses.estimates import CosineResult, ScaleResult, cosine, scale
 from actmat_experiments.analyses.interference import InterferenceResult, interference
 from actmat_experiments.analyses.matrices import Source
@@ -33,6 +34,7 @@ __all__ = [
     "batches",
     "demo_correlation",
     "demo_cosine",
+    "demo_distribution",
     "demo_grams",
     "demo_interference",
     "demo_scale",
@@ -223,15 +225,7 @@ def demo_correlation(
         RecipeError: an unknown task, or more photographs than there are.
     """
     models = load_demo(demo)
-    train = models.data[models.task(task).name].train
-    n_own = len(train) // models.settings.n_views
-    if sizes and max(sizes) > n_own:
-        raise RecipeError(f"There are {n_own} training photographs, fewer than {max(sizes)}.")
-    encoder = models.base() if at == "base" else models.expert(task)
-
-    def loss(n: int) -> Tensor:
-        return models.loss(encoder, task, Examples(train.images_NHW[:n], train.labels_N[:n]))
-
+    encoder, loss = _photographs(models, task, at, max(sizes, default=0))
     title = f"demo, '{task}', at the {at}"
     return correlation(
         encoder,
@@ -243,3 +237,44 @@ def demo_correlation(
         title=title,
         on_size=on_size,
     )
+
+
+def demo_distribution(
+    demo: Path,
+    *,
+    task: str = "digit",
+    at: str = "base",
+    n_samples: int = 100,
+    n_permutations: int = 5,
+    layers: Sequence[str] | None = None,
+) -> DistributionResult:
+    """`distribution` on the same photographs.
+
+    Raises:
+        RecipeError: an unknown task, or more photographs than there are.
+    """
+    models = load_demo(demo)
+    encoder, loss = _photographs(models, task, at, n_samples)
+    return distribution(
+        encoder,
+        partial(loss, n_samples),
+        n_samples,
+        layers=layers,
+        n_permutations=n_permutations,
+        seed=models.seed,
+        title=f"demo, '{task}', at the {at}",
+    )
+
+
+def _photographs(models: DemoModels, task: str, at: str, most: int) -> tuple[Encoder, Callable[[int], Tensor]]:
+    """The model, and its loss on the first training photographs."""
+    train = models.data[models.task(task).name].train
+    n_own = len(train) // models.settings.n_views
+    if most > n_own:
+        raise RecipeError(f"There are {n_own} training photographs, fewer than {most}.")
+    encoder = models.base() if at == "base" else models.expert(task)
+
+    def loss(n: int) -> Tensor:
+        return models.loss(encoder, task, Examples(train.images_NHW[:n], train.labels_N[:n]))
+
+    return encoder, loss

@@ -10,12 +10,15 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
+from actmat.demo.tasks import Examples
 from actmat_experiments.analyses.angles import RIGHT_ANGLE, DriftAngles
 from actmat_experiments.analyses.demo import batches, load_demo
 from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
@@ -155,6 +158,7 @@ def drift(
     layers: Sequence[str] | None = None,
     n_moments: int = 10,
     on_step: Callable[[], object] = lambda: None,
+    on_moment: Callable[[int, DriftMonitor], object] = lambda step, monitor: None,
 ) -> DriftAlongRun:
     """Fine-tune an expert of a demo once more, bit by bit as the demo did, with a monitor attached.
 
@@ -162,6 +166,7 @@ def drift(
 
     Args:
         n_moments: how often to measure, evenly spaced on a logarithmic scale.
+        on_moment: called at step 0 and at every moment, after the inputs of all data have been measured.
 
     Raises:
         CheckpointError: no demo there.
@@ -179,19 +184,18 @@ def drift(
     moments: list[Moment] = []
     expert = models.base()
     monitor = DriftMonitor(layers=layers).attach(expert)
+    loss = partial(models.loss, expert, task)
 
     def measure(done: int) -> None:
-        if done not in wanted:
-            return
-        total = 0.0
-        for number, batch in enumerate(batches(examples)):
-            with monitor.inputs(more=number > 0):
-                total += float(models.loss(expert, task, batch)) * len(batch)
-        moments.append(Moment(done, total / len(examples), monitor.angles()))
+        if done in wanted:
+            moments.append(Moment(done, _read_inputs(monitor, loss, examples), monitor.angles()))
+            on_moment(done, monitor)
 
     with contextlib.ExitStack() as stack:
         stack.callback(monitor.detach)
         stack.enter_context(one_thread())
+        _read_inputs(monitor, loss, examples)
+        on_moment(0, monitor)
         finetune(
             expert,
             models.heads[task],
@@ -204,3 +208,12 @@ def drift(
     settings = {"task": task, "seed": models.seed, "optimiser": "AdamW", **asdict(schedule)}
     settings |= {"n_examples": len(examples), "n_steps": n_steps}
     return DriftAlongRun(f"demo expert '{task}', AdamW", settings, moments, monitor.not_read)
+
+
+def _read_inputs(monitor: DriftMonitor, loss: Callable[[Examples], Tensor], examples: Examples) -> float:
+    """Measure the inputs of all examples at the weights of the moment; returns the mean loss."""
+    total = 0.0
+    for number, batch in enumerate(batches(examples)):
+        with monitor.inputs(more=number > 0):
+            total += float(loss(batch)) * len(batch)
+    return total / len(examples)

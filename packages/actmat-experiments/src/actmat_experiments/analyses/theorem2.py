@@ -184,12 +184,14 @@ class Theorem2Result(Analysis):
 
     Args:
         transfer: expected negative transfer, by task.
+        absolute: mean of its absolute value over samples, by task: the paper's left side. The bound holds for it too.
     """
 
     name = "theorem2"
     settings: Mapping[str, Any]
     transfer: Mapping[str, float]
     layers: Sequence[LayerTerms]
+    absolute: Mapping[str, float]
 
     @property
     def left(self) -> float:
@@ -224,6 +226,7 @@ class Theorem2Result(Analysis):
         """
         chain = [
             ("left side <= propagated", self.left, self.propagated, 0.0),
+            ("E|transfer| <= propagated", statistics.fmean(self.absolute.values()), self.propagated, 0.0),
             ("propagated <= right side", self.propagated, self.right, 0.0),
         ]
         chain += [(f"lemma in layer {i}", t.gap.gap, t.gap.bound, t.gap.rounding) for i, t in enumerate(self.layers)]
@@ -243,6 +246,7 @@ class Theorem2Result(Analysis):
             "propagated": self.propagated,
             "right": {"local": self.local, "estimates": self.estimates, "sum": self.right},
             "transfer": dict(self.transfer),
+            "absolute": dict(self.absolute),
             "layers": [
                 {**asdict(t), "local_term": t.local_term, "estimate_term": t.estimate_term} for t in self.layers
             ],
@@ -263,6 +267,7 @@ class Theorem2Result(Analysis):
         sums = new_table("Expected negative transfer and its bound", "", "", ("nats",))
         for label, value in (
             ("left side: E[loss of the merged model - loss of the expert]", self.left),
+            ("   its absolute value: E|...|, mean over tasks", statistics.fmean(self.absolute.values())),
             ("between: sum_l gamma_l E[local error of the merged model]", self.propagated),
             ("right side", self.right),
             ("   sum_l gamma_l E[local error with true Gram matrices]", self.local),
@@ -334,11 +339,13 @@ def transfer_bound(
         ]
         zeta = gamma * math.sqrt(gap.trace_inverse / len(pairs))
         terms.append(LayerTerms(gamma, errors[0], errors[1], zeta, gap))
-    transfer = {
-        name: float((s.loss_N(merged(s.x)) - s.loss_N(expert(s.x))).mean())
+    changes = {
+        name: s.loss_N(merged(s.x)) - s.loss_N(expert(s.x))
         for (name, s), expert in zip(samples.items(), experts, strict=True)
     }
-    return Theorem2Result(dict(settings or {}), transfer, terms)
+    transfer = {name: float(change_N.mean()) for name, change_N in changes.items()}
+    absolute = {name: float(change_N.abs().mean()) for name, change_N in changes.items()}
+    return Theorem2Result(dict(settings or {}), transfer, terms, absolute)
 
 
 _PIXELS, _OUTPUTS = 64, 16

@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from actmat.cli import flags
+from actmat.cli.signature import with_flags
 from actmat.errors import RecipeError
-
-if TYPE_CHECKING:
-    from actmat_experiments.core import Statistics as StatisticsFile
+from actmat_experiments.commands.own import (
+    OwnModel,
+    OwnRun,
+    named,
+    numbered,
+    numbers,
+    own_checkpoints,
+    shape_of,
+)
 
 __all__ = ["app"]
 
@@ -35,6 +42,10 @@ Experts = Annotated[
 Statistics = Annotated[
     list[str] | None, typer.Option("--statistics", help="NAME=FOLDER of the expert's Gram matrices, once per expert.")
 ]
+Task = Annotated[str, typer.Option("--task", help="Task of the demo.")]
+Moments = Annotated[int, typer.Option("--moments", min=1, help="How often to measure.")]
+Permutations = Annotated[int, typer.Option("--permutations", min=1, help="Behind the level of chance.")]
+At = Annotated[str, typer.Option("--at", help="Weights of the demo's base, or of the task's expert.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
 Layers = Annotated[list[str] | None, typer.Option("--layer", help="Only weights of this pattern, such as '*up_proj*'.")]
 OUT, DEMO = Path("analyses"), Path("demo-output")
@@ -60,7 +71,7 @@ def _analysis(work: Callable[..., Any]) -> Callable[..., None]:
     signature = own.replace(parameters=[*own.parameters.values(), *added], return_annotation=None)
     command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     command.__dict__["__signature__"] = signature
-    return app.command()(command)
+    return app.command()(with_flags(command))
 
 
 @_analysis
@@ -92,15 +103,52 @@ def theorem1(
 @_analysis
 def drift(
     demo: Demo = DEMO,
-    task: Annotated[str, typer.Option("--task", help="Whose expert is trained once more.")] = "digit",
+    task: Task = "digit",
     layer: Layers = None,
-    moments: Annotated[int, typer.Option("--moments", min=1, help="How often to measure.")] = 10,
+    moments: Moments = 10,
+    *,
+    own: OwnModel,
+    run: OwnRun,
 ) -> Any:
-    """Theorem 1's angles along a real fine-tuning run: AdamW, minibatches."""
-    from actmat_experiments.analyses import drift as run
+    """Theorem 1's angles along a real fine-tuning run: AdamW, minibatches; a demo's expert, or your own model."""
+    from actmat_experiments.analyses import drift as again
+    from actmat_experiments.analyses.subjects import finetune
 
-    with _working("fine-tuning", None) as step:
-        return run(demo, task=task, layers=layer, n_moments=moments, on_step=step)
+    subject = own.open()
+    with _working("fine-tuning", run.steps if subject else None) as step:
+        if subject:
+            return finetune(subject, run.settings(layer, moments), on_step=step)
+        return again(demo, task=task, layers=layer, n_moments=moments, on_step=step)
+
+
+@_analysis
+def trajectory(
+    demo: Demo = DEMO,
+    task: Task = "digit",
+    layer: Layers = None,
+    moments: Moments = 10,
+    statistics: Annotated[
+        list[str] | None,
+        typer.Option("--statistics", help="STEP=FOLDER of a saved checkpoint's Gram matrices, once per checkpoint."),
+    ] = None,
+    *,
+    own: OwnModel,
+    run: OwnRun,
+) -> Any:
+    """Angles of every layer's Gram matrix with the one at the end of training; from any family's checkpoints, too."""
+    from actmat_experiments.analyses import drift as again
+    from actmat_experiments.analyses.subjects import finetune
+    from actmat_experiments.analyses.trajectory import KeptGrams, trajectory_of_statistics
+
+    if statistics:
+        return trajectory_of_statistics(numbered(statistics, "--statistics"))
+    subject = own.open()
+    with _working("fine-tuning", run.steps if subject else None) as step, KeptGrams() as kept:
+        if subject:
+            done = finetune(subject, run.settings(layer, moments), on_step=step, on_moment=kept.keep)
+        else:
+            done = again(demo, task=task, layers=layer, n_moments=moments, on_step=step, on_moment=kept.keep)
+        return kept.result(done.title)
 
 
 @_analysis
@@ -114,7 +162,7 @@ def scale(
     from actmat_experiments.analyses import scale as run
     from actmat_experiments.analyses.demo import demo_scale
 
-    with _working("measuring inputs", None), _own(base, expert, statistics) as own:
+    with _working("measuring inputs", None), own_checkpoints(base, expert, statistics) as own:
         return run(*own) if own else demo_scale(demo)
 
 
@@ -131,29 +179,57 @@ def cosine(
     from actmat_experiments.analyses import cosine as run
     from actmat_experiments.analyses.demo import demo_cosine
 
-    wanted = _numbers(sizes, "--samples")
-    with _working("measuring inputs", None), _own(base, expert, statistics) as own:
+    wanted = numbers(sizes, "--samples")
+    with _working("measuring inputs", None), own_checkpoints(base, expert, statistics) as own:
         return run(*own) if own else demo_cosine(demo, sizes=wanted, n_draws=draws)
 
 
 @_analysis
 def correlation(
     demo: Demo = DEMO,
-    task: Annotated[str, typer.Option("--task", help="Whose loss.")] = "digit",
-    at: Annotated[str, typer.Option("--at", help="Weights of the base, or of the task's expert.")] = "base",
-    sizes: Annotated[str, typer.Option("--samples", help="Numbers of photographs.")] = "16,64,256,900",
-    permutations: Annotated[int, typer.Option("--permutations", min=1, help="Behind the level of chance.")] = 20,
+    task: Task = "digit",
+    at: At = "base",
+    sizes: Annotated[str, typer.Option("--samples", help="Numbers of samples.")] = "16,64,256,900",
+    permutations: Permutations = 20,
     layer: Layers = None,
+    *,
+    own: OwnModel,
 ) -> Any:
     """Correlation of the size of a token's gradient with its input, against the level of chance."""
+    from actmat_experiments.analyses import correlation as run
     from actmat_experiments.analyses.demo import demo_correlation
 
-    if at not in ("base", "expert"):
-        raise RecipeError(f"--at is base or expert; got '{at}'.")
-    wanted = _numbers(sizes, "--samples")
+    wanted = numbers(sizes, "--samples")
     with _working("sample sizes", len(wanted)) as step:
+        if subject := own.open():
+            return run(subject.model, subject.whole, wanted, layers=layer, n_permutations=permutations,
+                       title=subject.location, on_size=step)  # fmt: skip
         return demo_correlation(
-            demo, task=task, at=at, sizes=wanted, n_permutations=permutations, layers=layer, on_size=step
+            demo, task=task, at=_at(at), sizes=wanted, n_permutations=permutations, layers=layer, on_size=step
+        )
+
+
+@_analysis
+def distribution(
+    demo: Demo = DEMO,
+    task: Task = "digit",
+    at: At = "base",
+    samples: Annotated[int, typer.Option("--samples", min=2, help="Samples in the batch.")] = 100,
+    permutations: Permutations = 5,
+    layer: Layers = None,
+    *,
+    own: OwnModel,
+) -> Any:
+    """Distribution of the absolute correlations of input products with gradient sizes, against chance."""
+    from actmat_experiments.analyses.demo import demo_distribution
+    from actmat_experiments.analyses.distribution import distribution as run
+
+    with _working("correlations", None):
+        if subject := own.open():
+            return run(subject.model, lambda: subject.whole(samples), samples, layers=layer,
+                       n_permutations=permutations, title=subject.location)  # fmt: skip
+        return demo_distribution(
+            demo, task=task, at=_at(at), n_samples=samples, n_permutations=permutations, layers=layer
         )
 
 
@@ -182,6 +258,33 @@ def theorem2(
 
 
 @_analysis
+def perturbation(
+    demo: Demo = DEMO,
+    base: Base = None,
+    expert: Experts = None,
+    statistics: Statistics = None,
+) -> Any:
+    """Distance of the merge with D^T D from the merge with data, layer by layer, and its bounds."""
+    from actmat_experiments.analyses import perturbation as run
+    from actmat_experiments.analyses.demo_bounds import demo_perturbation
+
+    with _working("measuring inputs", None), own_checkpoints(base, expert, statistics) as own:
+        return run(*own) if own else demo_perturbation(demo)
+
+
+@_analysis
+def transfer(
+    demo: Demo = DEMO,
+    method: Annotated[str, typer.Option("--method", "-m", help="Which of the demo's merges.")] = "actmat",
+) -> Any:
+    """Theorem 2 on a transformer: mean absolute negative transfer of every task, and its bounds."""
+    from actmat_experiments.analyses.demo_bounds import demo_transfer
+
+    with _working("replacing layers", None):
+        return demo_transfer(demo, method=method)
+
+
+@_analysis
 def interference(
     demo: Demo = DEMO,
     base: Base = None,
@@ -194,11 +297,24 @@ def interference(
     from actmat_experiments.analyses import interference as run
     from actmat_experiments.analyses.demo import demo_interference
 
-    others = _named(merged, "--merged")
-    with _working("measuring inputs", None), _own(base, expert, statistics) as own:
+    others = named(merged, "--merged")
+    with _working("measuring inputs", None), own_checkpoints(base, expert, statistics) as own:
         if own and method:
             raise RecipeError("--method chooses among the merges of a demo; name your own merges with --merged.")
         return run(own[0], own[1], others, own[2]) if own else demo_interference(demo, methods=method, merged=others)
+
+
+@_analysis
+def packed(
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="What 'actmat experiment run' has filled: its scores, too.")
+    ] = None,
+) -> Any:
+    """The paper's ablation of packed attention: RegMean with and without the split of q, k and v."""
+    from actmat_experiments.analyses.packed import packed as run
+
+    with _working("reading scores", None):
+        return run(cache)
 
 
 @_analysis
@@ -216,51 +332,15 @@ def cost(
     from actmat_experiments.analyses import cost as run
     from actmat_experiments.core import METHODS
 
-    shapes = [_shape(s) for s in shape or ["1024x1024"]]
+    shapes = [shape_of(s) for s in shape or ["1024x1024"]]
     with _working("timing", len(shapes) * len(method or METHODS)) as step:
         return run(shapes, n_experts=experts, methods=method, device=device, repeats=repeats, seed=seed, on_method=step)
 
 
-def _named(given: list[str] | None, flag: str) -> dict[str, str]:
-    """NAME=PATH, all of them."""
-    pairs = [g.partition("=") for g in given or ()]
-    if wrong := [f"got '{n}{equals}{path}'" for n, equals, path in pairs if not (n and equals and path)]:
-        raise RecipeError(f"{flag} is NAME=PATH.", wrong)
-    return {n: path for n, _, path in pairs}
-
-
-@contextlib.contextmanager
-def _own(
-    base: str | None, expert: list[str] | None, statistics: list[str] | None
-) -> Iterator[tuple[str, dict[str, str], Mapping[str, StatisticsFile]] | None]:
-    """The user's own checkpoints and open statistics; None where none are given, which means a demo."""
-    experts, places = _named(expert, "--expert"), _named(statistics, "--statistics")
-    if not (base or experts or places):
-        yield None
-        return
-    if not base or not experts or experts.keys() != places.keys():
-        raise RecipeError(
-            "Checkpoints of your own take --base, and --expert and --statistics under the same names; "
-            f"got experts {sorted(experts)} and statistics {sorted(places)}."
-        )
-    from actmat_experiments.core import open_statistics
-
-    with contextlib.ExitStack() as stack:
-        yield base, experts, {n: stack.enter_context(open_statistics(p)) for n, p in places.items()}
-
-
-def _numbers(text: str, flag: str) -> list[int]:
-    words = [w.strip() for w in text.split(",")]
-    if not all(w.isdecimal() and int(w) > 0 for w in words):
-        raise RecipeError(f"{flag} takes numbers above zero with commas between, such as 10,100; got '{text}'.")
-    return sorted({int(w) for w in words})
-
-
-def _shape(text: str) -> tuple[int, int]:
-    rows, _, columns = text.partition("x")
-    if not (rows.isdecimal() and columns.isdecimal()):
-        raise RecipeError(f"--shape is OxI, such as 4096x1024; got '{text}'.")
-    return int(rows), int(columns)
+def _at(at: str) -> str:
+    if at not in ("base", "expert"):
+        raise RecipeError(f"--at is base or expert; got '{at}'.")
+    return at
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from actmat.demo.merging import choose_methods
 from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments import paper
 from actmat_experiments.core import METHODS, RunSettings, get_method, make_recipe
 from actmat_experiments.harness.cache import code_digest
 
@@ -57,15 +58,22 @@ class Candidate:
         return replace(self, scale=scale)
 
 
+_PAPER = tuple(Candidate(name, method, options) for name, (method, options) in paper.VARIANTS.items())
+_PACKED = Candidate("regmean_packed", "regmean", fields={"rules": [{"match": paper.ATTENTION, "method": "average"}]})
+"""RegMean where attention is packed and not split: no module is called with its inputs, so there are no statistics, and
+its four matrices are averaged. The paper's ablation; the row `regmean` is the other arm."""
+
 _VARIANTS = {
-    "full": (),
+    "full": (*_PAPER, _PACKED),
     "lora": (
+        *_PAPER,
         Candidate("iso_c_rank", "iso_c", {"mean": "rank"}),
-        Candidate("knots_tsv", "knots", {"rule": "tsv", "order": "actmat"}),
-        Candidate("knots_iso_c", "knots", {"rule": "iso_c", "order": "actmat"}),
+        *(Candidate(name, method, options) for name, (method, options) in paper.LORA_VARIANTS.items()),
+        _PACKED,
     ),
 }
-"""Rows beside every rule with its defaults: what the paper calls K-TSV and K-Iso-C, and Iso-C's mean over the rank."""
+"""Rows beside every rule with its defaults: the authors' variants, so that no figure of the paper stands next to
+another rule; the ablation of packed attention; and Iso-C's mean over the rank."""
 
 _NOT_COMPARED = {"adamerging": "without coefficients that were learned it is task arithmetic"}
 
@@ -81,7 +89,12 @@ def candidates(
     Raises:
         RecipeError: a wanted row is unknown or cannot run here.
     """
-    variants = {c.name: c for c in _VARIANTS[regime]}
+    missing = {
+        c.name: f"needs statistics measured on data: {', '.join(kinds)}"
+        for c in _VARIANTS[regime]
+        if (kinds := [k for k in get_method(c.method).needs_statistics if k not in statistics])
+    }
+    variants = {c.name: c for c in _VARIANTS[regime] if c.name not in missing}
     if wanted is not None:
         known = {*(m.name for m in METHODS), *(c.name for some in _VARIANTS.values() for c in some)}
         unknown = [w for w in wanted if w not in known and not w.endswith(".py") and ".py:" not in w]
@@ -89,11 +102,13 @@ def candidates(
             raise RecipeError(
                 "There are no such methods.", [f"'{w}' is unknown.{did_you_mean(w, sorted(known))}" for w in unknown]
             )
+        if cannot := [f"'{w}' {missing[w]}" for w in wanted if w in missing]:
+            raise RecipeError("Not all these methods can run here.", cannot)
     rules = None if wanted is None else [w for w in wanted if w in {m.name for m in METHODS} or ".py:" in w]
     names, left_out = choose_methods(rules, n_experts, statistics)
     if wanted is None:
         names = [n for n in names if n not in _NOT_COMPARED]
-        left_out |= _NOT_COMPARED
+        left_out |= _NOT_COMPARED | missing
     rows = [Candidate(n.rpartition(":")[2], n) for n in names]
     return rows + [c for n, c in variants.items() if wanted is None or n in wanted], left_out
 

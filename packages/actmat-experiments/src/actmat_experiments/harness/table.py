@@ -12,7 +12,17 @@ from rich.table import Table
 from actmat.demo.intervals import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import REFERENCES, ScaleKind, Score
 
-__all__ = ["Figure", "Line", "average_table", "markdown", "markdown_table", "new_table", "summarise", "task_table"]
+__all__ = [
+    "Figure",
+    "Line",
+    "average_table",
+    "figure_table",
+    "markdown",
+    "markdown_table",
+    "new_table",
+    "summarise",
+    "task_table",
+]
 
 Figure = Mapping[tuple[str, ScaleKind], float]
 """(row, kind of scale) -> the paper's average, in percent."""
@@ -134,12 +144,23 @@ def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table
 
 def task_table(title: str, lines: Sequence[Line], tasks: Sequence[str], caption: str = "") -> Table:
     """Percent per task at the default scale; the heads of columns are cut to what fits 80 columns."""
-    widest = max([len(line.method) for line in lines], default=0)
-    room = max(5, (80 - widest - 2) // max(1, len(tasks)) - 2)
-    table = new_table(title, caption, "", [task[:room] for task in tasks])
+    table = new_table(title, caption, "", _heads([line.method for line in lines], tasks))
     for line, is_last in _rows(lines):
         table.add_row(line.method, *(_percent(line.tasks[t].value) for t in tasks), end_section=is_last)
     return table
+
+
+def figure_table(title: str, rows: Mapping[str, Sequence[str]], tasks: Sequence[str]) -> Table:
+    """Figures from elsewhere per task, as they are written; the heads of columns are cut to what fits 80 columns."""
+    table = new_table(title, "", "", _heads(list(rows), tasks))
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def _heads(names: Sequence[str], tasks: Sequence[str]) -> list[str]:
+    room = max(5, (80 - max(map(len, names), default=0) - 2) // max(1, len(tasks)) - 2)
+    return [task[:room] for task in tasks]
 
 
 def markdown_table(lines: Sequence[Line], tasks: Sequence[str]) -> str:

@@ -1,0 +1,99 @@
+"""The paper's cost table, whole: what each rule does before a merge, its operations, and the one that dominates.
+
+Operations are those of the rules as published, on `T` square `N x N` layers, in multiply-adds, by the paper's counting:
+a product `N^3`, an inverse `2 N^3`, a singular value decomposition `22 N^3`, an operation on all entries `N^2`. Counted
+so, the sums are the paper's formulas. actmat itself does less where it can (`docs/numerics.md`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from actmat_experiments.harness.table import new_table
+
+__all__ = ["INVERSE", "RULES", "SVD", "RuleCost", "Terms", "rule_table"]
+
+INVERSE, SVD = 2, 22
+"""Of an `N x N` matrix, in units of `N^3`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`per_expert T + fixed`."""
+
+    per_expert: int
+    fixed: int
+
+    def at(self, n_experts: int) -> int:
+        """The number for `T` experts."""
+        return self.per_expert * n_experts + self.fixed
+
+    def __str__(self) -> str:
+        first = "" if not self.per_expert else "T" if self.per_expert == 1 else f"{self.per_expert}T"
+        if not self.fixed:
+            return first or "0"
+        sign = ("-" if self.fixed < 0 else "+") if first else "-" if self.fixed < 0 else ""
+        return f"{first} {sign} {abs(self.fixed)}" if first else f"{sign}{abs(self.fixed)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleCost:
+    """One row of the table.
+
+    Args:
+        preprocessing: what must be known beyond the checkpoints, and what that costs.
+        products, inverses, svds: how many of `N x N`.
+        entries: operations on all entries: deltas, sums, scales, the base added.
+        costly: the operation that dominates.
+    """
+
+    method: str
+    preprocessing: str
+    products: Terms
+    inverses: Terms
+    svds: Terms
+    entries: Terms
+    costly: str
+
+    @property
+    def cubic(self) -> Terms:
+        """The factor of `N^3`."""
+        parts = ((self.products, 1), (self.inverses, INVERSE), (self.svds, SVD))
+        return Terms(sum(t.per_expert * f for t, f in parts), sum(t.fixed * f for t, f in parts))
+
+    @property
+    def formula(self) -> str:
+        """The leading term as the paper writes it."""
+        terms, power = (self.cubic, 3) if self.cubic != Terms(0, 0) else (self.entries, 2)
+        text = str(terms)
+        return f"({text}) N^{power}" if " " in text else f"{text} N^{power}"
+
+
+_NO, _ONE = Terms(0, 0), Terms(0, 1)
+_GRAMS = "data of every task, forward passes of every expert; Grams: n N^2 per expert and layer, n tokens"
+
+RULES: tuple[RuleCost, ...] = (
+    RuleCost("average", "none", _NO, _NO, _NO, Terms(1, 0), "sum"),
+    RuleCost("task_arithmetic", "none; validation runs where lambda is tuned", _NO, _NO, _NO, Terms(2, 1), "sum"),
+    RuleCost("regmean", _GRAMS, Terms(1, 1), _ONE, _NO, Terms(3, -1), "inverse of the summed Gram"),
+    RuleCost("actmat", "none", Terms(2, 1), _ONE, _NO, Terms(3, -1), "inverse of the summed D^T D"),
+    RuleCost("iso_c", "none", _ONE, _NO, _ONE, Terms(2, 1), "SVD of the sum"),
+    RuleCost("tsv", "none", _ONE, _NO, Terms(1, 2), Terms(1, 2), "SVD of every delta"),
+)
+"""Rows in the order of the paper's latency figure."""
+
+
+def rule_table() -> Table:
+    """The rows, for the terminal."""
+    caption = (
+        "T experts, N x N layers; multiply-adds, with a product N^3, an inverse 2 N^3, an SVD 22 N^3;\n"
+        "as published. before: what must be measured before the merge."
+    )
+    table = new_table("Operations by rule", caption, "rule", ("N^3", "N^2", "dominated by", "before"))
+    for rule in RULES:
+        before = "Grams" if rule.preprocessing is _GRAMS else "-"
+        cells = (str(rule.cubic), str(rule.entries), rule.costly, before)
+        table.add_row(rule.method, *(f" {c}" for c in cells))
+    return table

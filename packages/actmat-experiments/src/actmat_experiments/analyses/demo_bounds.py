@@ -1,0 +1,55 @@
+"""The bounds of Theorem 2 on the models of a finished demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from actmat.demo.model import load_encoder
+from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments.analyses.demo import DemoModels, demo_grams, load_demo
+from actmat_experiments.analyses.perturbation import PerturbationResult, perturbation
+from actmat_experiments.analyses.transfer import Losses, TransferResult, transfer
+
+__all__ = ["demo_perturbation", "demo_transfer"]
+
+
+def demo_perturbation(demo: Path) -> PerturbationResult:
+    """`perturbation` of the demo's experts, on the test photographs."""
+    models = load_demo(demo)
+    experts = {n: models.folder.expert(n) for n in models.data}
+    return perturbation(models.folder.base, experts, demo_grams(models))
+
+
+def demo_transfer(demo: Path, *, method: str = "actmat") -> TransferResult:
+    """`transfer` of one of the demo's merges, on the test photographs of every task.
+
+    Raises:
+        RecipeError: the demo has not merged by this method.
+    """
+    models = load_demo(demo)
+    if method not in models.merged:
+        raise RecipeError(f"The demo has no merge by '{method}'.{did_you_mean(method, models.merged)}")
+    return transfer(
+        models.base().eval(),
+        _state(models.folder.base),
+        {n: _state(models.folder.expert(n)) for n in models.data},
+        _state(models.folder.merged(method)),
+        {n: _losses(models, n) for n in models.data},
+        title=f"demo, merged by {method}",
+    )
+
+
+def _state(folder: Path) -> dict[str, Tensor]:
+    return dict(load_encoder(folder).state_dict())
+
+
+def _losses(models: DemoModels, task: str) -> Losses:
+    """Cross-entropy of every test photograph behind the task's head."""
+    examples, head = models.data[task].test, models.heads[task]
+
+    def losses(model: nn.Module) -> Tensor:
+        return nn.functional.cross_entropy(head(model(examples.images_NHW)), examples.labels_N, reduction="none")
+
+    return losses

@@ -1,0 +1,122 @@
+"""Flags of `actmat analyze` for models and checkpoints of the user, and values that are lists."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from actmat.cli import flags
+from actmat.errors import RecipeError
+
+if TYPE_CHECKING:
+    from actmat_experiments.analyses.subjects import Finetuning, Subject
+    from actmat_experiments.core import Statistics as StatisticsFile
+
+__all__ = ["OwnModel", "OwnRun", "named", "numbered", "numbers", "own_checkpoints", "shape_of"]
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A model of the user with data, in place of a demo."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", help="Your own model, in place of a demo: folder or hub id.")
+    ] = None
+    data: Annotated[str | None, typer.Option("--data", help="Its data: file, folder or hub id of a data set.")] = None
+    model_class: flags.ModelClass = None
+    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
+    split: flags.Split = "train"
+    text_column: flags.TextColumn = None
+    image_column: flags.ImageColumn = None
+    target_column: flags.TargetColumn = None
+    label_column: Annotated[str | None, typer.Option("--label-column", help="Column of class labels.")] = None
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of the data set that are read.")] = 256
+    batch_size: flags.BatchSize = 8
+    max_length: flags.MaxLength = 512
+
+    def open(self) -> Subject | None:
+        """The model with its data; None where none is given, which means a demo."""
+        if (self.model is None) != (self.data is None):
+            raise RecipeError(
+                f"A model of your own takes --model and --data; got model {self.model} and data {self.data}."
+            )
+        if self.model is None or self.data is None:
+            return None
+        from actmat_experiments.analyses.subjects import open_subject
+        from actmat_experiments.core import DataOptions
+
+        given = asdict(self)
+        for other in ("model", "data", "model_class", "device"):
+            del given[other]
+        data = DataOptions(self.data, max_samples=given.pop("limit"), **given)
+        return open_subject(self.model, data, model_class=self.model_class, device=self.device)
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """Fine-tuning of a model of the user."""
+
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of AdamW on your own model.")] = 100
+    rate: Annotated[float, typer.Option("--rate", help="Its constant rate.")] = 1e-5
+
+    def settings(self, layers: list[str] | None, n_moments: int) -> Finetuning:
+        """Of the run."""
+        from actmat_experiments.analyses.subjects import Finetuning
+
+        return Finetuning(self.steps, self.rate, layers, n_moments)
+
+
+def named(given: list[str] | None, flag: str) -> dict[str, str]:
+    """NAME=PATH, all of them."""
+    pairs = [g.partition("=") for g in given or ()]
+    if wrong := [f"got '{n}{equals}{path}'" for n, equals, path in pairs if not (n and equals and path)]:
+        raise RecipeError(f"{flag} is NAME=PATH.", wrong)
+    return {n: path for n, _, path in pairs}
+
+
+def numbered(given: list[str] | None, flag: str) -> dict[int, str]:
+    """STEP=PATH, all of them."""
+    found = named(given, flag)
+    if wrong := [f"got '{n}={path}'" for n, path in found.items() if not n.isdecimal()]:
+        raise RecipeError(f"{flag} is STEP=PATH, with the number of steps after which the checkpoint was saved.", wrong)
+    return {int(n): path for n, path in found.items()}
+
+
+@contextlib.contextmanager
+def own_checkpoints(
+    base: str | None, expert: list[str] | None, statistics: list[str] | None
+) -> Iterator[tuple[str, dict[str, str], Mapping[str, StatisticsFile]] | None]:
+    """The user's own checkpoints and open statistics; None where none are given, which means a demo."""
+    experts, places = named(expert, "--expert"), named(statistics, "--statistics")
+    if not (base or experts or places):
+        yield None
+        return
+    if not base or not experts or experts.keys() != places.keys():
+        raise RecipeError(
+            "Checkpoints of your own take --base, and --expert and --statistics under the same names; "
+            f"got experts {sorted(experts)} and statistics {sorted(places)}."
+        )
+    from actmat_experiments.core import open_statistics
+
+    with contextlib.ExitStack() as stack:
+        yield base, experts, {n: stack.enter_context(open_statistics(p)) for n, p in places.items()}
+
+
+def numbers(text: str, flag: str) -> list[int]:
+    """Numbers above zero with commas between."""
+    words = [w.strip() for w in text.split(",")]
+    if not all(w.isdecimal() and int(w) > 0 for w in words):
+        raise RecipeError(f"{flag} takes numbers above zero with commas between, such as 10,100; got '{text}'.")
+    return sorted({int(w) for w in words})
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """`4096x1024`."""
+    rows, _, columns = text.partition("x")
+    if not (rows.isdecimal() and columns.isdecimal()):
+        raise RecipeError(f"--shape is OxI, such as 4096x1024; got '{text}'.")
+    return int(rows), int(columns)

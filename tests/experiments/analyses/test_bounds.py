@@ -1,0 +1,227 @@
+"""Theorem 2 and its lemma on transformers and on perceptrons: every inequality, and each term against a formula."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from tests.helpers.analyses import gaussian, gram, tiny_demo
+from tests.helpers.merging import actmat as run_cli
+from tests.tolerances import F32_SOLVE, F64_ORACLE, relative_error
+from torch import nn
+
+from actmat.errors import NumericalError, RecipeError
+from actmat_experiments.analyses.demo_bounds import demo_perturbation, demo_transfer
+from actmat_experiments.analyses.perturbation import PerturbationResult, perturbed
+from actmat_experiments.analyses.stages import outputs_of, stages_of
+from actmat_experiments.analyses.theorem1 import new_mlp
+from actmat_experiments.analyses.theorem2 import Sample, merge_mlps, transfer_bound
+from actmat_experiments.analyses.transfer import TransferResult, transfer
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    pytest.importorskip("sklearn")
+    return tiny_demo(tmp_path_factory.mktemp("bounds") / "demo")
+
+
+@pytest.fixture(scope="module")
+def transferred(demo):
+    return demo_transfer(demo)
+
+
+def layer(seed=0, rows=7, width=6, n_inputs=20):
+    """Deltas, Gram matrices and wrong estimates of one layer."""
+    deltas = {n: gaussian(rows, width, seed=seed + i) for i, n in enumerate(NAMES)}
+    grams = {n: gram(n_inputs, width, seed + 10 + i) for i, n in enumerate(NAMES)}
+    return deltas, grams, {n: d.mT @ d for n, d in deltas.items()}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("n_inputs", [1, 20])
+def test_the_lemma_holds_for_any_layer(seed, n_inputs):
+    """Twenty inputs: regular; three in all: the data sees half of the directions."""
+    found = perturbed(*layer(seed, n_inputs=n_inputs))
+    PerturbationResult({"x": found}).check()
+    assert 0 < found.gap <= found.lemma <= found.apart
+    assert found.tightness >= 1
+
+
+def test_the_terms_of_a_layer():
+    deltas, grams, estimates = layer()
+    found = perturbed(deltas, grams, estimates)
+
+    def least(with_matrices):
+        total = sum(with_matrices.values())
+        return sum(deltas[n] @ with_matrices[n] for n in NAMES) @ torch.linalg.inv(total)
+
+    right, wrong = least(grams), least(estimates)
+    assert found.gap == pytest.approx(float((right - wrong).norm()), rel=F64_ORACLE)
+    assert found.size == pytest.approx(float(right.norm()), rel=F64_ORACLE)
+    smallest = float(torch.linalg.eigvalsh(sum(grams.values()))[0])
+    assert found.inverse == pytest.approx(1 / smallest, rel=F64_ORACLE)
+    factor = sum(float((grams[n] * estimates[n]).sum()) for n in NAMES) / sum(
+        float(e.square().sum()) for e in estimates.values()
+    )
+    errors = {n: float((grams[n] - factor * estimates[n]).norm()) for n in NAMES}
+    lemma = sum(errors[n] * float(torch.linalg.matrix_norm(wrong - deltas[n], 2)) for n in NAMES) / smallest
+    assert found.lemma == pytest.approx(lemma, rel=1e-8)
+    assert found.errors == pytest.approx({n: errors[n] / float(grams[n].norm()) for n in NAMES})
+
+
+def test_right_estimates_leave_no_gap():
+    deltas, grams, _ = layer()
+    found = perturbed(deltas, grams, {n: 3.0 * g for n, g in grams.items()})
+    assert found.gap < F64_ORACLE
+    assert found.lemma < 1e-6
+    assert max(found.errors.values()) < F64_ORACLE
+
+
+def test_a_violation_is_an_error():
+    found = perturbed(*layer())
+    with pytest.raises(NumericalError, match="gap <= lemma"):
+        PerturbationResult({"x": dataclasses.replace(found, gap=2 * found.lemma)}).check()
+
+
+def test_perturbation_of_a_transformer(demo):
+    result = demo_perturbation(demo)
+    assert len(result.layers) == 13, "patches, and q, k, v, out, up and down of two layers"
+    for found in result.layers.values():
+        assert found.gap <= found.lemma * (1 + 1e-9) + found.rounding
+        assert found.lemma <= found.apart * (1 + 1e-9)
+    assert result.tables()[0].row_count == len(result.layers)
+    assert set(result.to_json()["layers"]) == set(result.layers)
+
+
+def states(models):
+    return [dict(m.state_dict()) for m in models]
+
+
+def mlps(activation="relu"):
+    """A base, three experts near it, their merge, and data of three tasks, all float64."""
+    base = new_mlp((6, 8, 8, 5), activation=activation, seed=1)
+    experts = []
+    for i in range(3):
+        expert = new_mlp((6, 8, 8, 5), activation=activation, seed=1)
+        with torch.no_grad():
+            for j, parameter in enumerate(expert.parameters()):
+                parameter += 0.3 * gaussian(*parameter.shape, seed=10 * i + j)
+        experts.append(expert)
+    x = {n: gaussian(40, 6, seed=50 + i) for i, n in enumerate(NAMES)}
+    y = {n: torch.randint(5, (40,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(NAMES)}
+    return base, experts, merge_mlps(base, experts, "actmat"), x, y
+
+
+def losses_of(x, y):
+    return {n: lambda model, n=n: nn.functional.cross_entropy(model(x[n]), y[n], reduction="none") for n in NAMES}
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_on_a_perceptron_it_lies_between_the_truth_and_the_products_of_norms(activation):
+    base, experts, merged, x, y = mlps(activation)
+    first, *others = states([base, *experts, merged])
+    *own, end = others
+    result = transfer(base, first, dict(zip(NAMES, own, strict=True)), end, losses_of(x, y))
+    base.load_state_dict(first)
+    samples = {
+        n: Sample(x[n], lambda out, n=n: nn.functional.cross_entropy(out, y[n], reduction="none"), math.sqrt(2))
+        for n in NAMES
+    }
+    known = transfer_bound(base, experts, merged, samples)
+    known.check()
+    for n, task in result.tasks.items():
+        assert task.signed == pytest.approx(known.transfer[n], rel=1e-9, abs=1e-12)
+        assert task.absolute == pytest.approx(known.absolute[n], rel=1e-9)
+        assert abs(task.signed) <= task.absolute <= task.propagated <= task.bound
+        for terms, layer_terms in zip(task.stages.values(), known.layers, strict=True):
+            assert terms.gamma <= layer_terms.gamma * (1 + 1e-9), "the product of norms is a Lipschitz constant"
+    mean = sum(t.propagated for t in result.tasks.values()) / 3
+    assert mean <= known.propagated * (1 + 1e-9)
+    for i, layer_terms in enumerate(known.layers):
+        stages = [list(t.stages.values())[i] for t in result.tasks.values()]
+        assert sum(s.optimum for s in stages) / 3 == pytest.approx(layer_terms.local_error, rel=1e-8)
+        assert sum(s.local for s in stages) / 3 == pytest.approx(layer_terms.merged_error, rel=1e-8)
+
+
+def test_the_merge_of_one_expert_transfers_nothing():
+    base, experts, _, x, y = mlps()
+    first, own = states([base, experts[0]])
+    task = transfer(base, first, {"a": own}, own, {"a": losses_of(x, y)["a"]}).tasks["a"]
+    assert task.absolute == task.propagated == 0.0
+
+
+def test_both_inequalities_on_a_transformer(demo, transferred):
+    result = transferred
+    for task in result.tasks.values():
+        assert abs(task.signed) <= task.absolute
+        assert task.absolute <= task.propagated * (1 + F32_SOLVE) + 1e-6
+        assert task.propagated <= task.bound * (1 + F32_SOLVE)
+        moved = [s for s in task.stages.values() if not math.isnan(s.gamma) and s.local > 0]
+        assert any(s.zeta > 0 for s in moved)
+        assert any(s.zeta == 0 for s in moved), "norms are stages, too"
+    assert len(result.tables()) == 2
+    with pytest.raises(RecipeError, match="no merge by"):
+        demo_transfer(demo, method="tsv")
+
+
+def test_stages_cover_every_parameter_once_in_the_order_of_execution():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=True, dropout=0.0)
+    x = torch.randn(3, 4, 8)
+    stages = stages_of(encoder, lambda: encoder(x))
+    names = [s.name for s in stages]
+    assert names == ["norm1", "self_attn.in_proj_weight", "self_attn.out_proj.weight", "norm2", "linear1.weight",
+                     "linear2.weight"]  # fmt: skip
+    assert sorted(n for s in stages for n in s.parameters) == sorted(n for n, _ in encoder.named_parameters())
+    for stage in stages:
+        with outputs_of(stage) as outputs, torch.no_grad():
+            encoder(x)
+        assert len(outputs) == 1, stage.name
+
+
+def test_the_inputs_of_a_replaced_layer_are_the_experts(demo, transferred):
+    """The local error of a linear map is its change of weights times the expert's inputs."""
+    from actmat_experiments.analyses.demo import load_demo
+
+    models = load_demo(demo)
+    folder, name = models.folder, "layers.0.up_proj"
+    task = next(iter(models.data))
+    expert, x = models.expert(task).eval(), models.data[task].test.images_NHW
+    seen = []
+    dict(expert.named_modules())[name].register_forward_hook(lambda m, given, y: seen.append(given[0].detach()))
+    with torch.no_grad():
+        expert(x)
+    from actmat.demo.model import load_encoder
+
+    merged = dict(load_encoder(folder.merged("actmat")).named_parameters())
+    own = dict(expert.named_parameters())
+    shift = {p: (merged[f"{name}.{p}"] - own[f"{name}.{p}"]).detach() for p in ("weight", "bias")}
+    change = seen[0] @ shift["weight"].mT + shift["bias"]
+    expected = float(change.flatten(1).norm(dim=1).mean())
+    found = transferred.tasks[task].stages[f"{name}.weight"]
+    assert found.local == pytest.approx(expected, rel=F32_SOLVE)
+    assert relative_error(torch.tensor(found.input), seen[0].double().flatten(1).norm(dim=1).mean()) < F32_SOLVE
+
+
+def test_a_violated_inequality_is_an_error(transferred):
+    name, task = next(iter(transferred.tasks.items()))
+    with pytest.raises(NumericalError, match="Theorem 2 is violated"):
+        TransferResult("x", {name: dataclasses.replace(task, absolute=2 * task.propagated + 1)}).check()
+
+
+def test_experts_and_losses_have_the_same_names():
+    base, experts, merged, x, y = mlps()
+    with pytest.raises(RecipeError, match="own loss"):
+        transfer(base, *states([base]), {"a": states(experts)[0]}, states([merged])[0], losses_of(x, y))
+
+
+def test_the_commands(demo, tmp_path):
+    for name in ("perturbation", "transfer"):
+        done = run_cli(["analyze", name, "--demo", str(demo), "--out", str(tmp_path)])
+        assert done.code == 0, done.err
+        assert (tmp_path / f"{name}.json").is_file()
+        assert (tmp_path / f"{name}.svg").is_file()

@@ -1,0 +1,159 @@
+"""The cost table counts what the published rules do: naive transcriptions under a counter of operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks import t5_large
+from rich.console import Console
+from tests.helpers.spectra import random_deltas
+from tests.tolerances import F64_ORACLE, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actmat import merge_matrices
+from actmat_experiments.analyses import cost
+from actmat_experiments.analyses.cost_table import RULES, Terms, rule_table
+
+N = 6
+PRODUCTS = {"mm", "bmm", "addmm"}
+SVDS = {"_linalg_svd", "linalg_svd"}
+INVERSES = {"linalg_inv_ex", "linalg_inv"}
+ENTRIES = {"add", "sub", "mul", "div"}
+
+
+class Counter(TorchDispatchMode):
+    """Counts products, inverses, SVDs, and operations whose result has all `N x N` entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = dict.fromkeys(("products", "inverses", "svds", "entries"), 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        for kind, names in (("products", PRODUCTS), ("inverses", INVERSES), ("svds", SVDS), ("entries", ENTRIES)):
+            self.found[kind] += name in names
+        return func(*args, **(kwargs or {}))
+
+
+def total(terms):
+    out = terms[0]
+    for term in terms[1:]:
+        out = out + term
+    return out
+
+
+def average(base, experts):
+    return total(experts) / len(experts)
+
+
+def task_arithmetic(base, experts):
+    return base + 0.4 * total([w - base for w in experts])
+
+
+def regmean(base, experts, grams):
+    deltas = [w - base for w in experts]
+    left = total([d @ g for d, g in zip(deltas, grams, strict=True)])
+    return base + left @ torch.linalg.inv(total(grams))
+
+
+def actmat(base, experts):
+    deltas = [w - base for w in experts]
+    grams = [d.mT @ d for d in deltas]
+    left = total([d @ g for d, g in zip(deltas, grams, strict=True)])
+    return base + left @ torch.linalg.inv(total(grams))
+
+
+def iso_c(base, experts):
+    u, s, vh = torch.linalg.svd(total([w - base for w in experts]), full_matrices=False)
+    return base + (s.mean() * u) @ vh
+
+
+def tsv(base, experts):
+    kept = N // len(experts)
+    parts = [torch.linalg.svd(w - base, full_matrices=False) for w in experts]
+    left = torch.cat([u[:, :kept] for u, _, _ in parts], 1)
+    right = torch.cat([vh[:kept] for _, _, vh in parts])
+    polars = [torch.linalg.svd(x, full_matrices=False) for x in (left, right)]
+    with torch.utils._python_dispatch._disable_current_modes():  # the products U V^T, which the paper does not count
+        x, y = (u @ vh for u, _, vh in polars)
+    return base + (x * torch.cat([s[:kept] for _, s, _ in parts])) @ y
+
+
+NAIVE = {f.__name__: f for f in (average, task_arithmetic, regmean, actmat, iso_c, tsv)}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.method)
+@pytest.mark.parametrize("n_experts", [2, 3])
+def test_operations_of_the_published_rules(rule, n_experts):
+    base = random_deltas(1, N, N, seed=3)[0]
+    deltas = random_deltas(n_experts, N, N)
+    experts = [base + d for d in deltas]
+    grams = [x.mT @ x for x in random_deltas(n_experts, 9, N, seed=4)]
+    given = {"grams": grams} if rule.method == "regmean" else {}
+    with Counter() as counter:
+        merged = NAIVE[rule.method](base, experts, **given)
+    wanted = {kind: getattr(rule, kind).at(n_experts) for kind in counter.found}
+    assert counter.found == wanted
+    statistics = {"statistics": {"gram": grams}} if given else {}
+    found = base + merge_matrices(rule.method, deltas, **statistics)
+    assert relative_error(merged, found) < F64_ORACLE, "the transcription is the rule"
+
+
+def test_the_formulae_are_the_papers():
+    assert {r.method: r.formula for r in RULES} == {
+        "average": "T N^2",
+        "task_arithmetic": "(2T + 1) N^2",
+        "regmean": "(T + 3) N^3",
+        "actmat": "(2T + 3) N^3",
+        "iso_c": "23 N^3",
+        "tsv": "(22T + 45) N^3",
+    }
+
+
+def test_terms():
+    assert [str(Terms(*x)) for x in ((0, 0), (1, 0), (3, -1), (0, 4), (2, 3))] == ["0", "T", "3T - 1", "4", "2T + 3"]
+    assert Terms(3, -1).at(7) == 20
+
+
+def test_the_table_fits_and_is_in_the_result():
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(rule_table())
+    text = capture.get()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "22T + 45" in text
+    result = cost([(8, 8)], n_experts=2, methods=["average"], repeats=1)
+    assert result.tables()[0].title == "Operations by rule"
+    assert [r["method"] for r in result.to_json()["rules"]] == [r.method for r in RULES]
+
+
+def test_t5_large_has_the_matrices_of_its_blocks():
+    """24 encoder blocks with q, k, v, o, wi, wo and 24 decoder blocks with an attention more: 738 million weights."""
+    shapes = t5_large.shapes()
+    assert sum(s.count for s in shapes) == 24 * 6 + 24 * 10
+    norms, positions = (24 * 2 + 24 * 3 + 2) * 1024, 2 * 32 * 16
+    assert sum(s.count * s.size[0] * s.size[1] for s in shapes) + 32128 * 1024 + norms + positions == 737_668_096
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_benchmark_measures_every_rule(whole, tmp_path, monkeypatch, capsys):
+    written = {}
+    monkeypatch.setattr(t5_large, "write_result", lambda name, rows, **more: written.update(rows=rows, **more))
+    small = ["--blocks", "1", "--width", "16", "--inner", "24", "--words", "30", "--experts", "3"]
+    monkeypatch.setattr("sys.argv", ["t5_large", *small, *(["--whole"] if whole else [])])
+    t5_large.main()
+    assert [r["method"] for r in written["rows"]] == list(t5_large.METHODS)
+    assert written["extrapolated"] is not whole
+    assert ("extrapolated" in capsys.readouterr().out) is not whole
+    for row in written["rows"]:
+        parts = (12 * row["square_s"], 2 * row["up_s"], 2 * row["down_s"], row["other_s"])
+        assert row["whole_s"] == pytest.approx(sum(parts))
+        assert row["whole_minutes"] == row["whole_s"] / 60
+    assert written["rows"][0]["in_averages"] == 1.0
+
+
+def test_the_cut_off_bites_on_the_deltas_of_the_benchmark():
+    from actmat.methods.actmat import ACTMAT
+
+    layer = t5_large.Layer((64, 512), 7, "cpu", seed=0)
+    assert ACTMAT.merge(layer.deltas).stats["rank"] < 64 * 7
