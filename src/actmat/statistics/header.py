@@ -19,8 +19,10 @@ __all__ = ["FILE_NAME", "METADATA_KEY", "DataInfo", "GramInfo", "Header", "Model
 FILE_NAME = "statistics.safetensors"
 METADATA_KEY = "actmat_statistics"
 MAX_WIDTH = 1 << 20
+MAX_COUNT = 1 << 53
+"""Largest number of samples, tokens or rows: a divisor that every float holds exactly."""
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
