@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import mmap
 import os
@@ -12,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,18 +45,18 @@ class Batch:
 def run_batch(name: str, seed: int, first: int, count: int, *, deadline: float = float("inf")) -> Batch:
     """Cases `first` to `first + count` of a door, fewer if the time (`time.monotonic`) is over."""
     chosen = DOORS[name]
-    return _forked(chosen, [(k, seed) for k in range(first, first + count)], deadline)
+    return _forked(chosen, ((k, case_of(chosen, seed, k)) for k in range(first, first + count)), deadline)
 
 
 def run_files(name: str, cases: Sequence[Files]) -> Batch:
     """Given cases of a door, numbered from 0."""
-    return _forked(DOORS[name], [(k, files) for k, files in enumerate(cases)], float("inf"))
+    return _forked(DOORS[name], enumerate(cases), float("inf"))
 
 
-def _forked(chosen: Door, cases: Sequence[tuple[int, int | Files]], deadline: float) -> Batch:
+def _forked(chosen: Door, cases: Iterable[tuple[int, Files]], deadline: float) -> Batch:
     """Run cases in a child; a case that kills it is a failure."""
     began = time.monotonic()
-    current = mmap.mmap(-1, 8)  # shared: the number of the case at work
+    current = mmap.mmap(-1, 16)  # shared: the number of the case at work, and how many there were
     reader, writer = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -69,31 +70,31 @@ def _forked(chosen: Door, cases: Sequence[tuple[int, int | Files]], deadline: fl
     if told and code == 0:
         batch: Batch = pickle.loads(told)
     else:
-        at = int.from_bytes(current[:8], "little")
+        at, done = (int.from_bytes(current[i : i + 8], "little") for i in (0, 8))
         why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        done = sum(k <= at for k, _ in cases)
         batch = Batch(done, failures=[(at, why, f"the process ended: {why}")])
     batch.wall = time.monotonic() - began
     return batch
 
 
-def _child(
-    chosen: Door, cases: Sequence[tuple[int, int | Files]], deadline: float, current: mmap.mmap, pipe: int
-) -> None:
+def _child(chosen: Door, cases: Iterable[tuple[int, Files]], deadline: float, current: mmap.mmap, pipe: int) -> None:
     code = 70
     try:
         gc.freeze()
+        faulthandler.disable()  # the parent says what ended a case
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         warnings.simplefilter("ignore")  # of torch, about odd pickles
         memory, batch = Memory(), Batch()
         size = os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (size + ADDRESS_SPACE, size + ADDRESS_SPACE))
-        for number, given in cases:
+        for number, files in cases:
             if time.monotonic() > deadline or len(batch.failures) >= MOST_FAILURES:
                 break
-            current[:8] = number.to_bytes(8, "little")
+            batch.cases += 1
+            current[:16] = number.to_bytes(8, "little") + batch.cases.to_bytes(8, "little")
             signal.setitimer(signal.ITIMER_PROF, KILLED_AFTER)
             signal.setitimer(signal.ITIMER_REAL, STUCK_AFTER)
-            _one(chosen, number, given, memory, batch)
+            _one(chosen, number, files, memory, batch)
         with os.fdopen(pipe, "wb") as out:
             pickle.dump(batch, out)
         code = 0
@@ -104,9 +105,7 @@ def _child(
         os._exit(code)
 
 
-def _one(chosen: Door, number: int, given: int | Files, memory: Memory, batch: Batch) -> None:
-    files = case_of(chosen, given, number) if isinstance(given, int) else given
-    batch.cases += 1
+def _one(chosen: Door, number: int, files: Files, memory: Memory, batch: Batch) -> None:
     try:
         seconds, peak = guarded(lambda: chosen.read(files), memory)
     except Exception as error:  # noqa: BLE001 - any exception of a reader is a finding
