@@ -182,12 +182,12 @@ class Option:
         """Error message for a `value` that does not fit; None for one that does."""
         if not _fits(value, self.type):
             return f"option '{self.name}' expects {self.type_name}, got {value!r}"
-        if value != self.default and (odd := _not_finite(value)) is not None:
-            return f"option '{self.name}' must be finite, got {odd}"
         if (far := _beyond_float32(value)) is not None:
             return f"option '{self.name}' must be at most {FLOAT32_MAX:g} in magnitude, got {str(far)[:40]}"
         if self.bounds and isinstance(value, int | float) and not self.bounds.holds(value):
             return f"option '{self.name}' must lie in {self.bounds}, got {value!r}"
+        if value != self.default and (odd := _not_finite(value)) is not None:
+            return f"option '{self.name}' must be finite, got {odd}"
         return None
 
 

@@ -58,7 +58,7 @@ class PatternTable(Mapping[str, Any]):
         Raises:
             MatchError: the patterns have taken too many steps.
         """
-        found, shapes = self._names.first(module)
+        found, shapes = self._names.first(module, len(self._values))
         self._steps += shapes * SHAPE_STEPS + self._letters * len(module)
         if self._steps > MOST_STEPS:
             raise self._refusal("they take too long on the names of the modules")
@@ -100,10 +100,10 @@ class _Names:
         self._tables.setdefault(len(letters), {}).setdefault(dots, {}).setdefault("".join(letters), index)
         return True
 
-    def first(self, module: str) -> tuple[float, int]:
-        """Index of the first name that describes the end of the module's name, infinity for none; look-ups taken."""
+    def first(self, module: str, none: int) -> tuple[int, int]:
+        """Index of the first name that describes the end of the module's name, or `none`; number of look-ups."""
         ends = [module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")] if self._tables else []
-        best, shapes = float("inf"), 0
+        best, shapes = none, 0
         for end in ends:
             for dots, table in self._tables.get(len(end), {}).items():
                 shapes += 1
