@@ -97,8 +97,9 @@ def prepare(root: Path, sort: Sort, out: Path) -> None:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file below an output; manifests and reports without what tells of times."""
-    return {str(p.relative_to(out)): _timeless(p) for p in sorted(out.rglob("*")) if p.is_file()}
+    """Every file below an output, without those of unfinished merges; manifests and reports without times."""
+    files = {str(p.relative_to(out)): p for p in sorted(out.rglob("*")) if p.is_file()}
+    return {name: _timeless(path) for name, path in files.items() if ".actmat-" not in name}
 
 
 def _timeless(path: Path) -> bytes:

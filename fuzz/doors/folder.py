@@ -47,16 +47,10 @@ def in_folder(read: Callable[[Path], str | None]) -> Callable[[Files], str | Non
 
 @contextlib.contextmanager
 def printed() -> Iterator[io.StringIO]:
-    """What a command prints inside, to a terminal of 100 columns; its exit code is ignored."""
-    from actmat.cli.screen import console
-
+    """What a command prints inside; its exit code is ignored."""
     out = io.StringIO()
-    old, console.file, console.width = console.file, out, 100
-    try:
-        with contextlib.suppress(typer.Exit), contextlib.redirect_stdout(out):
-            yield out
-    finally:
-        console.file = old
+    with contextlib.suppress(typer.Exit), contextlib.redirect_stdout(out):
+        yield out
 
 
 def shows_table(folder: Path) -> bool:
