@@ -27,7 +27,9 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
     form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
     fill = batch * rows * width if rule.needs_sum else 0
     panel = min(rows, PANEL_ROWS) * width * (3 if rule.needs_sum else 2)
-    estimate = 0 if has_grams else _estimate(rows, width, rule.estimator)
+    # deltas far from 1 are brought near it: a copy of the delta, and of the factor's source, while it is added
+    near = rows * width + (width * width if has_grams else rows * width)
+    estimate = near + (0 if has_grams else _estimate(rows, width, rule.estimator))
     if form == "primal":
         held = fill + batch * (rows * width + width * width)
         needs_term = has_grams or PrimalMoments.needs_term(factor_rows, width)
