@@ -95,9 +95,9 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     *batch, n_out, n_in = shape
     rank = min(int(options.get("rank", 2)), n_out)
     one = 3 * n_out * n_in + n_in * n_in + 6 * n_out * n_out + 3 * n_experts * rank * n_out
-    return (
-        math.prod(batch) * one
-    )  # 3 O I: result, product, a delta brought near 1; 6 O^2: the conflict, its symmetric part, eigenvectors and LAPACK's work space
+    # 3 O I: result, product, a delta brought near 1; 6 O^2: the conflict, its symmetric part, eigenvectors and
+    # LAPACK's work space
+    return math.prod(batch) * one
 
 
 CAT = MergeMethod(
