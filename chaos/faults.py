@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -16,14 +17,17 @@ __all__ = ["ERRORS", "READS", "WRITES", "Fault", "install"]
 
 WRITES = ("pwrite", "fsync", "fdatasync", "rename", "ftruncate", "mkdir", "unlink", "open", "append", "copyfile")
 READS = ("preadv", "pread")
+HALF_A_FILE = 3000
+"""Bytes of a file that still fit, about half of the smallest shard: writes across this end are cut."""
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault at the `number`-th operation of one of the `names`: `kind` is kill, half, term, or a name of `ERRORS`.
+    """Fault at the `number`-th operation of one of the `names`: `kind` is kill, half, term, full, or one of `ERRORS`.
 
-    `half`: a write is cut in half, and then the process is killed.
+    `half`: a write is cut in half, and then the process is killed. `full`: from then on no file grows beyond
+    `HALF_A_FILE`, by a limit of the system, which cuts writes as a full disk does.
     """
 
     kind: str
@@ -72,7 +76,9 @@ def _interpose_files(interposed: Callable[[str, Callable[..., Any]], Callable[..
 
 
 def _strike(fault: Fault, name: str, real: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    if fault.kind == "term":
+    if fault.kind == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (HALF_A_FILE, resource.RLIM_INFINITY))
+    elif fault.kind == "term":
         os.kill(os.getpid(), signal.SIGTERM)
     elif fault.kind in ERRORS:
         raise OSError(ERRORS[fault.kind], f"the fault of {name}")

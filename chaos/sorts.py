@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["SORTS", "command", "contents", "leftovers", "make_inputs"]
+from actmat.engine.executors import EXECUTORS
+
+__all__ = ["SORTS", "Sort", "command", "contents", "leftovers", "make_inputs", "prepare"]
 
 WIDTH, LAYERS, RANK = 16, 6, 2
+FIRST_EXECUTOR = "threads"
 
-SORTS = {
-    "model": ("--threads", "1"),
-    "two threads": ("--threads", "2"),
-    "sharded": ("--max-shard-size", "4kB", "--threads", "2"),
-    "variants": ("-m", "average", "-m", "ties", "-o", "density=0.2,0.5", "--threads", "1"),
-    "diagnosed": ("--diagnose", "--threads", "1"),
-    "adapter": ("--threads", "1"),
-}
-"""Name -> flags."""
+
+@dataclass(frozen=True)
+class Sort:
+    """A sort of output, and the executor that makes it.
+
+    Args:
+        name: of the sort, without the executor.
+        flags: of `actmat merge`.
+        executor: a name of `EXECUTORS`.
+        inputs: "checkpoints", "adapters", or "base and adapters".
+        replaces: another output is in its place, which `--overwrite` replaces.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    executor: str = FIRST_EXECUTOR
+    inputs: str = "checkpoints"
+    replaces: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name and executor."""
+        return self.name if self.executor == FIRST_EXECUTOR else f"{self.name}, {self.executor}"
+
+
+_OF_ANY_EXECUTOR = (
+    Sort("model", ("--threads", "1")),
+    Sort("two threads", ("--threads", "2")),
+    Sort("sharded", ("--max-shard-size", "4kB", "--threads", "2")),
+    Sort("variants", ("-m", "average", "-m", "ties", "-o", "density=0.2,0.5", "--threads", "1")),
+    Sort("diagnosed", ("--diagnose", "--threads", "1")),
+    Sort("other dtype", ("--dtype", "bfloat16", "-m", "dare", "--sha256")),
+    Sort("adapter", ("--threads", "1"), inputs="adapters"),
+    Sort("adapters into a model", ("--threads", "2"), inputs="base and adapters"),
+    Sort("overwrite", ("--overwrite", "--threads", "1"), replaces=True),
+)
+SORTS = {s.label: s for e in EXECUTORS for s in (replace(o, executor=e) for o in _OF_ANY_EXECUTOR)}
+"""Every sort of output by every registered executor."""
 
 
 def make_inputs(root: Path) -> None:
@@ -48,18 +82,24 @@ def make_inputs(root: Path) -> None:
         save_file(factors, root / folder / "adapter_model.safetensors", {"format": "pt"})
 
 
-def command(root: Path, sort: str, out: Path) -> list[str]:
+def command(root: Path, sort: Sort, out: Path) -> list[str]:
     """Arguments of `actmat` for one sort of output."""
-    if sort == "adapter":
-        inputs = ["-e", str(root / "lora-one"), "-e", str(root / "lora-two")]
-    else:
-        inputs = ["-b", str(root / "base"), "-e", str(root / "one"), "-e", str(root / "two")]
-    return ["merge", *inputs, "--out", str(out), "--quiet", *SORTS[sort]]
+    names = ("one", "two") if sort.inputs == "checkpoints" else ("lora-one", "lora-two")
+    base = [] if sort.inputs == "adapters" else ["-b", str(root / "base")]
+    experts = [a for name in names for a in ("-e", str(root / name))]
+    return ["merge", *base, *experts, "--out", str(out), "--quiet", *sort.flags]
+
+
+def prepare(root: Path, sort: Sort, out: Path) -> None:
+    """Put the output that is to be replaced in its place; once for all runs."""
+    if sort.replaces and not out.exists():
+        shutil.copytree(root / "replaced", out)
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file below an output; manifests and reports without what tells of times."""
-    return {str(p.relative_to(out)): _timeless(p) for p in sorted(out.rglob("*")) if p.is_file()}
+    """Every file below an output, without those of unfinished merges; manifests and reports without times."""
+    files = {str(p.relative_to(out)): p for p in sorted(out.rglob("*")) if p.is_file()}
+    return {name: _timeless(path) for name, path in files.items() if ".actmat-" not in name}
 
 
 def _timeless(path: Path) -> bytes:

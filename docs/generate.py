@@ -4,7 +4,7 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `methods-short`, `method NAME`, `flags COMMAND`, `settings SUITE`, `recipe MODEL`, `exits`, `families`.
+overview table), `methods-short`, `method NAME`, `flags COMMAND`, `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`.
 Nothing outside the marks is touched.
 """
 
@@ -31,6 +31,8 @@ from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, get_method
 from actmat.recipe import ExpertRef, Postprocess, Recipe, RoleRule, Rule
+
+from docs.searches import chaos_table, fuzz_table
 
 __all__ = ["filled", "pages"]
 
@@ -267,6 +269,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "exits": exits,
     "recipe": recipe,
     "families": families,
+    "fuzz": lambda _: fuzz_table(table),
+    "chaos": lambda _: chaos_table(table),
 }
 
 

@@ -1,4 +1,11 @@
-"""`python -m fuzz --minutes N [--door NAME]`: cases per door, and every failure; exit code 1 if there is one."""
+"""`python -m fuzz`: cases per door, and every failure; exit code 1 if there is one.
+
+    python -m fuzz --minutes 10                     # new seeds at each call, shared among the doors
+    python -m fuzz --record --cases 100000          # goes on where fuzz/results.json stops, and writes it
+    python -m fuzz --door headers --seed 0 --case 17   # one case again
+
+A case that breaks a promise is kept below `fuzz/seeds`; the tests try those first.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +13,90 @@ import argparse
 import sys
 import time
 
+import torch
+
 import fuzz.doors  # noqa: F401 - registers the doors
-from fuzz.harness import DOORS, run_door
+from fuzz.harness import DOORS, case_of, keep_case
+from fuzz.results import Row, read_results, write_results
+from fuzz.worker import Batch, run_batch, run_files
+
+BATCH = 2000
+"""Cases of one forked process."""
 
 
 def main() -> int:
-    """Share the time among the doors, with new seeds until it is over."""
-    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=10, help="time of all doors together")
     parser.add_argument("--door", action="append", choices=sorted(DOORS), help="may be repeated; default: all")
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    arguments = parser.parse_args()
-    names = arguments.door or sorted(DOORS)
-    failed = False
-    for name in names:
-        deadline = time.monotonic() + 60 * arguments.minutes / len(names)
-        found = run_door(name, cases=10**9, deadline=deadline, seed=arguments.seed)
-        print(f"{name:16} {found.cases:8} cases, slowest {found.slowest:.2f} s", flush=True)
-        if found.failure:
-            print(f"FAILED: {found.failure}", flush=True)
-            failed = True
-    return int(failed)
+    parser.add_argument("--seed", type=int, default=None, help="of the cases; default: the time, 0 for a recording")
+    parser.add_argument("--case", type=int, default=None, help="try the case with this number only")
+    parser.add_argument("--record", action="store_true", help="write fuzz/results.json, and go on where it stops")
+    parser.add_argument("--again", action="store_true", help="with --record: forget what is recorded of these doors")
+    parser.add_argument("--cases", type=int, default=100_000, help="with --record: cases per door")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    names = given.door or sorted(DOORS)
+    if given.case is not None:
+        return _one(names[0], given.seed or 0, given.case)
+    if given.record:
+        return min(1, sum(_record(name, given.seed or 0, given.cases, again=given.again) for name in names))
+    seed = int(time.time()) if given.seed is None else given.seed
+    return min(1, sum(_search(name, seed, 60 * given.minutes / len(names)) for name in names))
+
+
+def _one(name: str, seed: int, number: int) -> int:
+    files = case_of(DOORS[name], seed, number)
+    for file, content in files.items():
+        print(f"{file}: {content[:3000]!r}")
+    batch = run_files(name, [files])
+    print(f"{batch.slowest:.4f} s, {batch.memory / 1e6:.1f} MB")
+    return _report(name, seed, batch)
+
+
+def _search(name: str, seed: int, seconds: float) -> int:
+    """Try cases of a door until the time is over or one fails; returns the number of failures."""
+    row, deadline = Row(name, seed), time.monotonic() + seconds
+    while time.monotonic() < deadline and not row.found:
+        batch = run_batch(name, seed, row.cases, BATCH, deadline=deadline)
+        row = row.plus(batch)
+        _report(name, seed, batch)
+    _say(row)
+    return row.found
+
+
+def _record(name: str, seed: int, cases: int, *, again: bool) -> int:
+    rows = read_results()
+    row = rows.get(name, Row(name, seed))
+    if again or row.seed != seed:
+        row = Row(name, seed)
+    while row.cases < cases:
+        batch = run_batch(name, seed, row.cases, min(BATCH, cases - row.cases))
+        row = row.plus(batch)
+        _report(name, seed, batch)
+        write_results(read_results() | {name: row})
+        if len(batch.failures) > 5:  # one defect, found again and again
+            break
+    _say(row)
+    return row.found
+
+
+def _report(name: str, seed: int, batch: Batch) -> int:
+    """Print failures, one of each kind in full, and keep their cases."""
+    seen = set()
+    for number, kind, said in batch.failures:
+        if kind in seen:
+            continue
+        seen.add(kind)
+        kept = keep_case(name, case_of(DOORS[name], seed, number))
+        print(f"FAILED: --door '{name}' --seed {seed} --case {number}: {kind}\nkept in {kept}\n{said}", flush=True)
+    return int(bool(batch.failures))
+
+
+def _say(row: Row) -> None:
+    print(f"{row.door:16} {row.cases:8} cases, {row.found} found, slowest {row.slowest:.3f} s, largest "
+          f"{row.memory / 1e6:.0f} MB, {row.rate:.0f} per second", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

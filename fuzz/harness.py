@@ -1,68 +1,74 @@
-"""Doors, and the search for cases that break the promise of one.
+"""Doors, and what a case may cost.
 
-A door is a function that draws a case from hypothesis and gives it to one reader. The reader may succeed or raise a
-`MergeError`. Anything else is a failure: another exception, more than a second, more than 300 MB of Python objects,
-or a control character in the message.
+A door draws a case, a few files, from a random generator and gives it to one reader. The reader may succeed or raise a
+`MergeError`. Anything else breaks its promise: another exception, more than a second of processor time, more than
+300 MB, or a control character in its message or in what it returns as shown to a user.
+
+Cases are cheap, hundreds to thousands per second, because they run in one forked process (`fuzz.worker`). Its memory is
+that of the process, so tensors of torch and buffers of C libraries count: the largest resident set during the case
+(`VmHWM`, reset before it) less that before it, and the growth of the address space (`VmPeak`), which also counts what was
+allocated and never touched. `RLIMIT_AS` stops what is larger still; an error that it causes is a failure even if the
+reader turns it into a `MergeError`.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
+import os
+import random
 import re
 import time
-import tracemalloc
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as seeded
-from hypothesis import strategies as st
-from hypothesis.database import DirectoryBasedExampleDatabase
-
-from actmat.errors import MergeError
+from actmat.errors import MEMORY_MESSAGES, MergeError
 
 __all__ = [
     "DOORS",
-    "MAX_MEMORY",
+    "MAX_BYTES",
     "MAX_SECONDS",
     "BrokenPromise",
-    "Case",
     "Door",
-    "Result",
+    "Files",
+    "Memory",
+    "case_of",
     "door",
     "guarded",
-    "run_door",
+    "keep_case",
+    "kept_cases",
+    "signature",
 ]
 
-BATCH = 100
 MAX_SECONDS = 1.0
-MAX_MEMORY = 300_000_000
-CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Processor time of one case."""
+MAX_BYTES = 300_000_000
+"""Memory of one case."""
+CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal obeys; a newline parts the lines of a message."""
-
 SEEDS = Path(__file__).parent / "seeds"
-"""Cases that once failed, kept by hypothesis and tried first."""
+"""Cases that once broke a promise, as files: `DOOR/CASE/FILE`."""
+CAUSES = 20
+"""Longest chain of errors that is followed."""
 
-Case = Callable[[st.DataObject], None]
+Files = Mapping[str, bytes]
+"""Name -> content of the files of a case."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """A reader of foreign input."""
+    """A reader of foreign input.
+
+    Args:
+        name: of the inputs it reads.
+        draw: a case.
+        read: gives it to the reader; returns what is shown to a user, if anything is.
+    """
 
     name: str
-    case: Case
-
-
-@dataclass(frozen=True)
-class Result:
-    """Number of cases that a door took, the slowest in seconds, and the failure, if there is one."""
-
-    name: str
-    cases: int
-    slowest: float
-    failure: str = ""
+    draw: Callable[[random.Random], Files]
+    read: Callable[[Files], str | None]
 
 
 class BrokenPromise(AssertionError):
@@ -72,77 +78,104 @@ class BrokenPromise(AssertionError):
 DOORS: dict[str, Door] = {}
 
 
-def door(name: str) -> Callable[[Case], Case]:
+def door(name: str, draw: Callable[[random.Random], Files], read: Callable[[Files], str | None]) -> None:
     """Register a door under a name."""
-
-    def register(case: Case) -> Case:
-        DOORS[name] = Door(name, case)
-        return case
-
-    return register
+    assert name not in DOORS
+    DOORS[name] = Door(name, draw, read)
 
 
-def guarded(read: Callable[[], object]) -> float:
-    """Seconds that a reader takes.
+def case_of(chosen: Door, seed: int, number: int) -> Files:
+    """The case with a number: the same whenever it is drawn."""
+    return chosen.draw(random.Random(f"{seed}/{chosen.name}/{number}"))
+
+
+class Memory:
+    """Memory of this process, from the kernel's counts (Linux)."""
+
+    def __init__(self) -> None:
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        self._reset = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        self._before = self._values()
+
+    def _values(self) -> tuple[int, int, int, int]:
+        """`VmPeak`, `VmSize`, `VmHWM` and `VmRSS` in bytes."""
+        text = os.pread(self._status, 4096, 0)
+        peak, size, high, resident = (
+            1024 * int(text[text.index(key) + len(key) :].split(None, 1)[0])
+            for key in (b"VmPeak:", b"VmSize:", b"VmHWM:", b"VmRSS:")
+        )
+        return peak, size, high, resident
+
+    def start(self) -> None:
+        """Begin to measure."""
+        os.write(self._reset, b"5")
+        self._before = self._values()
+
+    def peak(self) -> int:
+        """Most bytes since `start`: resident, or new in the address space."""
+        peak, _, high, _ = self._values()
+        old_peak, size, _, resident = self._before
+        return max(high - resident, peak - size if peak > old_peak else 0)
+
+
+def guarded(read: Callable[[], str | None], memory: Memory) -> tuple[float, int]:
+    """Seconds and bytes that a reader takes.
 
     Raises:
-        BrokenPromise: too slow, too large, or a control character in its message.
+        BrokenPromise: too slow, too large, or a control character in what it says.
         Exception: what the reader raised, unless it is a `MergeError`.
     """
-    tracemalloc.start()
+    memory.start()
     began = time.process_time()  # of this process: other programs must not count
-    message = ""
+    shown = ""
     try:
-        read()
+        shown = read() or ""
     except MergeError as error:
-        message = str(error)
-    finally:
-        seconds = time.process_time() - began
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        shown = str(error)
+        if _is_of_memory(error):
+            raise BrokenPromise(f"an allocation that failed became {shown[:200]!r}") from error
+    seconds, peak = time.process_time() - began, memory.peak()
     if seconds > MAX_SECONDS:
-        raise BrokenPromise(f"{seconds:.1f} s, at most {MAX_SECONDS} are allowed")
-    if peak > MAX_MEMORY:
-        raise BrokenPromise(f"{peak} bytes, at most {MAX_MEMORY} are allowed")
-    if found := CONTROL.search(message):
-        raise BrokenPromise(f"the control character {found[0]!r} in {message[:300]!r}")
-    return seconds
+        raise BrokenPromise(f"{seconds:.1f} s, at most {MAX_SECONDS} are allowed; {shown[:200]!r}")
+    if peak > MAX_BYTES:
+        raise BrokenPromise(f"{peak} bytes, at most {MAX_BYTES} are allowed; {shown[:200]!r}")
+    if found := CONTROL.search(shown):
+        raise BrokenPromise(f"the control character {found[0]!r} in {shown[max(0, found.start() - 200) :][:400]!r}")
+    return seconds, peak
 
 
-def run_door(name: str, *, cases: int, deadline: float = math.inf, seed: int = 0) -> Result:
-    """Feed random cases to a door until one fails, their number is reached or the time (`time.monotonic`) is over."""
-    count, slowest = 0, 0.0
-    while count < cases and time.monotonic() < deadline:
-        found = _batch(DOORS[name], min(BATCH, cases - count), seed)
-        count, slowest, seed = count + found.cases, max(slowest, found.slowest), seed + 1
-        if found.failure:
-            return Result(name, count, slowest, found.failure)
-    return Result(name, count, slowest)
+def _is_of_memory(error: BaseException) -> bool:
+    """True if too little memory is among the causes."""
+    cause: BaseException | None = error
+    for _ in range(CAUSES):
+        if cause is None:
+            return False
+        if isinstance(cause, MemoryError) or any(m in str(cause).lower() for m in MEMORY_MESSAGES):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
-def _batch(chosen: Door, cases: int, seed: int) -> Result:
-    count, slowest = 0, 0.0
+def signature(error: BaseException) -> str:
+    """What tells one defect from another: the type and the last line of actmat that it went through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}actmat{os.sep}" in f.filename]
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    words = str(error).split()[1:4] if isinstance(error, BrokenPromise) else []
+    return " ".join([type(error).__name__, place, *words])
 
-    @seeded(seed)
-    @settings(
-        max_examples=cases,
-        deadline=None,
-        database=DirectoryBasedExampleDatabase(SEEDS / chosen.name),
-        phases=[Phase.reuse, Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
-    @given(st.data())
-    def search(data: st.DataObject) -> None:
-        nonlocal count, slowest
-        count += 1
-        began = time.process_time()
-        chosen.case(data)
-        slowest = max(slowest, time.process_time() - began)
 
-    try:
-        search()
-    except Exception as error:  # noqa: BLE001 - any exception of a reader is a finding
-        notes = "\n".join(getattr(error, "__notes__", ()))
-        return Result(chosen.name, count, slowest, f"{type(error).__name__}: {str(error)[:2000]}\n{notes}")
-    return Result(chosen.name, count, slowest)
+def keep_case(name: str, files: Files) -> Path:
+    """Write a case to the folder of cases that are tried first."""
+    digest = hashlib.sha256(b"\0".join(k.encode() + b"\0" + v for k, v in sorted(files.items()))).hexdigest()[:12]
+    folder = SEEDS / name.replace(" ", "_") / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    return folder
+
+
+def kept_cases(name: str) -> Iterator[tuple[str, Files]]:
+    """Cases of a door that once broke a promise, by their names."""
+    folder = SEEDS / name.replace(" ", "_")
+    for case in sorted(folder.iterdir()) if folder.is_dir() else ():
+        yield case.name, {p.name: p.read_bytes() for p in sorted(case.iterdir())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
         yield f"it was made with the versions {manifest.get('versions')}, these are {dict(plan.versions)}"
     if manifest.get("device", plan.device) != plan.device:
         yield f"it was made on {manifest.get('device')}"
-    if manifest.get("statistics", []) != _plain([dict(s) for s in plan.statistics]):
+    if _placeless(manifest.get("statistics", [])) != _plain([dict(s) for s in plan.statistics]):
         yield "the statistics are others"
     found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
     if len(found) != len(plan.inputs) or not all(map(_is_input, plan.inputs, found, [out] * len(found))):
@@ -71,6 +71,11 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
         yield "it was made without --sha256"
     if settings.diagnose and not (out / REPORT_NAME).is_file():
         yield "it was made without --diagnose"
+
+
+def _placeless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a manifest without their place relative to the output."""
+    return [{k: v for k, v in row.items() if k != "from_here"} for row in rows]
 
 
 def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:

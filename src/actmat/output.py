@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from actmat.recipe import Recipe
 from actmat.report import build_manifest, model_card, write_manifest
 from actmat.report.write import write_report
 from actmat.settings import RunSettings
+from actmat.touched import has_same_inputs
 
 __all__ = ["StagedOutput", "check_outputs", "staged_outputs"]
 
@@ -123,7 +125,7 @@ class StagedOutput:
 
 @contextlib.contextmanager
 def staged_outputs(
-    outs: Sequence[Path], plans: Sequence[MergePlan], settings: RunSettings
+    outs: Sequence[Path], plans: Sequence[MergePlan], settings: RunSettings, inputs: Inputs
 ) -> Iterator[list[StagedOutput]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
@@ -134,7 +136,16 @@ def staged_outputs(
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
     """
     with contextlib.ExitStack() as stack:
-        stages = [Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)]
+        stages = [
+            Staging(
+                out,
+                plan.fingerprint(),
+                overwrite=settings.overwrite,
+                lasting=plan.fingerprint(times=False),
+                same_inputs=functools.partial(has_same_inputs, plan, inputs=inputs),
+            )
+            for out, plan in zip(outs, plans, strict=True)
+        ]
         journals = []
         try:
             for stage in stages:

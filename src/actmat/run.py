@@ -138,7 +138,7 @@ def _merge(
     (recipe, *_) = (p.recipe for p in plans.values())
     observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
     resources = share_resources(list(plans.values()), settings.device, settings.max_memory, settings.threads, observers)
-    with staged_outputs(list(plans), list(plans.values()), settings) as outputs:
+    with staged_outputs(list(plans), list(plans.values()), settings, inputs) as outputs:
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
         check_values(inputs)

@@ -115,6 +115,8 @@ def test_the_length_cap_itself_is_allowed() -> None:
         ({"a": [1, 2]}, 8, "expected exactly dtype, shape and data_offsets"),
         ({"a": None}, 8, "expected exactly dtype, shape and data_offsets"),
         ({"\ud800": entry()}, 8, "surrogate"),
+        ({"a": entry(), "__metadata__": {"k": "\udfff"}}, 8, "__metadata__ at 'k' holds half of a surrogate"),
+        ({"a": entry(), "__metadata__": {"\udfff": "v"}}, 8, "holds half of a surrogate"),
         ({"a": entry(), "__metadata__": {"k": 1}}, 8, "map of strings, found int at 'k'"),
         ({"a": entry(), "__metadata__": ["k"]}, 8, "map of strings, found list"),
         ({"a": entry(), "__metadata__": None}, 8, "map of strings, found NoneType"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.methods import METHODS, Bounds, Merged, MergeMethod, get_method
+from actmat.methods.contract import Option
 
 
 def rule(  # noqa: PLR0913 - one option of each type
@@ -166,6 +167,17 @@ def test_a_merge_function_with_kwargs_or_an_option_without_default_is_refused() 
         _ = MergeMethod("swallows", swallows, "matrix", "s", "e", "r").parameters
     with pytest.raises(TypeError, match="'density' has no default"):
         _ = MergeMethod("lacks", lacks, "matrix", "s", "e", "r").options
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_options_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(RecipeError, match=r"'density' must (be finite|lie in .*), got"):
+        get_method("ties").resolve_options({"density": value})
+    with pytest.raises(RecipeError, match=r"'rtol' must (be finite|lie in .*), got"):
+        get_method("actmat").resolve_options({"rtol": value})
+    unbounded = Option("limit", float, float("inf"), None, "")
+    assert unbounded.problem(float("inf")) is None
+    assert (unbounded.problem(value) is None) == (value == float("inf"))
 
 
 def test_bounds_are_closed_but_for_an_open_low_end() -> None:

@@ -101,6 +101,18 @@ def test_not_a_recipe(tmp_path: Path, text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [".inf", "-.INF", ".nan", "1e999", "[1, .nan]", "{a: {b: .inf}}"])
+def test_options_that_are_not_finite_are_refused_with_their_line(tmp_path: Path, value: str) -> None:
+    path = write(tmp_path, MINIMAL + f"options:\n  rtol: 1e-5\n  density: {value}\n")
+    line = path.read_text().splitlines().index(f"  density: {value}") + 1
+    with pytest.raises(RecipeError, match=rf"{path}:{line}: options.density: found -?(inf|nan), expected finite"):
+        load_recipe(path)
+    path = write(tmp_path, MINIMAL + f"rules:\n- match: '*'\n  options:\n    density: {value}\n")
+    line = len(path.read_text().splitlines())
+    with pytest.raises(RecipeError, match=rf"{path}:{line}: rules.0.options.density: found "):
+        load_recipe(path)
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Cannot read the recipe"):
         load_recipe(tmp_path / "none.yaml")

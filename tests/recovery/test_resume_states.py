@@ -12,9 +12,12 @@ import pytest
 import torch
 from tests.helpers.merging import CONFIG, EMBEDDING, Q0, UP0, Family, actmat, contents, hidden, save_checkpoint
 
+import actmat as library
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
+from actmat.run import opened_inputs
+from actmat.touched import has_same_inputs
 
 
 class Interrupted:
@@ -195,6 +198,44 @@ def test_a_changed_input_takes_nothing_over(state: Interrupted, which: str) -> N
     fresh = state.family.root / "fresh" / "out"
     assert actmat(state.family.argv("--out", str(fresh))).code == 0
     assert contents(state.out) == contents(fresh)
+
+
+@pytest.mark.parametrize("which", ["base", "expert"])
+def test_a_touched_input_with_the_same_content_takes_all_over(state: Interrupted, which: str) -> None:
+    path = (state.family.base if which == "base" else state.family.experts[1]) / "model.safetensors"
+    done = len(state.lines()) - 1
+    path.write_bytes(path.read_bytes())
+    os.utime(path)
+    assert state.resumed() == done
+    assert contents(state.out) == state.expected
+
+
+def test_a_change_of_what_was_not_read_yet_takes_the_rest_over(state: Interrupted) -> None:
+    lines = state.lines()
+    (left,) = (line for line in lines if f'"name": "{UP0}"' in line)
+    state.journal.write_text("".join(line for line in lines if line != left))
+    state.family.change(state.family.experts[0], lambda t: t[UP0].mul_(1.5))
+    assert state.resumed() == len(lines) - 2
+    fresh = state.family.root / "fresh" / "out"
+    assert actmat(state.family.argv("--out", str(fresh))).code == 0
+    assert contents(state.out) == contents(fresh)
+
+
+def test_a_journal_that_does_not_tell_what_was_read_is_of_no_use(state: Interrupted) -> None:
+    """Records with other hashes, a method that looks at the whole model first, an input that cannot be read."""
+    path = state.family.base / "model.safetensors"
+    plan = library.plan(state.family.base, state.family.experts)
+    entries = {e["name"]: e for e in map(json.loads, state.lines()[1:])}
+    with opened_inputs([plan.recipe]) as inputs:
+        assert has_same_inputs(plan, entries, inputs)
+        name = next(n for n, e in entries.items() if e["expert_hashes"])
+        for changed in ({"base_hash": "0"}, {"expert_hashes": []}, {"expert_hashes": ["0", "0"]}, {"hashes": None}):
+            assert not has_same_inputs(plan, entries | {name: entries[name] | changed}, inputs)
+        assert not has_same_inputs(plan, {"other": entries[name]}, inputs)
+        surveyed = library.plan(state.family.base, state.family.experts, method="ties", options={"trim": "global"})
+        assert not has_same_inputs(surveyed, entries, inputs)
+        os.truncate(path, 3000)
+        assert not has_same_inputs(plan, entries, inputs)
 
 
 def test_killed_before_the_first_rename(state: Interrupted) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import AlignmentError, RecipeError, StatisticsError
+from actmat.report.manifest import manifest_content
 from actmat.statistics import collect, open_statistics
 
 
@@ -90,7 +91,41 @@ def test_each_method_runs_and_the_manifest_names_the_data(tmp_path: Path) -> Non
             squares.append(file.fisher(name, dtype=torch.float64))
     by_hand = actmat.merge_matrices("fisher", [v - start for v in values], statistics={"fisher": squares})
     assert relative_error(results["fisher"][name].double() - start, by_hand) < F32_SOLVE
-    assert actmat.verify(tmp_path / "regmean").ok
+    verified = actmat.verify(tmp_path / "regmean")
+    assert verified.ok
+    assert {"statistics of expert1", "statistics of expert2"} <= set(verified.inputs)
+    assert not any("statistics" in part for part in verified.unchecked)
+    check_tampered_statistics(tmp_path / "regmean", [Path(p) / "statistics.safetensors" for p in statistics.values()])
+
+
+def check_tampered_statistics(out: Path, files: list[Path]) -> None:
+    """`verify` tells bytes that changed, a file in the place of another, one that is gone."""
+    whole = [f.read_bytes() for f in files]
+
+    def said() -> str:
+        return "\n".join(actmat.verify(out).problems)
+
+    files[0].write_bytes(whole[0][:-1] + bytes([whole[0][-1] ^ 1]))
+    assert "of statistics of expert 'expert1'" in said()
+    assert "has changed since the merge" in said()
+    files[0].write_bytes(whole[1])
+    assert "statistics of expert 'expert1'" in said()
+    assert "are others than the merge read" in said()
+    files[0].write_bytes(whole[0][:100])
+    assert "cannot be checked" in said()
+    files[0].unlink()
+    assert "cannot be checked" in said()
+    files[0].write_bytes(whole[0])
+    assert not said()
+    path = out / "actmat_manifest.json"
+    manifest = json.loads(path.read_text())
+    for row in manifest["statistics"]:
+        assert row.pop("content")
+    manifest["content"] = manifest_content(manifest)
+    path.write_text(json.dumps(manifest))
+    found = actmat.verify(out)
+    assert found.ok
+    assert sum("their hash is not recorded (an earlier layout)" in part for part in found.unchecked) == len(files)
 
 
 def test_statistics_of_another_model_are_refused_by_hash(tmp_path: Path) -> None:

@@ -125,16 +125,26 @@ def _metadata(value: Any, problems: list[str], file: str) -> dict[str, str]:
         for key, item in value.items()
         if not isinstance(item, str)
     )
+    problems.extend(
+        f"{file}: __metadata__ at {shown(key)} holds half of a surrogate pair, which is not text"
+        for key, item in value.items()
+        if isinstance(item, str) and not (_is_text(key) and _is_text(item))
+    )
     return value
+
+
+def _is_text(value: str) -> bool:
+    """False for text with half of a surrogate pair, which no file can hold."""
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _tensor(name: str, entry: Any, data_start: int, data_size: int, file: str) -> tuple[int, int, TensorSpec]:
     """`(begin, end, spec)` of one entry; raises `_Problem`."""
-    if not name.isascii():
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise _Problem("the name holds half of a surrogate pair, which is not text") from None
+    if not _is_text(name):
+        raise _Problem("the name holds half of a surrogate pair, which is not text")
     if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
         raise _Problem("expected exactly dtype, shape and data_offsets")
     code = entry["dtype"]

@@ -15,10 +15,15 @@ from rich.segment import Segment
 from rich.table import Table
 
 from actmat.cli.streams import Notes
+from actmat.cli.wrapping import Hanging
 from actmat.foreign import terminal
 
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
+
+
+CELL_INDENT = 2
+"""Of what does not fit into the width of a first column."""
 
 
 class SafeConsole(Console):
@@ -31,6 +36,10 @@ class SafeConsole(Console):
         """Segments of what is shown; colours and cursor movements are segments of rich's own."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else terminal(text, keep="\n"), style, control)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; what does not fit on a line is continued with an indentation."""
+        super().print(*(Hanging(o) if isinstance(o, str) else o for o in objects), **options)
 
     def on_broken_pipe(self) -> None:
         """Raise the error that is being handled: the command line decides what a broken pipe means."""
@@ -51,9 +60,18 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=1).replace("\x7f", "\\u007f"))
 
 
+class _PlainTable(Table):
+    """A table in whose first column nothing but the start of a cell stands at the start of a line."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Add a row."""
+        first = Hanging(cells[0], indent=CELL_INDENT) if cells and isinstance(cells[0], str) else None
+        super().add_row(*([first, *cells[1:]] if first and not self.columns[0].no_wrap else cells), **options)
+
+
 def plain_table(*columns: str, numbers: Collection[str] = ()) -> Table:
     """A table without lines; columns named in `numbers` are aligned to the right and never broken."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = _PlainTable(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         is_number = name in numbers
         table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -26,8 +27,12 @@ def open_closed_streams() -> None:
 
 
 def say(message: str, **style: Any) -> None:
-    """Print a message on stderr, if that can be written to."""
+    """Print a message on stderr, if that can be written to; a terminal gets its lines wrapped with an indentation."""
     try:
+        if sys.stderr is not None and sys.stderr.isatty():
+            from actmat.cli.wrapping import wrapped
+
+            message = wrapped(message, shutil.get_terminal_size().columns)
         typer.secho(message, err=True, **style)
     except OSError:
         _mute(sys.stderr)

@@ -7,20 +7,28 @@ Numbers are finite; what does not apply is None, never NaN.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from actmat.bounds import MAX_WRITTEN_VALUES, check_values, local_path, read_bytes
 from actmat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 FORMAT: Literal[1] = 1
 """Version of the layout."""
 
 REPORT_NAME = "report.json"
+
+MAX_NUMBER = 1e150
+"""Largest number in a report; norms of float64 tensors that are finite when squared are below."""
 
 Vector = tuple[float, ...]
 Matrix = tuple[Vector, ...]
@@ -251,13 +259,15 @@ class Diagnosis(_Strict):
         Raises:
             CheckpointError: not such a report; lists all problems.
         """
-        from pydantic import TypeAdapter, ValidationError
+        from pydantic import ValidationError
 
-        text = _without_retired(data if isinstance(data, str | bytes) else json.dumps(data))
         try:
-            found = TypeAdapter(cls).validate_json(text)
+            text = _without_retired(data if isinstance(data, str | bytes) else json.dumps(data))
+            found = _report_type().validate_json(text)
         except ValidationError as error:
             problems = [f"{where}: {'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
+        except _TooLargeError as error:
+            problems = [f"{where}: expected numbers of at most {MAX_NUMBER:g}, found {error}"]
         else:
             problems = [f"{where}: {p}" for p in _wrong_lengths(found)]
             if not problems:
@@ -270,15 +280,30 @@ class Diagnosis(_Strict):
 
 
 def _without_retired(text: str | bytes) -> str | bytes:
-    """JSON text without `forecast`, which earlier versions wrote, always as null; other text as it is."""
+    """JSON text without `forecast`, which earlier versions wrote, always as null; other text as it is.
+
+    Raises:
+        _TooLargeError: a number whose square no float holds.
+    """
     try:
-        fields = json.loads(text)
+        fields = json.loads(text, parse_float=_held)
     except (ValueError, RecursionError):
         return text
     if isinstance(fields, dict) and fields.get("forecast", "") is None:
         del fields["forecast"]
         return json.dumps(fields)
     return text
+
+
+class _TooLargeError(Exception):
+    """A number that is no measurement; pages would overflow on it."""
+
+
+def _held(text: str) -> float:
+    value = float(text)
+    if MAX_NUMBER < abs(value) < math.inf:  # infinity is refused with its place
+        raise _TooLargeError(text[:40])
+    return value
 
 
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
@@ -306,9 +331,22 @@ def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
 
 def measures_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[Measure, ...]:
     """Measures from the records of a run, which may come from a journal."""
+    return _measures_type().validate_json(json.dumps(rows))
+
+
+@functools.cache
+def _report_type() -> TypeAdapter[Diagnosis]:
+    """Validator of reports; building one takes 20 ms, more than most reports take to be read."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(tuple[Measure, ...]).validate_json(json.dumps(rows))
+    return TypeAdapter(Diagnosis)
+
+
+@functools.cache
+def _measures_type() -> TypeAdapter[tuple[Measure, ...]]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(tuple[Measure, ...])
 
 
 def read_diagnosis(path: str | Path) -> Diagnosis:

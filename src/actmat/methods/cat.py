@@ -51,9 +51,8 @@ def merge(
     bases, retries = [], Retries()
     # the directions do not depend on the size of the deltas, but float32 may not hold their squares
     exponent = exponent_of(largest_entry(deltas))
-    near = [scaled(delta_OI, -exponent) for delta_OI in deltas]
     for k in range(len(deltas)):
-        basis, new = removal_basis(near, grams, k, rank, tradeoff)
+        basis, new = removal_basis(deltas, grams, k, rank, tradeoff, exponent=exponent)
         bases.append(basis)
         retries += new
     out = torch.zeros_like(deltas[0], memory_format=torch.contiguous_format)
@@ -73,14 +72,18 @@ def merge(
 
 
 def removal_basis(
-    deltas: Sequence[Tensor], grams: Sequence[Tensor], task: int, rank: int, tradeoff: float
+    deltas: Sequence[Tensor], grams: Sequence[Tensor], task: int, rank: int, tradeoff: float, *, exponent: int = 0
 ) -> tuple[Tensor, Retries]:
-    """`B_k`, `*batch O R`, and retries: orthonormal columns, zero ones in place of directions without conflict."""
+    """`B_k`, `*batch O R`, and retries: orthonormal columns, zero ones in place of directions without conflict.
+
+    The deltas are taken times `2^-exponent`, one at a time.
+    """
     n_out = deltas[0].shape[-2]
     conflict_OO = deltas[0].new_zeros((*deltas[0].shape[:-1], n_out))
     for i, delta_OI in enumerate(deltas):
         if i != task:
-            conflict_OO += delta_OI @ (grams[task] - tradeoff * grams[i]) @ delta_OI.mT
+            near_OI = scaled(delta_OI, -exponent)
+            conflict_OO += near_OI @ (grams[task] - tradeoff * grams[i]) @ near_OI.mT
     values, vectors_OO, retries = eigh((conflict_OO + conflict_OO.mT) / 2)
     keep = min(rank, n_out)
     top_R = values[..., n_out - keep :]
@@ -93,8 +96,10 @@ def removal_basis(
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, n_out, n_in = shape
     rank = min(int(options.get("rank", 2)), n_out)
-    one = 2 * n_out * n_in + n_in * n_in + 6 * n_out * n_out + 3 * n_experts * rank * n_out
-    return math.prod(batch) * one  # 6 O^2: the conflict, its symmetric part, eigenvectors and LAPACK's work space
+    one = 3 * n_out * n_in + n_in * n_in + 6 * n_out * n_out + 3 * n_experts * rank * n_out
+    # 3 O I: result, product, a delta brought near 1; 6 O^2: the conflict, its symmetric part, eigenvectors and
+    # LAPACK's work space
+    return math.prod(batch) * one
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:

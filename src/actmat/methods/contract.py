@@ -187,6 +187,8 @@ class Option:
             return f"option '{self.name}' must be at most {FLOAT32_MAX:g} in magnitude, got {str(far)[:40]}"
         if self.bounds and isinstance(value, int | float) and not self.bounds.holds(value):
             return f"option '{self.name}' must lie in {self.bounds}, got {value!r}"
+        if value != self.default and (odd := _not_finite(value)) is not None:
+            return f"option '{self.name}' must be finite, got {odd}"
         return None
 
 
@@ -331,6 +333,12 @@ class MergeMethod:
         if problems:
             raise RecipeError("The options do not fit the method.", problems)
         return {name: given.get(name, o.default) for name, o in self.options.items()}
+
+
+def _not_finite(value: Any) -> float | None:
+    """A number in the value that is NaN or infinite; only a method that has one as its default takes it."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return next((n for n in numbers if isinstance(n, float) and not math.isfinite(n)), None)
 
 
 def _beyond_float32(value: Any) -> int | float | None:

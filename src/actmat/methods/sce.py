@@ -83,7 +83,8 @@ SCE = MergeMethod(
     reference="Wan et al., FuseChat, 2024",
     laws=frozenset({"permutation", "single", "identical", "homogeneous", "zero_expert", "zeros"}),
     workspace=lambda shape, n_experts, options: (
-        (1 + (options["select_topk"] < 1)) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
+        (1 + n_experts + (options["select_topk"] < 1)) * math.prod(shape)  # deltas that are brought near 1 are copied
+        + election_workspace(math.prod(shape), n_experts)
     ),
     flops="T N^2",
 )

@@ -290,11 +290,15 @@ class MergePlan(_Plain):
         largest = sorted((i.cost.host_bytes for i in self.items), reverse=True)[:workers]
         return self.process_bytes + sum(largest)
 
-    def fingerprint(self) -> str:
-        """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device."""
+    def fingerprint(self, *, times: bool = True) -> str:
+        """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device.
+
+        Without `times`, those of the inputs' files are left out: contents may then differ.
+        """
+        files = [[[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs]
         state = {
             "recipe": self.recipe.model_dump(mode="json", exclude={"out", "mute"}),
-            "inputs": [[[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs],
+            "inputs": files if times else [[[f.path, f.size, f.etag] for f in i.files] for i in self.inputs],
             "output": [self.output, self.adapter_config],
             "items": _ITEMS.dump_python(self.items, mode="json"),
             "device": self.device.partition(":")[0],

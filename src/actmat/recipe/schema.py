@@ -5,6 +5,7 @@ Settings of a run (threads, memory, overwriting) are in `actmat.settings`: they 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,20 @@ def _held_by_float32(value: float) -> float:
 Factor = Annotated[float, AfterValidator(_held_by_float32)]
 """A factor of weights or deltas."""
 
-Options = Annotated[dict[str, Any], BeforeValidator(_numbers)]
+
+def _finite(value: Any) -> Any:
+    """`value` if all numbers in it are finite: no method has an option that NaN or infinity is a value of."""
+    todo = [value]
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, float) and not math.isfinite(inner):
+            raise ValueError(f"found {inner}, expected finite numbers")
+        if isinstance(inner, dict | list | tuple):
+            todo.extend(inner.values() if isinstance(inner, dict) else inner)
+    return value
+
+
+Options = Annotated[dict[str, Annotated[Any, AfterValidator(_finite)]], BeforeValidator(_numbers)]
 
 
 def _listed(value: Any) -> Any:

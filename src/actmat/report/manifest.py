@@ -77,7 +77,7 @@ def build_manifest(
         "hash": HASH_NAME,
         "base": None if plan.base is None else _input(plan.base, out) | {"content": _content(plan, records, None)},
         "experts": [_expert(plan, records, t, e, out) for t, e in enumerate(experts)],
-        **({"statistics": [dict(s) for s in plan.statistics]} if plan.statistics else {}),
+        **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
         "notes": list(plan.notes),
         **adapter,
@@ -168,9 +168,13 @@ def _expert(plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expe
 
 
 def _input(summary: InputSummary, out: Path) -> dict[str, Any]:
-    row = summary.to_json()
-    if os.path.exists(summary.location):
-        row["from_here"] = os.path.relpath(summary.location, out)
+    return _located(summary.to_json(), out)
+
+
+def _located(row: dict[str, Any], out: Path) -> dict[str, Any]:
+    """A row with the place of its `location` relative to the output, where it is on this machine."""
+    if os.path.exists(row["location"]):
+        row["from_here"] = os.path.relpath(row["location"], out)
     return row
 
 

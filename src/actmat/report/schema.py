@@ -108,6 +108,8 @@ class _AdapterTensor(_Strict):
 class _Statistics(_Strict):
     expert: str
     location: Location
+    from_here: Location | None = None
+    content: Hash | None = None
 
 
 class _Timing(_Strict):

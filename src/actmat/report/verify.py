@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.resolve import open_checkpoint
@@ -16,6 +16,8 @@ from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
+from actmat.statistics.header import header_hash
+from actmat.statistics.store import open_statistics
 
 __all__ = ["Verification", "verify"]
 
@@ -33,7 +35,7 @@ class Verification:
 
     Args:
         tensors: number of output tensors that were hashed.
-        inputs: names of the inputs that were checked.
+        inputs: names of the inputs that were checked, statistics of experts included.
         problems: every difference found.
         unchecked: parts of the output and of its inputs that were not checked, each with the reason.
         files: number of the output's other files that were hashed.
@@ -89,6 +91,11 @@ def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda 
                 problems.append(f"input '{label}' cannot be checked: {error.problems[0]}")
             except OSError as error:
                 problems.append(f"input '{label}' cannot be checked: {location}: {error.strerror}")
+        for row in manifest.get("statistics", ()):
+            if row.get("content") is not None:
+                differences = list(_statistics_problems(row, input_location(row, directory), progress))
+                problems += differences
+                checked += [] if differences else [f"statistics of {row['expert']}"]
     return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files))
 
 
@@ -184,7 +191,9 @@ def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
         if entry is not None and (ignored := entry.get("ignored_tensors")):
             yield f"{len(ignored)} tensor(s) of input '{entry['name']}': the merge did not read them"
     for row in manifest.get("statistics", ()):
-        yield f"statistics of expert '{row['expert']}' ({row['location']}): their hashes are not recorded"
+        if row.get("content") is None:
+            where = f"statistics of expert '{row['expert']}' ({row['location']})"
+            yield f"{where}: their hash is not recorded (an earlier layout)"
     if manifest["base"] is None and (base := manifest["recipe"].get("base")):
         yield f"base ({base}): the merge read nothing but its config"
 
@@ -207,8 +216,32 @@ def _form_problems(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> list[
     return problems
 
 
+def _statistics_problems(row: Mapping[str, Any], location: str, progress: Progress) -> Iterator[str]:
+    """Differences of an expert's statistics from those that were read: their header, and the bytes that it hashes."""
+    what = f"statistics of expert '{row['expert']}' ({location})"
+    try:
+        with open_statistics(location) as found:
+            if header_hash(found.header) != row["content"]:
+                yield f"{what} are others than the merge read"
+            else:
+                yield from _compare(found, found.header.tensor_hashes(), what, progress)
+    except MergeError as error:
+        yield f"{what} cannot be checked: {error.problems[0]}"
+    except OSError as error:
+        yield f"{what} cannot be checked: {error.strerror}"
+
+
+class _Stored(Protocol):
+    """Stored tensors whose bytes can be read."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+    def read_into(self, name: str, start: int, out: memoryview, /) -> None: ...
+
+
 def _compare(
-    checkpoint: Checkpoint, expected: Mapping[str, str], what: str, progress: Progress, *, partial: bool = False
+    checkpoint: _Stored, expected: Mapping[str, str], what: str, progress: Progress, *, partial: bool = False
 ) -> list[str]:
     problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in checkpoint.specs]
     if not partial:

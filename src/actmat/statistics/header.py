@@ -12,15 +12,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actmat.bounds import check_values
+from actmat.checkpoints.hashing import ContentHash
 from actmat.errors import StatisticsError
 
-__all__ = ["FILE_NAME", "METADATA_KEY", "DataInfo", "GramInfo", "Header", "ModelInfo", "describe", "parse_header"]
+__all__ = [
+    "FILE_NAME",
+    "METADATA_KEY",
+    "DataInfo",
+    "GramInfo",
+    "Header",
+    "ModelInfo",
+    "describe",
+    "header_hash",
+    "parse_header",
+]
 
 FILE_NAME = "statistics.safetensors"
 METADATA_KEY = "actmat_statistics"
 MAX_WIDTH = 1 << 20
+MAX_COUNT = 1 << 53
+"""Largest number of samples, tokens or rows: a divisor that every float holds exactly."""
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -132,9 +145,17 @@ def parse_header(metadata: Mapping[str, str], location: str) -> Header:
         raise StatisticsError(f"{location}: what the file says about itself is nested too deeply.") from None
 
 
+def header_hash(header: Header) -> str:
+    """Content hash of a whole file: of its header as JSON, which has the hashes of all tensors."""
+    total = ContentHash()
+    total.update(header.model_dump_json(exclude_defaults=True).encode())
+    return total.hexdigest()
+
+
 def describe(header: Header) -> dict[str, Any]:
-    """Summary of a file for plans and manifests: hashes of model and adapter, data, samples, tokens."""
+    """Summary of a file for plans and manifests: its hash, those of model and adapter, data, samples, tokens."""
     return {
+        "content": header_hash(header),
         "model": header.model.content,
         "adapter": header.model.adapter.content if header.model.adapter else None,
         "data": [d.model_dump(exclude_defaults=True) for d in header.data],

@@ -98,6 +98,11 @@ class Statistics(AbstractContextManager["Statistics"]):
             )
         return tensor
 
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a stored tensor from `start`, unchecked."""
+        spec = self.specs[name]
+        self._reader.read_into(spec.file, spec.offset + start, out, tensor=name)
+
     def close(self) -> None:
         """Release the file."""
         self._reader.close()

@@ -65,6 +65,17 @@ def test_estimate_covers_what_is_allocated_and_is_not_far_above(name):
     assert allocated >= 0.3 * estimate  # the rest: LAPACK's work space, and the dearer path the data did not take
 
 
+@pytest.mark.parametrize("sizes", [(1e-12,), (1e12,), (1e-12, 1.0), (1.0, 1e-12), (1e-15, 1e15)], ids=str)
+@pytest.mark.parametrize("name", [*CASES, "hard, very tall"])
+def test_estimate_covers_deltas_far_from_one_which_are_scaled(name, sizes):
+    rule, (n_experts, *shape) = (CASES | {"hard, very tall": (Rule(), (3, 20000, 16))})[name]
+    deltas = [sizes[t % len(sizes)] * d.float() for t, d in enumerate(random_deltas(n_experts, *shape))]
+    with Peak() as seen:
+        state = prepare(deltas, rule)
+        finish(state, rule, consume=True)
+    assert seen.peak / 4 <= 1.02 * workspace(shape, n_experts, rule)
+
+
 def test_peak_does_not_grow_with_the_number_of_experts():
     assert workspace((64, 64), 3, Rule()) == workspace((64, 64), 30, Rule())
     peaks = []

@@ -20,7 +20,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -142,13 +142,23 @@ def disk_errors(path: Path) -> Iterator[None]:
 class Staging:
     """The partial directory of one output: lock, journal, final rename.
 
-    Only a journal with the same fingerprint (of the plan) is resumed.
+    Only a journal with the same fingerprint (of the plan) is resumed. One with the same `lasting` fingerprint, without
+    the times of the inputs, is resumed if `same_inputs`, called with its entries, finds the inputs' contents unchanged.
     """
 
-    def __init__(self, out: Path, fingerprint: str, *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        out: Path,
+        fingerprint: str,
+        *,
+        overwrite: bool = False,
+        lasting: str | None = None,
+        same_inputs: Callable[[Mapping[str, Mapping[str, Any]]], bool] = lambda entries: False,
+    ) -> None:
         self.out = out
         self.fingerprint = fingerprint
         self.overwrite = overwrite
+        self._lasting, self._same_inputs = lasting, same_inputs
         self.path = _sibling(out, "partial")
         self.committed = False
         self._previous = _sibling(out, "previous")
@@ -189,7 +199,7 @@ class Staging:
             fresh = not (self.path / JOURNAL_NAME).exists()
             self._journal = (self.path / JOURNAL_NAME).open("ab", buffering=0)  # a buffer would fail again when closed
             if fresh:
-                self._append({"actmat_journal": 1, "fingerprint": self.fingerprint})
+                self._append({"actmat_journal": 1, "fingerprint": self.fingerprint, "lasting": self._lasting})
         self._names = set(done)
         return done
 
@@ -284,8 +294,12 @@ class Staging:
             return None
         whole = lines[:-1]  # a line without its newline was being written when the process died
         entries = list(_entries(whole))
-        if not entries or entries[0].get("fingerprint") != self.fingerprint:
+        if not entries:
             return None
+        if entries[0].get("fingerprint") != self.fingerprint:
+            touched = self._lasting is not None and entries[0].get("lasting") == self._lasting
+            if not touched or not self._same_inputs({e["name"]: e for e in entries[1:]}):
+                return None
         if lines[-1] or len(entries) < len(whole):  # cut, not written again: the disk may be full
             os.truncate(journal, sum(len(line) + 1 for line in whole[: len(entries)]))
         return {e["name"]: e for e in entries[1:]}

@@ -1,7 +1,9 @@
 r"""`rank_pattern` and `alpha_pattern` of an adapter, as PEFT reads them, in bounded time.
 
 PEFT takes the first entry for which `re.match(rf"(.*\.)?({pattern})$", module)` finds something: a regular expression
-that describes the end of the module's name, after a dot. Most entries are names with escaped dots; they are looked up.
+that describes the end of the module's name, after a dot. Most entries are names, in which a dot without a backslash
+stands for any character; they are looked up, so that thousands of them cost little. All others are matched together,
+in one automaton.
 
 Source: PEFT (https://github.com/huggingface/peft), `get_pattern_key`.
 """
@@ -12,16 +14,23 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actmat.layout.matching import MatchError, Regex
+from actmat.layout.matching import MatchError, Regex, RegexSet
 
 __all__ = ["PatternTable"]
 
-MOST_INSTRUCTIONS = 1_000_000
-"""Of all patterns of a table together; a name that is no literal has about as many as it has letters."""
-MOST_STEPS = 10_000_000_000
-"""Instructions times characters, over all modules: half a minute if each one were a step of the matcher."""
+MOST_ENTRIES = 200_000
+"""Of one table; models with the most experts have half as many modules."""
+MOST_INSTRUCTIONS = 100_000
+"""Of all patterns that are no names, compiled: half a second. A pattern has about as many as it has letters."""
+MOST_STEPS = 4_000_000_000
+"""Letters of all patterns times letters of all modules: a second if each one were a step of the matcher."""
+SHAPE_STEPS = 5_000
+"""Steps that one look-up takes: one for every distribution of the dots among names of the same length."""
 
-_LITERAL = re.compile(r"(?:[\w-]|\\[^\w\s])+", re.ASCII)
+_NAME = re.compile(r"(?:[\w.-]|\\[^\w\s])+", re.ASCII)
+_LETTER = re.compile(r"\\(.)|(\.)|(.)")
+_DOT = "\n"
+"""Stands for any character in a name that is looked up; no dot of a pattern matches a newline."""
 
 
 class PatternTable(Mapping[str, Any]):
@@ -34,18 +43,14 @@ class PatternTable(Mapping[str, Any]):
             MatchError: a pattern cannot be matched; says which.
         """
         self._entries, self._name, self._steps = dict(entries or {}), name, 0
-        self._literals: dict[str, int] = {}
-        self._regexes: dict[int, Regex] = {}
         self._values = list(self._entries.values())
-        for i, pattern in enumerate(self._entries):
-            if _LITERAL.fullmatch(pattern):
-                self._literals.setdefault(re.sub(r"\\(.)", r"\1", pattern), i)
-            else:
-                self._regexes[i] = _compiled(pattern)
-        if sum(r.size for r in self._regexes.values()) > MOST_INSTRUCTIONS:
-            raise MatchError(
-                f"has {len(self._regexes):,} regular expressions, which together are too large; write names, with '\\.'"
-            )
+        if len(self._values) > MOST_ENTRIES:
+            raise MatchError(f"has {len(self._values):,} entries, more than {MOST_ENTRIES:,}")
+        self._names = _Names()
+        others = [(i, p) for i, p in enumerate(self._entries) if not self._names.add(p, i)]
+        self._others = [i for i, _ in others]
+        self._letters = sum(len(p) for _, p in others)
+        self._set = _compiled([p for _, p in others])
 
     def of_module(self, module: str, default: Any) -> Any:
         """The value of the first pattern that describes the end of the module's name, or the default.
@@ -53,20 +58,22 @@ class PatternTable(Mapping[str, Any]):
         Raises:
             MatchError: the patterns have taken too many steps.
         """
-        ends = [module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")]
-        first = min((self._literals[e] for e in ends if e in self._literals), default=len(self._values))
-        for i, regex in self._regexes.items():
-            if i > first:
-                break
-            self._steps += regex.size * len(module)
-            if self._steps > MOST_STEPS:
-                raise MatchError(
-                    f"{self._name} of adapter_config.json has {len(self._regexes):,} regular expressions "
-                    "that take too long on the names of the modules. Write names, with '\\.' for a dot"
-                )
-            if regex.matches(module):
-                first = i
+        found, shapes = self._names.first(module, len(self._values))
+        self._steps += shapes * SHAPE_STEPS + self._letters * len(module)
+        if self._steps > MOST_STEPS:
+            raise self._refusal("they take too long on the names of the modules")
+        try:
+            other = self._set.first(module) if self._set is not None else None
+        except MatchError as error:
+            raise self._refusal(str(error)) from None
+        first = min(found, len(self._values) if other is None else self._others[other])
         return self._values[first] if first < len(self._values) else default
+
+    def _refusal(self, why: str) -> MatchError:
+        return MatchError(
+            f"{self._name} of adapter_config.json has {len(self._entries):,} patterns, of which {len(self._others):,} "
+            f"are regular expressions: {why}. Write names, with '\\.' for a dot"
+        )
 
     def __getitem__(self, pattern: str) -> Any:
         return self._entries[pattern]
@@ -78,9 +85,56 @@ class PatternTable(Mapping[str, Any]):
         return len(self._entries)
 
 
-def _compiled(pattern: str) -> Regex:
+class _Names:
+    """Patterns that are names, by their length and by the places of their dots."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+
+    def add(self, pattern: str, index: int) -> bool:
+        """Add a pattern; False if it is no name."""
+        if _NAME.fullmatch(pattern) is None:
+            return False
+        letters = [_DOT if m[2] else m[1] or m[3] for m in _LETTER.finditer(pattern)]
+        dots = tuple(i for i, letter in enumerate(letters) if letter == _DOT)
+        self._tables.setdefault(len(letters), {}).setdefault(dots, {}).setdefault("".join(letters), index)
+        return True
+
+    def first(self, module: str, none: int) -> tuple[int, int]:
+        """Index of the first name that describes the end of the module's name, or `none`; number of look-ups."""
+        ends = [module, *(module[i + 1 :] for i, c in enumerate(module) if c == ".")] if self._tables else []
+        best, shapes = none, 0
+        for end in ends:
+            for dots, table in self._tables.get(len(end), {}).items():
+                shapes += 1
+                letters = list(end)
+                if "\n" in letters:
+                    continue
+                for i in dots:
+                    letters[i] = _DOT
+                best = min(best, table.get("".join(letters), best))
+        return best, shapes
+
+
+def _compiled(patterns: list[str]) -> RegexSet | None:
+    """All patterns as one automaton, None without any; each is tried by itself: `a)|(b` is no pattern.
+
+    Raises:
+        MatchError: one cannot be matched, or all together are too large.
+    """
+    size = 0
+    for pattern in patterns:
+        try:
+            size += Regex(pattern).size
+        except MatchError as error:
+            raise MatchError(
+                f"has the entry {pattern[:200]!r}, which is no pattern that can be matched: {error}"
+            ) from None
+        if size > MOST_INSTRUCTIONS:
+            break
     try:
-        Regex(pattern)  # by itself: `a)|(b` would be valid inside the parentheses below
-        return Regex(rf"(?:.*\.)?(?:{pattern})")
+        if size > MOST_INSTRUCTIONS:
+            raise MatchError("together they are too large")
+        return RegexSet([rf"(?:.*\.)?(?:{p})" for p in patterns]) if patterns else None
     except MatchError as error:
-        raise MatchError(f"has the entry {pattern[:200]!r}, which is no pattern that can be matched: {error}") from None
+        raise MatchError(f"has {len(patterns):,} regular expressions: {error}; write names, with '\\.'") from None

@@ -108,7 +108,8 @@ def descend(start: Descent, adam: Adam) -> tuple[Tensor, Stats]:
 
 def descent_workspace(shape: Sequence[int]) -> int:
     """Elements that `accumulate` and `descend` hold at their peak, including the result."""
-    # per batch item: sum, S, residual, result; in work: step, two moments, gradient, root
+    # per batch item: sum, S, residual, result; in work: a term of S and a delta that is brought near 1, or step, two
+    # moments, gradient, root
     entries, square = math.prod(shape[-2:]), shape[-1] ** 2
     batch = math.prod(shape[:-2])
-    return batch * (2 * entries + square) + max(square, (batch + 5) * entries)
+    return batch * (2 * entries + square) + max(square + entries, (batch + 5) * entries)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 EXPERT_COLOURS = 8
 """Colours of the palette (Okabe and Ito, distinct with every common colour blindness); further experts have dashes."""
 
+LEAST = 1e-150
+"""Smallest number that an axis shows; smaller ones are zero for every reader."""
+
 
 def number(value: float | None, digits: int = 3) -> str:
     """Three significant digits; a dash for None."""
@@ -48,7 +51,7 @@ def residual_level(value: float | None) -> str:
 
 def sequential(value: float | None) -> str:
     """Class of a share between 0 and 1, in tenths."""
-    return "none" if value is None else f"q{min(9, max(0, int(10 * value)))}"
+    return "none" if value is None else f"q{int(10 * min(0.9, max(0.0, value)))}"
 
 
 def diverging(value: float | None) -> str:
@@ -88,7 +91,7 @@ class Axis:
 
 def positive_axis(values: Sequence[float]) -> Axis:
     """From zero to a round number above the largest, with about four steps."""
-    top = max([v for v in values if v > 0], default=1.0)
+    top = max([v for v in values if v > LEAST], default=1.0)
     step = next(s for s in _round_steps(top / 4) if s * 4 >= top * 0.999)
     count = math.ceil(top / step - 1e-9)
     return Axis(0.0, count * step, tuple(i * step for i in range(count + 1)))
@@ -101,7 +104,7 @@ def _round_steps(least: float) -> list[float]:
 
 def log_axis(values: Sequence[float], *, include: float = 1.0) -> Axis:
     """Powers of ten around the positive values and `include`; about six labels."""
-    positive = [v for v in values if v > 0] + [include]
+    positive = [v for v in values if v > LEAST] + [include]
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
     low, high = low - (low == high), high
     stride = max(1, math.ceil((high - low) / 6))

@@ -1,0 +1,31 @@
+"""Tables of the two searches for failures, from the files that `python -m fuzz --record` and `chaos --record` write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chaos.results import read_record
+from fuzz.results import read_results
+
+__all__ = ["chaos_table", "fuzz_table"]
+
+Table = Callable[[list[str], list[list[str]]], str]
+
+
+def fuzz_table(table: Table) -> str:
+    """A row per door."""
+    rows = [
+        [r.door, f"{r.cases:,}", str(r.found), f"{1000 * r.slowest:.0f} ms", f"{r.memory / 1e6:.0f} MB"]
+        for r in read_results().values()
+    ]
+    return table(["door", "cases", "found", "slowest", "most memory"], rows)
+
+
+def chaos_table(table: Table) -> str:
+    """A row per sort of output, a column per kind of fault."""
+    record = read_record()
+    assert record is not None, "python -m chaos --record writes it"
+    kinds = sorted({kind for counts in record.by.values() for kind in counts})
+    rows = [[sort, *(str(counts.get(kind, 0)) for kind in kinds)] for sort, counts in record.by.items()]
+    said = f"{record.runs} runs with {record.disturbances} disturbances, {len(record.problems)} problems.\n\n"
+    return said + table(["output", *kinds], rows)

@@ -1,0 +1,7 @@
+"""Doors: importing this package registers all of them."""
+
+from __future__ import annotations
+
+from fuzz.doors import adapters, checkpoints, journals, outputs, paths, recipes, statistics
+
+__all__ = ["adapters", "checkpoints", "journals", "outputs", "paths", "recipes", "statistics"]

@@ -1,0 +1,152 @@
+"""Doors of checkpoints: headers of safetensors files, indexes of shards, configs, torch files."""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import random
+import struct
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from actmat.checkpoints.header import read_header
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.cli.inspect import inspect
+from actmat.experts.resolve import is_adapter
+from actmat.layout import resolve_layout
+from fuzz.doors.folder import in_folder, printed, shows_table
+from fuzz.draw import json_text, mutated_bytes
+from fuzz.harness import Files, door
+
+DTYPES = ("F32", "BF16", "F16", "F64", "I64", "U8", "BOOL", "F8_E4M3", "I4", "X")
+
+
+@cache
+def weights() -> bytes:
+    """A small safetensors file."""
+    return save({"model.a.weight": torch.ones(2, 3), "model.b": torch.zeros(4)}, {"format": "pt"})
+
+
+def _header(rng: random.Random) -> Files:
+    if rng.random() < 0.3:
+        return {"header": mutated_bytes(rng, weights())}
+    entries = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+               "b": {"dtype": rng.choice(DTYPES), "shape": [], "data_offsets": [24, 24 + rng.randrange(9)]},
+               "__metadata__": {"format": "pt"}}  # fmt: skip
+    text = json_text(rng, entries)
+    length = len(text) if rng.random() < 0.9 else rng.choice((0, 2**20, 2**63, 2**64 - 1, len(text) + 1))
+    return {"header": struct.pack("<Q", length) + text + bytes(rng.choice((24, 28, 32)))}
+
+
+def _read_header(files: Files) -> None:
+    content = files["header"]
+    read_header(lambda at, n: content[at : at + n], len(content), file="x")
+
+
+def _opened(folder: Path) -> None:
+    """Open a checkpoint, resolve its layout and read every tensor."""
+    with open_checkpoint(folder) as checkpoint:
+        resolve_layout(checkpoint.specs, checkpoint.config)
+        for name in checkpoint.specs:
+            checkpoint.read(name)
+
+
+def _index(rng: random.Random) -> Files:
+    index = {"metadata": {"total_size": 40},
+             "weight_map": {"model.a.weight": "m.safetensors", "model.b": "m.safetensors"}}  # fmt: skip
+    return {"model.safetensors.index.json": json_text(rng, index), "m.safetensors": weights()}
+
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True, "text_config": {"num_key_value_heads": 2},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "auto_map": {"AutoModel": "x.y"},
+}  # fmt: skip
+FAMILIES = ("gpt2", "phi3", "mixtral", "t5", "bert", "qwen2_moe", "clip", "falcon", "mamba", "x")
+NAMES = (
+    "model.embed_tokens.weight", "lm_head.weight", "transformer.h.0.attn.c_attn.weight", "model.layers.0.mlp.gate_up_proj.weight",
+    "model.layers.0.mlp.experts.0.w1.weight", "model.layers.0.self_attn.qkv_proj.weight", "bn.running_var", "\x1b[2Jactmat: intact",
+    "model.layers.0.input_layernorm.weight", "a" * 200 + " all good",
+)  # fmt: skip
+
+
+@cache
+def _named_weights(first: str, second: str) -> bytes:
+    return save({first: torch.ones(12, 8), second: torch.ones(12, 8)})
+
+
+def _config(rng: random.Random) -> Files:
+    config = dict(CONFIG)
+    if rng.random() < 0.6:
+        del config["quantization_config"]
+    if rng.random() < 0.5:
+        config["model_type"] = rng.choice(FAMILIES)
+    return {"config.json": json_text(rng, config), "model.safetensors": _named_weights(*rng.sample(NAMES, 2))}
+
+
+def _inspected(folder: Path) -> str:
+    """What `actmat inspect` prints of a checkpoint."""
+    with printed() as out:
+        inspect(str(folder), json=not shows_table(folder), every=True)
+    return out.getvalue()
+
+
+@cache
+def torch_files() -> tuple[bytes, bytes, bytes]:
+    """A small state dict as a zip file, as a legacy file, and its pickle."""
+    out = []
+    for as_zip in (True, False):
+        file = io.BytesIO()
+        content = {"a": torch.ones(2, 3), "b": torch.nn.Parameter(torch.zeros(4)), "c": torch.ones(6)[::2]}
+        torch.save(content, file, _use_new_zipfile_serialization=as_zip)
+        out.append(file.getvalue())
+    return out[0], out[1], dict(_members())["archive/data.pkl"]
+
+
+@cache
+def _members() -> tuple[tuple[str, bytes], ...]:
+    file = io.BytesIO()
+    torch.save({"a": torch.ones(2, 3), "b": torch.zeros(4), "c": torch.ones(6)[::2]}, file)
+    with zipfile.ZipFile(file) as archive:
+        return tuple((n, archive.read(n)) for n in archive.namelist())
+
+
+OPCODES = tuple(op.code.encode("latin1") for op in pickletools.opcodes)
+PICKLED = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n", b"cbuiltins\neval\n", b"cos\nsystem\n",
+    b"ccollections\nOrderedDict\n", b"X\x01\x00\x00\x00a", b"J\xff\xff\xff\x7f", b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f",
+    b"X\x07\x00\x00\x00storage", b"(" * 50, b"]" * 50, b"\x85" * 50, b"K\x01",
+)  # fmt: skip
+
+
+def _torch_file(rng: random.Random) -> Files:
+    as_zip, legacy, pickled = torch_files()
+    kind = rng.random()
+    if kind < 0.5:
+        return {"m.pt": mutated_bytes(rng, as_zip if kind < 0.25 else legacy)}
+    if kind < 0.75:
+        text = mutated_bytes(rng, pickled)
+    else:
+        text = b"\x80\x02" + b"".join(rng.choices(OPCODES + PICKLED, k=rng.randrange(40))) + b"."
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if rng.random() < 0.1 else zipfile.ZIP_STORED) as archive:
+        for name, content in _members():
+            if rng.random() < 0.03:
+                continue
+            archive.writestr(name, text if name.endswith("data.pkl") else content)
+    return {"m.pt": file.getvalue()}
+
+
+def _read_torch(folder: Path) -> None:
+    is_adapter(folder / "m.pt")
+    _opened(folder / "m.pt")
+
+
+door("headers", _header, _read_header)
+door("indexes", _index, in_folder(_opened))
+door("configs", _config, in_folder(_inspected))
+door("torch files", _torch_file, in_folder(_read_torch))

@@ -1,0 +1,174 @@
+"""The fuzzer sees every sort of broken promise, and its records are of what it ran."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz.harness import DOORS, Door, Files, case_of, keep_case, kept_cases, signature
+from fuzz.worker import Batch, run_batch, run_files
+
+from actmat.errors import CheckpointError
+from fuzz import __main__ as command
+from fuzz import draw, harness, results
+
+
+class RawError(CheckpointError):
+    """An error that shows foreign text as it is."""
+
+    def __str__(self) -> str:
+        return self.headline
+
+
+def _refuse(text: str) -> str:
+    raise RawError(text)
+
+
+def _hidden(allocate: Callable[[], object]) -> str:
+    try:
+        allocate()
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError("the file is damaged") from error
+    return ""
+
+
+def _spin() -> str:
+    while True:
+        sum(range(1000))
+
+
+def _exit() -> str:
+    import os
+
+    os._exit(3)
+
+
+def _crash() -> str:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return ""
+
+
+READS: dict[str, Callable[[], str | None]] = {
+    "fine": lambda: "two\nlines",
+    "refused": lambda: _refuse("two\nlines"),
+    "escape": lambda: _refuse("\x1b[2J"),
+    "shown": lambda: "a\rb",
+    "reversed": lambda: _refuse("\u202e"),
+    "c1": lambda: "\x9b",
+    "surrogate": lambda: "\udcff",
+    "python": lambda: str(len(bytearray(400_000_000))),
+    "native": lambda: str(torch.ones(100_000_000).shape),
+    "untouched": lambda: str(torch.empty(100_000_000).shape),
+    "giant": lambda: _hidden(lambda: torch.empty(10**12)),
+    "giant list": lambda: _hidden(lambda: [0] * 10**12),
+    "foreign": lambda: str({}["x"]),
+    "slow": lambda: str(sum(range(20_000_000))),
+    "endless": _spin,
+    "exit": _exit,
+    "crash": _crash,
+}
+WHY = {
+    **dict.fromkeys(("escape", "shown", "reversed", "c1", "surrogate"), "control character"),
+    **dict.fromkeys(("python", "native", "untouched"), "bytes, at most"),
+    **dict.fromkeys(("giant", "giant list"), "an allocation that failed"),
+    "foreign": "KeyError",
+    "slow": "s, at most",
+    "endless": "SIGPROF",
+    "exit": "exit code 3",
+    "crash": "SIGSEGV",
+}
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Door:
+    """A door whose case says what its reader does, with short limits and a folder of its own for cases."""
+    monkeypatch.setattr("fuzz.worker.KILLED_AFTER", 2.0)
+    monkeypatch.setattr(harness, "SEEDS", tmp_path / "seeds")
+    made = Door("toy", lambda rng: {"what": rng.choice(("fine", "refused")).encode()},
+                lambda files: READS[files["what"].decode()]())  # fmt: skip
+    monkeypatch.setitem(DOORS, "toy", made)
+    return made
+
+
+@pytest.mark.parametrize("what", sorted(READS))
+def test_broken_promises_are_seen(what: str, toy: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "MAX_SECONDS", 0.1 if what == "slow" else 10.0)
+    batch = run_files("toy", [{"what": b"fine"}, {"what": what.encode()}])
+    if what not in WHY:
+        assert batch.cases == 2
+        assert not batch.failures
+    else:
+        ((number, _, said),) = batch.failures
+        assert number == 1
+        assert WHY[what] in said
+
+
+def test_a_case_is_a_function_of_seed_and_number() -> None:
+    for name in ("headers", "recipes", "patterns"):
+        assert case_of(DOORS[name], 3, 17) == case_of(DOORS[name], 3, 17) != case_of(DOORS[name], 3, 18)
+        assert case_of(DOORS[name], 4, 17) != case_of(DOORS[name], 3, 17)
+
+
+def test_a_batch_ends_at_its_deadline(toy: Door) -> None:
+    assert run_batch("toy", 0, 0, 10**9, deadline=time.monotonic() + 0.1).cases < 10**6
+
+
+def test_values_that_are_drawn_can_be_written() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        mutated = draw.mutated_json(rng, {"a": [1, {"b": "c"}], "d": {}})
+        json.dumps(mutated)
+        assert isinstance(draw.json_text(rng, {"a": 1}), bytes)
+    assert draw.mutated_bytes(rng, b"") is not None
+
+
+def test_failing_cases_are_kept_and_told_apart(toy: Door, capsys: pytest.CaptureFixture[str]) -> None:
+    files: Files = {"a": b"1", "b": b"2"}
+    folder = keep_case("toy", files)
+    assert list(kept_cases("toy")) == [(folder.name, files)]
+    assert list(kept_cases("other")) == []
+    kinds = [signature(KeyError("x")), signature(ValueError("x")), signature(harness.BrokenPromise("9 s, at most"))]
+    assert len(set(kinds)) == 3
+
+
+def test_a_recording_goes_on_where_it_stopped(
+    toy: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results.json")
+    seen: list[tuple[int, int]] = []
+
+    def batch(name: str, seed: int, first: int, count: int, **_: object) -> Batch:
+        seen.append((first, count))
+        return run_batch(name, seed, first, count)
+
+    monkeypatch.setattr(command, "run_batch", batch)
+    run = ["python -m fuzz", "--record", "--door", "toy", "--cases"]
+    monkeypatch.setattr("sys.argv", [*run, "10"])
+    assert command.main() == 0
+    monkeypatch.setattr("sys.argv", [*run, "30"])
+    assert command.main() == 0
+    row = results.read_results()["toy"]
+    assert (row.cases, row.found, seen) == (30, 0, [(0, 10), (10, 20)])
+    assert row.rate > 0
+    assert "30 cases, 0 found" in capsys.readouterr().out
+
+
+def test_failures_are_reported_with_the_command_that_repeats_them(
+    toy: Door, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(DOORS, "toy", Door("toy", lambda rng: {"what": b"foreign"}, toy.read))
+    monkeypatch.setattr("sys.argv", ["python -m fuzz", "--door", "toy", "--seed", "5", "--minutes", "0.1"])
+    assert command.main() == 1
+    said = capsys.readouterr().out
+    assert "--door 'toy' --seed 5 --case 0: KeyError" in said
+    assert [files for _, files in kept_cases("toy")] == [{"what": b"foreign"}]
+    monkeypatch.setattr("sys.argv", ["python -m fuzz", "--door", "toy", "--seed", "5", "--case", "0"])
+    assert command.main() == 1
