@@ -11,11 +11,11 @@ from tests.helpers.rates import RATE, rates_of
 
 import actmat as library
 from actmat.errors import RecipeError
-from actmat.linalg.operations import total
+from actmat.linalg.operations import Operation, total
 from actmat.plan.operations import item_operations
 from actmat.timing.predict import duration, parse_nodes, predict
 from actmat.timing.rates import save_rates
-from actmat.timing.work import work_of
+from actmat.timing.work import _Counter, work_of
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def rates(tmp_path: Path) -> Path:
 
 def test_work_of_one_tensor_by_hand(family: Family) -> None:
     plan = library.plan(family.base, family.experts)
-    by_name = {w.name: w for w in work_of(plan, rates_of(), busy=False)}
+    by_name = {w.name: w for w in work_of(plan, rates_of(), workers=1)}
     assert len(by_name) == len(plan.items)
     for name in (UP0, EMBEDDING):
         item, work = plan.by_name[name], by_name[name]
@@ -45,15 +45,25 @@ def test_work_of_one_tensor_by_hand(family: Family) -> None:
 def test_busy_cores_are_slower_and_tensors_cost_something(family: Family) -> None:
     plan = library.plan(family.base, family.experts)
     busy = {"matrix": 0.5, "entry": 0.25}
-    alone = work_of(plan, rates_of(busy=busy), busy=False)
-    together = work_of(plan, rates_of(busy=busy, tensor_s=1.0), busy=True)
+    alone = work_of(plan, rates_of(cores=2, busy=busy), workers=1)
+    together = work_of(plan, rates_of(cores=2, busy=busy, tensor_s=1.0), workers=2)
     for one, other in zip(alone, together, strict=True):
         assert 2 * one.seconds < other.seconds - 1.0 <= 4 * one.seconds * (1 + 1e-9)
 
 
 def test_units_begin_in_the_order_of_planned_time(family: Family) -> None:
-    works = work_of(library.plan(family.base, family.experts), rates_of(), busy=False)
+    works = work_of(library.plan(family.base, family.experts), rates_of(), workers=1)
     assert works[0].name == "lm_head.weight"
+
+
+def test_panels_are_those_that_the_workers_of_a_node_can_use(family: Family) -> None:
+    """Half of the products have two panels, half have ten: five workers are 1 / (1/2 / 2 + 1/2 / 5) times as fast."""
+    operations = [Operation("product", 1000, 64, panels=n) for n in (1, 2, 10)]
+    plan = library.plan(family.base, family.experts)
+    for workers, panels in ((1, 1.0), (5, 1 / (0.5 / 2 + 0.5 / 5)), (50, 1 / (0.5 / 2 + 0.5 / 10))):
+        serial, shared, found = _Counter(plan, rates_of(), None, workers)._sums(plan.by_name[UP0], operations)
+        assert (serial, shared) == pytest.approx((1e-6, 2e-6))
+        assert found == pytest.approx(panels)
 
 
 def test_pools_are_one_unit(family: Family) -> None:
@@ -61,7 +71,7 @@ def test_pools_are_one_unit(family: Family) -> None:
     for folder in (family.base, *family.experts):
         family.change(folder, lambda t: t.update({f"{stem}.v_proj.weight": t[f"{stem}.q_proj.weight"].clone()}))
     plan = library.plan(family.base, family.experts, pool=["*.layers.0.self_attn.*_proj.weight"])
-    assert len(work_of(plan, rates_of(), busy=False)) == len(plan.items) - 1
+    assert len(work_of(plan, rates_of(), workers=1)) == len(plan.items) - 1
 
 
 def test_devices_take_their_own_rates(family: Family) -> None:
@@ -70,8 +80,8 @@ def test_devices_take_their_own_rates(family: Family) -> None:
 
     plan = plan_recipe(recipe, device="cuda:0")
     with pytest.raises(RecipeError, match="have no device 'cuda'"):
-        work_of(plan, rates_of(), busy=False)
-    by_name = {w.name: w for w in work_of(plan, rates_of(devices=True), busy=False)}
+        work_of(plan, rates_of(), workers=1)
+    by_name = {w.name: w for w in work_of(plan, rates_of(devices=True), workers=1)}
     item = plan.by_name[UP0]
     nbytes = item.cost.read_bytes + item.cost.write_bytes
     operations = item_operations(item, "float32")

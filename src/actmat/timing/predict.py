@@ -102,7 +102,7 @@ def predict(
         RecipeError: `nodes`, `bandwidth` or `network` cannot be read, or the rates lack the plan's device.
     """
     count, workers = parse_nodes(nodes, rates.cores if plan.device == "cpu" else 1)
-    works = work_of(plan, rates, busy=workers > 1 and rates.cores > 1)
+    works = work_of(plan, rates, workers=workers)
     host = rates.rates
     own = _mixed(plan, host.disk_read, host.disk_write)
     if bandwidth is not None or network is not None:  # the node's own disk holds nothing of it

@@ -121,8 +121,8 @@ class _Stage:
         return len(self._ends)
 
     @property
-    def panels(self) -> int:
-        """The fewest panels of a unit in this stage."""
+    def panels(self) -> float:
+        """The least `Work.panels` in this stage."""
         return min(w.panels for _, _, w in self._ends)
 
     def advance(self, now: float) -> None:

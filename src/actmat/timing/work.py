@@ -26,7 +26,8 @@ class Work:
         read_bytes, write_bytes: traffic to and from storage.
         serial_s: seconds of one worker that no other can take over.
         shared_s: seconds of one worker that are cut into `panels`, which idle workers of its node may share.
-        panels: number of panels of the coarsest cut.
+        panels: how many times faster all workers of a node compute these; not a whole number, as some computations
+            have fewer panels than others.
         host_bytes: peak memory.
     """
 
@@ -35,7 +36,7 @@ class Work:
     write_bytes: int
     serial_s: float
     shared_s: float = 0.0
-    panels: int = 1
+    panels: float = 1.0
     host_bytes: int = 0
 
     @property
@@ -44,13 +45,13 @@ class Work:
         return self.serial_s + self.shared_s
 
 
-def work_of(plan: MergePlan, rates: Rates, *, busy: bool) -> list[Work]:
+def work_of(plan: MergePlan, rates: Rates, *, workers: int) -> list[Work]:
     """Work of all units, in the order in which an executor of several workers begins them.
 
     Args:
         plan: what is to be done.
         rates: of each machine that does it.
-        busy: whether all cores of a machine are at work at the same time.
+        workers: number of workers on a machine.
 
     Raises:
         RecipeError: the plan computes on a device of which the rates say nothing.
@@ -65,7 +66,7 @@ def work_of(plan: MergePlan, rates: Rates, *, busy: bool) -> list[Work]:
                 "run 'actmat calibrate' on a machine with one, or write its rates into the file (docs/commands/"
                 "calibrate.md), and give it with --rates."
             )
-    counter = _Counter(plan, rates, device, busy=busy)
+    counter = _Counter(plan, rates, device, workers)
     units = sorted(plan_units([plan], [()], None), key=planned_seconds, reverse=True)
     return [counter.work(unit) for unit in units]
 
@@ -73,14 +74,15 @@ def work_of(plan: MergePlan, rates: Rates, *, busy: bool) -> list[Work]:
 class _Counter:
     """Turns operations and bytes into seconds; equal tensors are counted once."""
 
-    def __init__(self, plan: MergePlan, rates: Rates, device: DeviceRates | None, *, busy: bool) -> None:
+    def __init__(self, plan: MergePlan, rates: Rates, device: DeviceRates | None, workers: int) -> None:
         self._plan = plan
         self._host = rates.rates
         self._device = device
         self._dtype = plan.recipe.compute_dtype
-        self._matrix = rates.rates.busy["matrix"] if busy else 1.0
-        self._entry = rates.rates.busy["entry"] if busy else 1.0
-        self._known: dict[object, tuple[float, float, int]] = {}
+        self._workers = workers
+        busy = rates.rates.busy if min(workers, rates.cores) > 1 else {}
+        self._matrix, self._entry = busy.get("matrix", 1.0), busy.get("entry", 1.0)
+        self._known: dict[object, tuple[float, float, float]] = {}
 
     def work(self, unit: Unit) -> Work:
         """Work of one unit."""
@@ -106,35 +108,31 @@ class _Counter:
             found += item.numel * (stored / self._host.delta + 1 / self._host.output)
         return self._host.tensor_s + found / self._entry
 
-    def _computing(self, items: Sequence[Item]) -> tuple[float, float, int]:
-        """Seconds that are serial and shared, and the number of panels, of a method on an item or a pool."""
+    def _computing(self, items: Sequence[Item]) -> tuple[float, float, float]:
+        """Seconds that are serial and shared, and `Work.panels`, of a method on an item or a pool."""
         item = items[0] if len(items) == 1 else pooled(items)
         if item.call is None:
-            return 0.0, 0.0, 1
+            return 0.0, 0.0, 1.0
         ranks = tuple(0 if s is None else s.rank for s in item.sources)
         key = (item.call.method, str(item.call.options), item.shape, item.layout, item.form, ranks)
         if key not in self._known:
             self._known[key] = self._sums(item, item_operations(item, self._dtype))
         return self._known[key]
 
-    def _sums(self, item: Item, operations: Sequence[Operation]) -> tuple[float, float, int]:
-        serial = shared = 0.0
-        panels: list[int] = []
+    def _sums(self, item: Item, operations: Sequence[Operation]) -> tuple[float, float, float]:
+        serial = shared = together = 0.0
         assert item.call is not None
         on_device = self._device is not None and get_method(item.call.method).acts_on != "elementwise"
         if on_device and self._device is not None:  # deltas go there, the result comes back
             moved = item.numel * (len(item.sources) + 1) * (8 if self._dtype == "float64" else 4)
-            return (
-                sum(seconds(o, self._device, self._dtype) for o in operations) + moved / self._device.transfer,
-                0.0,
-                1,
-            )
+            computing = sum(seconds(o, self._device, self._dtype) for o in operations)
+            return computing + moved / self._device.transfer, 0.0, 1.0
         for operation in operations:
             took = seconds(operation, self._host, self._dtype)
             took /= self._entry if operation.kind == "entry" else self._matrix
             if operation.panels > 1:
                 shared += took
-                panels.append(operation.panels)
+                together += took / min(self._workers, operation.panels)
             else:
                 serial += took
-        return serial, shared, min(panels, default=1)
+        return serial, shared, shared / together if together else 1.0
