@@ -18,7 +18,7 @@ from actmat.report import read_manifest, verify
 from actmat.report.manifest import input_location
 from actmat.settings import RunSettings
 
-__all__ = ["finished_manifest", "has_manifest_of"]
+__all__ = ["check_finished", "has_manifest_of"]
 
 
 def has_manifest_of(recipe: Recipe, out: Path) -> bool:
@@ -29,8 +29,8 @@ def has_manifest_of(recipe: Recipe, out: Path) -> bool:
         return False
 
 
-def finished_manifest(plan: MergePlan, out: Path, settings: RunSettings) -> dict[str, Any]:
-    """The manifest of `out`, after its tensors and inputs were compared with it; leftovers of its run are removed.
+def check_finished(plan: MergePlan, out: Path, settings: RunSettings) -> None:
+    """Compare the tensors of `out` and its inputs with its manifest, and that with the plan; remove leftovers.
 
     Raises:
         OutputError: it is not what this plan would give now, or another process builds there.
@@ -47,7 +47,6 @@ def finished_manifest(plan: MergePlan, out: Path, settings: RunSettings) -> dict
             f"recipe, but is not what the recipe gives now: {said}"
         )
     Staging(out, plan.fingerprint()).sweep()
-    return manifest
 
 
 def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:

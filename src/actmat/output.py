@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,29 @@ from actmat.settings import RunSettings
 __all__ = ["StagedOutput", "check_outputs", "staged_outputs"]
 
 
+Entries = Mapping[str, Mapping[str, Any]]
+"""Journal entries by the name of their item."""
+
+
+class JournalRecords(Mapping[str, Record]):
+    """Records of finished items, read from the journal when they are asked for: a merge keeps none in memory."""
+
+    def __init__(self, journal: Entries) -> None:
+        self._journal = journal
+
+    def __getitem__(self, name: str) -> Record:
+        record = Record.from_json(self._journal[name])
+        if record is None:
+            raise OutputError(f"The journal was changed while its merge ran: its entry of '{name}' is damaged.")
+        return record
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._journal)
+
+    def __len__(self) -> int:
+        return len(self._journal)
+
+
 @dataclass
 class StagedOutput:
     """An output that is being built.
@@ -44,7 +67,7 @@ class StagedOutput:
 
     plan: MergePlan
     writer: SinkSource
-    records: dict[str, Record] = field(default_factory=dict)
+    records: Mapping[str, Record] = field(default_factory=dict)
     stage: Staging | None = None
     done: frozenset[str] = frozenset()
 
@@ -69,13 +92,15 @@ class StagedOutput:
         return self.stage
 
     def keep(self, record: Record) -> None:
-        """Add a finished item to the journal."""
-        self.records[record.name] = record
+        """Add a finished item to the journal, which is all that keeps it; in memory where there is none."""
         if self.stage is not None:
             self.stage.record(record.to_json())
+        else:
+            assert isinstance(self.records, dict)
+            self.records[record.name] = record
 
-    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> dict[str, Any]:
-        """Close the shards, write everything that goes with them; returns the manifest.
+    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> None:
+        """Close the shards, write everything that goes with them.
 
         Args:
             inputs: opened.
@@ -101,7 +126,6 @@ class StagedOutput:
                 self.plan, self.records, inputs.experts, out=stage.out, seconds=seconds, files=copied
             )
             write_manifest(stage.path, manifest, sha256=sha256)
-        return manifest
 
     def write_report(self, seconds: float) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
@@ -145,8 +169,10 @@ def staged_outputs(
             for stage, plan, journal in zip(stages, plans, journals, strict=True):
                 writer = ShardWriter(stage.path, plan.shards, durable=settings.durable)
                 stack.callback(writer.close)
-                records = dict(_intact(plan, journal, writer, observed=settings.diagnose))
-                outputs.append(StagedOutput(plan, writer, records, stage, frozenset(records)))
+                intact = frozenset(_intact(plan, journal, writer, observed=settings.diagnose))
+                for name in journal.keys() - intact:
+                    journal.drop(name)
+                outputs.append(StagedOutput(plan, writer, JournalRecords(journal), stage, intact))
             yield outputs
             for stage in stages:
                 stage.commit()
@@ -168,10 +194,8 @@ def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseExc
         error.add_note(f"{kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
-def _intact(
-    plan: MergePlan, journal: dict[str, dict[str, Any]], writer: ShardWriter, *, observed: bool
-) -> Iterator[tuple[str, Record]]:
-    """Records of items that an earlier run finished and whose bytes are as they were; measured ones if wanted."""
+def _intact(plan: MergePlan, journal: Entries, writer: ShardWriter, *, observed: bool) -> Iterator[str]:
+    """Items that an earlier run finished and whose bytes are as they were; measured ones if wanted."""
     for name, entry in journal.items():
         record, item = Record.from_json(entry), plan.by_name.get(name)
         if record is None or item is None or not _is_record_of(record, item):
@@ -180,7 +204,7 @@ def _intact(
         if observed and not measured and item.call is not None and item.is_observed:
             continue
         if all(writer.holds(n, digest) for n, digest in record.hashes.items()):
-            yield name, record
+            yield name
 
 
 def _is_record_of(record: Record, item: Item) -> bool:

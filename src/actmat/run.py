@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_errors
-from actmat.finished import finished_manifest, has_manifest_of
+from actmat.finished import check_finished, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.plan import MergePlan
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
+from actmat.report import Totals, read_manifest, sum_records
 from actmat.settings import RunSettings
 
 __all__ = [
@@ -37,27 +39,32 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MergeReport:
     """Result of one merge.
 
     Args:
         out: directory of the merged model.
         plan: what was planned.
-        manifest: contents of `actmat_manifest.json`.
         seconds: wall time of this run.
         resumed: items taken over from an interrupted run.
         diagnosis: contents of `report.json`, where one was asked for.
         was_finished: an earlier call finished the output; it was only verified.
+        totals: sums over all tensors; zeros where `was_finished`.
     """
 
     out: Path
     plan: MergePlan
-    manifest: Mapping[str, Any]
     seconds: float
     resumed: int = 0
     diagnosis: Diagnosis | None = None
     was_finished: bool = False
+    totals: Totals = field(default_factory=Totals)
+
+    @functools.cached_property
+    def manifest(self) -> Mapping[str, Any]:
+        """Contents of `actmat_manifest.json`, read when they are first asked for: about 2 kB per tensor."""
+        return read_manifest(self.out)
 
 
 def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
@@ -125,10 +132,10 @@ def _finished(plan: MergePlan, out: Path, settings: RunSettings) -> MergeReport:
         OutputError: it is not what the plan gives now.
     """
     began = time.perf_counter()
-    manifest = finished_manifest(plan, out, settings)
+    check_finished(plan, out, settings)
     diagnosis = read_diagnosis(out) if settings.diagnose else None
     items = sum(i.action != "tie" for i in plan.items)
-    return MergeReport(out, plan, manifest, time.perf_counter() - began, items, diagnosis, was_finished=True)
+    return MergeReport(out, plan, time.perf_counter() - began, items, diagnosis, was_finished=True)
 
 
 def _merge(
@@ -145,11 +152,13 @@ def _merge(
         _execute(outputs, inputs, settings.executor, resources, observers, progress)
         progress.finishing()
         reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
-        manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
+        for o in outputs:
+            o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256)
+        totals = [sum_records(o.plan, o.records) for o in outputs]
     seconds = time.perf_counter() - began
     return [
-        MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
-        for i, (o, manifest, n) in enumerate(zip(outputs, manifests, resumed, strict=True))
+        MergeReport(o.out, o.plan, seconds, n, reports[i] if reports else None, totals=total)
+        for i, (o, total, n) in enumerate(zip(outputs, totals, resumed, strict=True))
     ]
 
 

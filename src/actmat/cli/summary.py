@@ -89,8 +89,8 @@ def print_summary(report: MergeReport) -> None:
     )
     for note in plan.notes:
         console.print(f"  note: {escape(note)}")
-    if not to_adapter and (nonfinite := sum(t["nonfinite"] for t in report.manifest["tensors"])):
-        console.print(f"  note: {nonfinite} NaN or Inf entries of experts were treated as unchanged")
+    if not to_adapter and report.totals.nonfinite:
+        console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     if report.diagnosis is not None:
         from actmat.cli.diagnosis import print_checks
 
@@ -102,7 +102,7 @@ def _model_lines(report: MergeReport) -> list[str]:
 
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(report.plan.items).items() if n)
-    unchanged = sum(t["unchanged"] and t["action"] in ("merge", "average") for t in report.manifest["tensors"])
+    unchanged = report.totals.unchanged
     return [counts + (f"; {unchanged} of them unchanged by every expert" if unchanged else "")]
 
 
@@ -111,15 +111,11 @@ def _adapter_lines(report: MergeReport) -> list[str]:
     full = len(report.plan.items) - len(modules)
     lines = [
         f"{len(modules)} modules of rank {max((m.pair.rank for m in modules), default=0)}, {full} full tensors; "
-        f"relative error of the truncation {report.manifest['output']['relative_error']:.2e}"
+        f"relative error of the truncation {report.totals.relative_error:.2e}"
     ]
-    stats = [m["stats"] for m in report.manifest["modules"] if "norm" in m["stats"]]
-    if stats:
-        merged = sum(s["norm"] ** 2 for s in stats) ** 0.5
-        total = sum(s["sum_norm"] ** 2 for s in stats) ** 0.5
-        experts = [sum(n**2 for n in ns) ** 0.5 for ns in zip(*(s["expert_norms"] for s in stats), strict=True)]
+    if (norms := report.totals.norms) is not None:
         lines.append(
-            f"norm of the merged delta {merged:.4g}; of the experts' {', '.join(f'{n:.4g}' for n in experts)}; of "
-            f"their sum {total:.4g}"
+            f"norm of the merged delta {norms.merged:.4g}; of the experts' "
+            f"{', '.join(f'{n:.4g}' for n in norms.experts)}; of their sum {norms.total:.4g}"
         )
     return lines

@@ -15,25 +15,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 import stat
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from actmat.bounds import kind_of_file, list_folder, local_path, parse_object, read_bytes
+from actmat.bounds import kind_of_file, list_folder, local_path
+from actmat.checkpoints.writing.journal import Journal
 from actmat.errors import OutputError, format_size
 
-__all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_path", "disk_errors"]
+__all__ = ["BOOKKEEPING", "JOURNAL_NAME", "MANIFEST_NAME", "PLAN_NAME", "Staging", "check_output_path", "disk_errors"]
 
 JOURNAL_NAME = "journal.jsonl"
+PLAN_NAME = "plan.json"
+BOOKKEEPING = frozenset({JOURNAL_NAME, PLAN_NAME})
+"""Files of a partial folder that are no files of the output."""
+
 MANIFEST_NAME = "actmat_manifest.json"
 LONGEST_NAME = 255
 LOCK_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-MAX_JOURNAL_BYTES = 2_000_000_000
 
 
 def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
@@ -155,17 +157,16 @@ class Staging:
         self._journal_aside = _sibling(out, "journal")
         self._lock_path = _sibling(out, "lock")
         self._lock_file: IO[bytes] | None = None
-        self._journal: IO[bytes] | None = None
+        self._journal: Journal | None = None
         self._made: list[Path] = []
-        self._names: set[str] = set()
-        self._mutex = threading.Lock()
+        self._gone = False
 
     @property
     def finished(self) -> int:
         """Number of items in the journal; 0 when it is gone, because the output was committed or discarded."""
-        return len(self._names)
+        return 0 if self._journal is None or self._gone else len(self._journal)
 
-    def open(self) -> dict[str, dict[str, Any]]:
+    def open(self) -> Journal:
         """Take the lock and read the journal: tensor name -> its entry, for tensors finished earlier."""
         with disk_errors(self.out.parent):
             self._made = [p for p in (self.out.parent, *self.out.parent.parents) if not p.exists()]
@@ -180,24 +181,22 @@ class Staging:
             if self._journal_aside.exists() and self.path.exists():
                 os.rename(self._journal_aside, self.path / JOURNAL_NAME)  # stopped before the last rename of `commit`
             self._journal_aside.unlink(missing_ok=True)
-            done = self._read_journal()
-            if done is None:
+            self._journal = self._read_journal()
+            if self._journal is None:
                 if self.path.exists():
                     shutil.rmtree(self.path)
                 self.path.mkdir()
-                done = {}
-            fresh = not (self.path / JOURNAL_NAME).exists()
-            self._journal = (self.path / JOURNAL_NAME).open("ab", buffering=0)  # a buffer would fail again when closed
-            if fresh:
-                self._append({"actmat_journal": 1, "fingerprint": self.fingerprint})
-        self._names = set(done)
-        return done
+                self._journal = Journal(self.path / JOURNAL_NAME)
+                self._journal.start({"actmat_journal": 1, "fingerprint": self.fingerprint})
+            else:
+                self._journal.resume()
+        return self._journal
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one finished tensor; called after its last byte is written. Thread-safe."""
+        assert self._journal is not None
         with disk_errors(self.path):
-            self._append(entry)
-        self._names.add(entry["name"])
+            self._journal.append(entry)
 
     def commit(self) -> None:
         """Remove the journal, flush the directory and rename it to the final name, when everything is written."""
@@ -206,6 +205,7 @@ class Staging:
             if problems := _occupied(self.out, overwrite=self.overwrite):
                 raise OutputError(problems[0])
             self._journal.close()
+            (self.path / PLAN_NAME).unlink(missing_ok=True)
             os.rename(self.path / JOURNAL_NAME, self._journal_aside)
             _sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
@@ -213,8 +213,7 @@ class Staging:
                     shutil.rmtree(self._previous)
                 os.rename(self.out, self._previous)
             os.rename(self.path, self.out)
-            self.committed = True
-            self._names.clear()
+            self.committed = self._gone = True
             _sync_directory(self.out.parent)
             self._journal_aside.unlink()
             if self._previous.exists():
@@ -251,7 +250,7 @@ class Staging:
         if self._lock_file is not None and self._journal is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._journal_aside.unlink(missing_ok=True)
-            self._names.clear()
+            self._gone = True
         self.close()
         with contextlib.suppress(OSError):
             for folder in self._made:
@@ -273,47 +272,22 @@ class Staging:
             else:  # its owner removed it between our opening and our locking
                 file.close()
 
-    def _read_journal(self) -> dict[str, dict[str, Any]] | None:
-        """Entries of the journal; None if there is none with the fingerprint of this run."""
-        journal = self.path / JOURNAL_NAME
-        if not os.path.exists(journal) or _foreign(self.path):
+    def _read_journal(self) -> Journal | None:
+        """The journal; None if there is none with the fingerprint of this run."""
+        path = self.path / JOURNAL_NAME
+        if not os.path.exists(path) or _foreign(self.path):
             return None
         try:
-            lines = read_bytes(journal, most=MAX_JOURNAL_BYTES, error=OutputError).split(b"\n")
+            journal = Journal.read(path)
         except OutputError:  # not written by a run
             return None
-        whole = lines[:-1]  # a line without its newline was being written when the process died
-        entries = list(_entries(whole))
-        if not entries or entries[0].get("fingerprint") != self.fingerprint:
-            return None
-        if lines[-1] or len(entries) < len(whole):  # cut, not written again: the disk may be full
-            os.truncate(journal, sum(len(line) + 1 for line in whole[: len(entries)]))
-        return {e["name"]: e for e in entries[1:]}
-
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        assert self._journal is not None
-        with self._mutex:
-            line = memoryview((json.dumps(entry) + "\n").encode())
-            while line:
-                line = line[self._journal.write(line) :]
+        return journal if journal.head.get("fingerprint") == self.fingerprint else None
 
 
 def _foreign(folder: Path) -> bool:
     """True if the folder holds anything but regular files: no run left it, and a link would be written through."""
     with os.scandir(folder) as entries:
         return not all(entry.is_file(follow_symlinks=False) for entry in entries)
-
-
-def _entries(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Entries before the first damaged line."""
-    for number, line in enumerate(lines):
-        try:
-            entry = parse_object(line, JOURNAL_NAME, error=OutputError)
-        except OutputError:
-            return
-        if number and not isinstance(entry.get("name"), str):
-            return
-        yield entry
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
