@@ -5,8 +5,8 @@
 
 Plans are of a mixture of 66 layers with 512 experts each (102,303 tensors, 1.07e12 parameters) and two fine-tuned
 copies. These checkpoints are headers and holes: files of the true size that take a few megabytes of disk, because a
-plan reads headers only. *plan* prints it grouped, *plan --json* prints all of it, *plan --part* one part of 64; *reload*
-reads that JSON and makes units of it, as a worker in another process does.
+plan reads headers only. *plan* prints it grouped, *plan --json* prints all of it, *plan --part* one part of 64;
+*reload* reads that JSON and makes units of it, as a worker in another process does.
 
 Merges are averages of two experts with tensors of 16 entries, by one worker, not synced. *per tensor* is the difference
 of two merges, with all tensors and with half of them, over the difference of their numbers: of the peak, and of the

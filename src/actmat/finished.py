@@ -18,7 +18,7 @@ from actmat.report import read_manifest, verify
 from actmat.report.manifest import input_location
 from actmat.settings import RunSettings
 
-__all__ = ["check_finished", "has_manifest_of"]
+__all__ = ["check_finished", "check_same_merge", "has_manifest_of"]
 
 
 def has_manifest_of(recipe: Recipe, out: Path) -> bool:
@@ -47,6 +47,17 @@ def check_finished(plan: MergePlan, out: Path, settings: RunSettings) -> None:
             f"recipe, but is not what the recipe gives now: {said}"
         )
     Staging(out, plan.fingerprint()).sweep()
+
+
+def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
+    """Compare the manifest of `out` with the plan; no tensor is read.
+
+    Raises:
+        OutputError: it is not what this plan would give now.
+    """
+    problems = list(_differences(plan, read_manifest(out), out, settings))
+    if problems:
+        raise OutputError(f"{out} is finished, but is not what the recipe gives now.", problems)
 
 
 def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:

@@ -34,6 +34,8 @@ from actmat.settings import RunSettings
 __all__ = [
     "MergeReport",
     "diagnose_recipe",
+    "execute_units",
+    "out_path",
     "plan_recipe",
     "run_recipes",
 ]
@@ -103,7 +105,7 @@ def run_recipes(
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
     _check_shared(recipes)
-    outs = [_out_path(r) for r in recipes]
+    outs = [out_path(r) for r in recipes]
     problems = Problems()
     if settings.diagnose:
         check_mutes(recipes)
@@ -149,7 +151,7 @@ def _merge(
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
         check_values(inputs)
-        _execute(outputs, inputs, settings.executor, resources, observers, progress)
+        execute_units(outputs, inputs, settings.executor, resources, observers, progress)
         progress.finishing()
         reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
         for o in outputs:
@@ -185,11 +187,11 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
         check_values(inputs)
-        _execute([output], inputs, settings.executor, resources, observers, progress)
+        execute_units([output], inputs, settings.executor, resources, observers, progress)
         return build_diagnosis(plan, output.records, out=None, seconds=time.perf_counter() - began)
 
 
-def _execute(
+def execute_units(
     outputs: Sequence[StagedOutput],
     inputs: Inputs,
     executor_name: str,
@@ -274,7 +276,12 @@ def _without_weights(value: Any) -> Any:
     return [(e.path, e.label, e.statistics) for e in value] if isinstance(value, tuple) else value
 
 
-def _out_path(recipe: Recipe) -> Path:
+def out_path(recipe: Recipe) -> Path:
+    """Final directory of a recipe's output.
+
+    Raises:
+        RecipeError: it names none.
+    """
     if recipe.out is None:
         raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
     out = Path(recipe.out)

@@ -25,12 +25,14 @@ class Unit:
         name: of the first item, for messages.
         traffic: bytes read and written.
         host_bytes: peak memory of one worker.
+        flops: floating-point operations, leading terms.
     """
 
     groups: tuple[tuple[Member, ...], ...]
     name: str
     traffic: int
     host_bytes: int
+    flops: int = 0
 
 
 def plan_units(
@@ -64,6 +66,7 @@ def _unit(plans: Sequence[MergePlan], groups: Sequence[tuple[Member, ...]], obse
         name=items[0][0].name,
         traffic=sum(max(i.cost.read_bytes + i.cost.write_bytes for i in group) for group in items),
         host_bytes=max(_host_bytes(group, width) for group in items) + observing,
+        flops=sum(i.cost.flops for group in items for i in group),
     )
 
 

@@ -14,19 +14,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from actmat.bounds import kind_of_file, list_folder, local_path
 from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError, format_size
 
-__all__ = ["BOOKKEEPING", "JOURNAL_NAME", "MANIFEST_NAME", "PLAN_NAME", "Staging", "check_output_path", "disk_errors"]
+__all__ = [
+    "BOOKKEEPING",
+    "JOURNAL_NAME",
+    "MANIFEST_NAME",
+    "PLAN_NAME",
+    "Staging",
+    "check_output_path",
+    "disk_errors",
+    "occupied",
+    "sibling",
+    "sync_directory",
+]
 
 JOURNAL_NAME = "journal.jsonl"
 PLAN_NAME = "plan.json"
@@ -35,7 +46,6 @@ BOOKKEEPING = frozenset({JOURNAL_NAME, PLAN_NAME})
 
 MANIFEST_NAME = "actmat_manifest.json"
 LONGEST_NAME = 255
-LOCK_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
@@ -48,7 +58,7 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
         local_path(out, error=OutputError)
     except OutputError as error:
         return list(error.problems)
-    if len(os.fsencode(_sibling(out, "previous").name)) > LONGEST_NAME:
+    if len(os.fsencode(sibling(out, "previous").name)) > LONGEST_NAME:
         return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
     problems = _obstacles(out)
     resolved = Path(os.path.realpath(out))
@@ -61,7 +71,7 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
     if os.path.islink(out) or (os.path.exists(out) and not os.path.isdir(out)):
         problems.append(f"{out} exists and is not a directory; choose another place")
     else:
-        problems += _occupied(out, overwrite=overwrite)
+        problems += occupied(out, overwrite=overwrite)
     parent = resolved.parent
     while not os.path.exists(parent):
         parent = parent.parent
@@ -80,7 +90,7 @@ def _obstacles(out: Path) -> list[str]:
         ("previous", stat.S_ISDIR, "the output that is being replaced"),
         ("lock", stat.S_ISREG, "the lock file of a run"),
     ):
-        path = _sibling(out, suffix)
+        path = sibling(out, suffix)
         with contextlib.suppress(OSError):
             mode = path.lstat().st_mode
             if not is_ours(mode):
@@ -88,8 +98,9 @@ def _obstacles(out: Path) -> list[str]:
     return problems
 
 
-def _occupied(out: Path, *, overwrite: bool) -> list[str]:
-    previous = _sibling(out, "previous")
+def occupied(out: Path, *, overwrite: bool) -> list[str]:
+    """Problems: what is at `out` already, unless it is an output that may be replaced."""
+    previous = sibling(out, "previous")
     if not os.path.exists(out) and os.path.exists(previous) and not overwrite:
         return [
             f"{out} was being replaced when an earlier run was killed; its old content is in {previous}. Give the "
@@ -107,7 +118,8 @@ def _occupied(out: Path, *, overwrite: bool) -> list[str]:
     return []
 
 
-def _sibling(out: Path, suffix: str) -> Path:
+def sibling(out: Path, suffix: str) -> Path:
+    """Path of a hidden file or folder beside `out` that actmat keeps while it builds it."""
     return out.parent / f".{out.name}.actmat-{suffix}"
 
 
@@ -151,12 +163,11 @@ class Staging:
         self.out = out
         self.fingerprint = fingerprint
         self.overwrite = overwrite
-        self.path = _sibling(out, "partial")
+        self.path = sibling(out, "partial")
         self.committed = False
-        self._previous = _sibling(out, "previous")
-        self._journal_aside = _sibling(out, "journal")
-        self._lock_path = _sibling(out, "lock")
-        self._lock_file: IO[bytes] | None = None
+        self._previous = sibling(out, "previous")
+        self._journal_aside = sibling(out, "journal")
+        self._lock = OutputLock(out, sibling(out, "lock"))
         self._journal: Journal | None = None
         self._made: list[Path] = []
         self._gone = False
@@ -173,10 +184,10 @@ class Staging:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             if problems := _obstacles(self.out):
                 raise OutputError(f"The output {self.out} cannot be written.", problems)
-            self._lock()
+            self._lock.take()
             if self._previous.exists() and not self.out.exists():
                 os.rename(self._previous, self.out)  # killed between the two renames of `commit`
-            if problems := _occupied(self.out, overwrite=self.overwrite):  # finished while we waited or planned
+            if problems := occupied(self.out, overwrite=self.overwrite):  # finished while we waited or planned
                 raise OutputError(problems[0])
             if self._journal_aside.exists() and self.path.exists():
                 os.rename(self._journal_aside, self.path / JOURNAL_NAME)  # stopped before the last rename of `commit`
@@ -202,19 +213,19 @@ class Staging:
         """Remove the journal, flush the directory and rename it to the final name, when everything is written."""
         assert self._journal is not None
         with disk_errors(self.out.parent):
-            if problems := _occupied(self.out, overwrite=self.overwrite):
+            if problems := occupied(self.out, overwrite=self.overwrite):
                 raise OutputError(problems[0])
             self._journal.close()
             (self.path / PLAN_NAME).unlink(missing_ok=True)
             os.rename(self.path / JOURNAL_NAME, self._journal_aside)
-            _sync_directory(self.path)
+            sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
                 if self._previous.exists():
                     shutil.rmtree(self._previous)
                 os.rename(self.out, self._previous)
             os.rename(self.path, self.out)
             self.committed = self._gone = True
-            _sync_directory(self.out.parent)
+            sync_directory(self.out.parent)
             self._journal_aside.unlink()
             if self._previous.exists():
                 shutil.rmtree(self._previous)
@@ -227,8 +238,8 @@ class Staging:
             OutputError: another process writes the same output.
         """
         with disk_errors(self.out.parent):
-            self._lock()
-            _sync_directory(self.out.parent)
+            self._lock.take()
+            sync_directory(self.out.parent)
             self._journal_aside.unlink(missing_ok=True)
             folders = [self._previous] + ([self.path] if self._read_journal() is not None else [])
             for folder in folders:
@@ -240,14 +251,11 @@ class Staging:
         """Release the lock and keep the partial directory for a later run. May be called twice."""
         if self._journal is not None:
             self._journal.close()
-        if self._lock_file is not None:
-            self._lock_path.unlink(missing_ok=True)  # while locked: later it may be of another process
-            self._lock_file.close()
-            self._lock_file = None
+        self._lock.release()
 
     def discard(self) -> None:
         """Remove the partial directory, if `open` took the lock, and the empty folders above it that `open` made."""
-        if self._lock_file is not None and self._journal is not None:
+        if self._lock.is_held and self._journal is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._journal_aside.unlink(missing_ok=True)
             self._gone = True
@@ -255,22 +263,6 @@ class Staging:
         with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
-
-    def _lock(self) -> None:
-        while self._lock_file is None:
-            file = os.fdopen(os.open(self._lock_path, LOCK_FLAGS, 0o644), "ab")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                raise OutputError(
-                    f"Another actmat is writing {self.out} right now (it holds {self._lock_path}). Wait for it, or "
-                    "choose another place with --out."
-                ) from None
-            if _is_at(file, self._lock_path):
-                self._lock_file = file
-            else:  # its owner removed it between our opening and our locking
-                file.close()
 
     def _read_journal(self) -> Journal | None:
         """The journal; None if there is none with the fingerprint of this run."""
@@ -290,15 +282,8 @@ def _foreign(folder: Path) -> bool:
         return not all(entry.is_file(follow_symlinks=False) for entry in entries)
 
 
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    """True if `path` names the open file."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from actmat.checkpoints.base import TensorSpec
@@ -18,7 +19,11 @@ __all__ = ["ShardWriter", "TensorSink"]
 
 _CHECK_BYTES = 1 << 22
 _FLUSH_BYTES = 1 << 26
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 SHARD_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+SHARED_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Shards that several machines write are opened for writing only: of a file that can be read too, a network file system
+may read the page around a tensor's edge, and later write all of it back, with old bytes of the neighbour."""
 
 
 class TensorSink:
@@ -50,12 +55,15 @@ class ShardWriter:
 
     `durable` flushes to disk in the background while tensors are written and waits for the disk in `finish`, so that a
     power failure after the final rename cannot leave gaps in a model that looks finished.
+
+    `shared`: other processes, maybe on other machines, write to the same files, which exist with their headers.
     """
 
-    def __init__(self, directory: Path, shards: Sequence[Shard], *, durable: bool = True) -> None:
+    def __init__(self, directory: Path, shards: Sequence[Shard], *, durable: bool = True, shared: bool = False) -> None:
         self.directory = directory
         self.shards = tuple(shards)
         self.durable = durable
+        self.shared = shared
         self._handles: dict[str, int] = {}
         self._unflushed = 0
         self._wake = threading.Event()
@@ -75,12 +83,33 @@ class ShardWriter:
 
     def _prepare(self, shard: Shard) -> None:
         with disk_errors(self.directory):
+            if self.shared:
+                self._open_shared(shard)
+                return
             handle = os.open(self.directory / shard.file, SHARD_FLAGS, 0o644)
             self._handles[shard.file] = handle
             if os.fstat(handle).st_size != shard.size or os.pread(handle, len(shard.header), 0) != shard.header:
                 os.ftruncate(handle, 0)
                 os.ftruncate(handle, shard.size)
                 self.pwrite(shard.file, memoryview(shard.header), 0)
+
+    def _open_shared(self, shard: Shard) -> None:
+        """Open a file that another process made.
+
+        Raises:
+            OutputError: it is not as it was made: nothing of it can be trusted, and others may be writing to it.
+        """
+        path = self.directory / shard.file
+        with _read_handle(path) as handle:
+            size, header = os.fstat(handle).st_size, os.pread(handle, len(shard.header), 0)
+            _forget_pages(handle, 0, 0)
+        if size != shard.size or header != shard.header:
+            raise OutputError(
+                f"{path} is damaged: expected {shard.size} bytes and the header of this merge, found {size} bytes"
+                f"{'' if size != shard.size else ' and another header'}. Fix: remove {self.directory.parent} (rm -r) "
+                "and run all parts again."
+            )
+        self._handles[shard.file] = os.open(path, SHARED_FLAGS)
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> TensorSink:
         """Sink of tensor `name`, which also writes the tensors tied to it."""
@@ -91,15 +120,17 @@ class ShardWriter:
         extent = self._extents.get(name)
         if extent is None:  # a damaged journal
             return False
-        # from the disk, not from memory: after a flush that failed, pages in memory no longer show what is missing
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handles[extent.file], extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
         seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(extent.nbytes, 1))))
-        while seen.size < extent.nbytes:
-            chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]
-            if os.preadv(self._handles[extent.file], [chunk], extent.offset + seen.size) != len(chunk):
-                return False
-            seen.update(chunk)
+        with _read_handle(self.directory / extent.file) as handle:
+            # from the disk, not from memory: after a failed flush, pages in memory no longer show what is missing
+            _forget_pages(handle, extent.offset, extent.nbytes)
+            while seen.size < extent.nbytes:
+                chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]
+                if os.preadv(handle, [chunk], extent.offset + seen.size) != len(chunk):
+                    return False
+                seen.update(chunk)
+            if self.shared:
+                _forget_pages(handle, extent.offset, extent.nbytes)
         return seen.hexdigest() == digest
 
     def pwrite(self, file: str, data: memoryview, offset: int) -> None:
@@ -114,8 +145,8 @@ class ShardWriter:
             self._unflushed = 0
             self._wake.set()
 
-    def finish(self, specs: Sequence[TensorSpec]) -> None:
-        """Flush all shards to disk, then write the index if there are several shards."""
+    def sync(self) -> None:
+        """Flush all shards to disk, if `durable`, and close them."""
         self._stop_flusher()
         with disk_errors(self.directory):
             if self._flush_error is not None:
@@ -124,6 +155,19 @@ class ShardWriter:
                 for handle in self._handles.values():
                     os.fsync(handle)
             self.close()
+
+    def settle(self) -> None:
+        """Bring the headers to the disk, close the files, and keep no page of them in memory (see `SHARED_FLAGS`)."""
+        with disk_errors(self.directory):
+            for handle in self._handles.values():
+                os.fsync(handle)
+                _forget_pages(handle, 0, 0)
+        self.close()
+
+    def finish(self, specs: Sequence[TensorSpec]) -> None:
+        """Flush all shards to disk, then write the index if there are several shards."""
+        self.sync()
+        with disk_errors(self.directory):
             if len(self.shards) > 1:
                 (self.directory / INDEX_NAME).write_text(index_json(self.shards, specs), encoding="utf-8")
 
@@ -153,3 +197,18 @@ class ShardWriter:
             self._wake.set()
             self._flusher.join()
             self._flusher = None
+
+
+@contextlib.contextmanager
+def _read_handle(path: Path) -> Iterator[int]:
+    handle = os.open(path, READ_FLAGS)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _forget_pages(handle: int, offset: int, nbytes: int) -> None:
+    """Drop clean pages of a range from memory; of the whole file from `offset` on where `nbytes` is 0."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)

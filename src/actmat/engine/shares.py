@@ -1,0 +1,100 @@
+"""Shares: the units of a merge divided over parts that run apart, by planned cost.
+
+    part = Part.parse("3/16")
+    mine = share_units(plan_units([plan], [()], None), part.of)[part.index]
+
+A share follows from the plan and the number of parts: it does not depend on what is finished, on the machine, or on the
+order in which parts run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actmat.engine.units import Unit
+from actmat.errors import RecipeError
+from actmat.methods import get_method
+from actmat.plan.model import MergePlan
+
+__all__ = ["FLOPS_PER_BYTE", "Part", "share_units", "survey_bytes", "work_of"]
+
+FLOPS_PER_BYTE = 100
+"""Operations that take as long as one byte to or from storage: 100 GFLOP/s of one core against 1 GB/s of a disk."""
+
+MOST_PARTS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several parts of a merge, counted from 1.
+
+    >>> Part.parse("3/16").index, str(Part(3, 16))
+    (2, '3/16')
+    """
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """The part of a text such as `3/16`.
+
+        Raises:
+            RecipeError: another form, or a number that is not within 1 and the number of parts.
+        """
+        match = re.fullmatch(r"\s*(\d{1,9})/(\d{1,9})\s*", text, re.ASCII)
+        number, of = (int(match[1]), int(match[2])) if match else (0, 0)
+        if not 1 <= number <= of <= MOST_PARTS:
+            raise RecipeError(
+                f"A part is written 3/16: the third of sixteen, counted from 1, at most {MOST_PARTS}. Got "
+                f"{text[:40]!r}. Where a scheduler counts from 0, add 1 to its number."
+            )
+        return cls(number, of)
+
+    @property
+    def index(self) -> int:
+        """Position of its share."""
+        return self.number - 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
+def work_of(unit: Unit) -> int:
+    """Planned cost of a unit, in bytes that take as long."""
+    return unit.traffic + unit.flops // FLOPS_PER_BYTE
+
+
+def share_units(units: Sequence[Unit], parts: int) -> list[tuple[Unit, ...]]:
+    """Shares of about the same cost: each unit, the dearest first, goes to the part that has least so far.
+
+    R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 1969: the largest share costs at
+    most 4/3 of what is possible. Within a share units are in the order of the plan.
+
+    Args:
+        units: of the whole plan, whatever is finished.
+        parts: number of shares; some are empty where there are fewer units.
+    """
+    order = sorted(range(len(units)), key=lambda n: (-work_of(units[n]), n))
+    loads = [(0, part) for part in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for n in order:
+        load, part = loads[0]
+        shares[part].append(n)
+        heapq.heapreplace(loads, (load + work_of(units[n]), part))
+    return [tuple(units[n] for n in sorted(share)) for share in shares]
+
+
+def survey_bytes(plan: MergePlan) -> int:
+    """Bytes that one pass of the surveys of whole models reads; every part does all passes."""
+    total = 0
+    for item in plan.items:
+        if item.call is None:
+            continue
+        survey = get_method(item.call.method).survey
+        if survey is not None and survey.applies(item.call.options):
+            total += item.cost.read_bytes
+    return total
