@@ -8,7 +8,8 @@ from typing import Any
 
 from actmat.api.merging import Location, make_arguments
 from actmat.engine.shares import Part
-from actmat.parts import FinishReport, PartReport, finish_parts, run_part
+from actmat.finishing import FinishReport, finish_parts
+from actmat.parts import PartReport, run_part
 from actmat.progress import Progress
 
 __all__ = ["FinishReport", "PartReport", "finish", "merge_part"]

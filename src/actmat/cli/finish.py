@@ -32,7 +32,7 @@ def finish(
     An output that is finished already is verified.
     """
     from actmat.cli.screen import console, escape
-    from actmat.parts import finish_parts
+    from actmat.finishing import finish_parts
 
     report = finish_parts(out, check=check, overwrite=overwrite, durable=fsync, sha256=sha256, threads=threads)
     with optional_stdout("The merge is complete."):

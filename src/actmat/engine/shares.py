@@ -9,17 +9,19 @@ order in which parts run.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from actmat.engine.units import Unit
+from actmat.engine.units import Unit, plan_units
 from actmat.errors import RecipeError
 from actmat.methods import get_method
 from actmat.plan.model import MergePlan
 
-__all__ = ["FLOPS_PER_BYTE", "Part", "share_units", "survey_bytes", "work_of"]
+__all__ = ["FLOPS_PER_BYTE", "Part", "PartPlan", "plan_part", "share_units", "survey_bytes", "work_of"]
 
 FLOPS_PER_BYTE = 100
 """Operations that take as long as one byte to or from storage: 100 GFLOP/s of one core against 1 GB/s of a disk."""
@@ -86,6 +88,49 @@ def share_units(units: Sequence[Unit], parts: int) -> list[tuple[Unit, ...]]:
         shares[part].append(n)
         heapq.heapreplace(loads, (load + work_of(units[n]), part))
     return [tuple(units[n] for n in sorted(share)) for share in shares]
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """What one part of a merge will do.
+
+    Args:
+        part: which one.
+        names: of its items, in the order of the plan.
+        read_bytes, write_bytes, flops: of its items.
+        survey_bytes: what one pass of the surveys of whole models reads; every part does all passes.
+        work: its share of the planned cost of the merge, 1 for all of it; `largest`: that of the dearest part.
+    """
+
+    part: Part
+    names: tuple[str, ...]
+    read_bytes: int
+    write_bytes: int
+    flops: int
+    survey_bytes: int
+    work: float
+    largest: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self) | {"part": str(self.part), "names": list(self.names)}
+
+
+def plan_part(plan: MergePlan, part: Part) -> PartPlan:
+    """The share of a part, and its cost."""
+    shares = share_units(plan_units([plan], [()], None), part.of)
+    work = [sum(map(work_of, share)) for share in shares]
+    items = [plan.items[n] for unit in shares[part.index] for group in unit.groups for _, n in group]
+    return PartPlan(
+        part=part,
+        names=tuple(i.name for i in items),
+        read_bytes=sum(i.cost.read_bytes for i in items),
+        write_bytes=sum(i.cost.write_bytes for i in items),
+        flops=sum(i.cost.flops for i in items),
+        survey_bytes=survey_bytes(plan),
+        work=work[part.index] / max(1, sum(work)),
+        largest=max(work) / max(1, sum(work)),
+    )
 
 
 def survey_bytes(plan: MergePlan) -> int:

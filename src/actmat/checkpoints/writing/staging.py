@@ -35,6 +35,7 @@ __all__ = [
     "check_output_path",
     "disk_errors",
     "occupied",
+    "remove_plans",
     "sibling",
     "sync_directory",
 ]
@@ -216,7 +217,7 @@ class Staging:
             if problems := occupied(self.out, overwrite=self.overwrite):
                 raise OutputError(problems[0])
             self._journal.close()
-            (self.path / PLAN_NAME).unlink(missing_ok=True)
+            remove_plans(self.path)
             os.rename(self.path / JOURNAL_NAME, self._journal_aside)
             sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
@@ -280,6 +281,12 @@ def _foreign(folder: Path) -> bool:
     """True if the folder holds anything but regular files: no run left it, and a link would be written through."""
     with os.scandir(folder) as entries:
         return not all(entry.is_file(follow_symlinks=False) for entry in entries)
+
+
+def remove_plans(folder: Path) -> None:
+    """Remove the plan that workers read, and unfinished copies of it."""
+    for path in folder.glob(f"{PLAN_NAME}*"):
+        path.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:
