@@ -23,7 +23,7 @@ from actmat.diagnostics.observer import Observers, check_mutes
 from actmat.engine.executors import find_executor
 from actmat.engine.resources import check_device, share_resources
 from actmat.engine.shares import Part, plan_part
-from actmat.errors import OutputError, memory_errors
+from actmat.errors import MergeError, OutputError, memory_errors
 from actmat.finished import check_same_merge, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import JournalRecords, StagedOutput, check_outputs, check_room, intact_items
@@ -171,7 +171,8 @@ def _staged_part(
                 journal.end({"end": str(part)})
         except BaseException as error:  # Ctrl-C and bugs too: whatever stops a part, what is finished is kept
             kept = len(done) + len(journal)
-            error.add_note(f"{kept} of {len(mine)} tensors of part {part} are kept; the same command goes on.")
+            if not (isinstance(error, MergeError) and error.recurs):
+                error.add_note(f"{kept} of {len(mine)} tensors of part {part} are kept; the same command goes on.")
             raise
 
 
