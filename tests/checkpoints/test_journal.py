@@ -90,7 +90,7 @@ def test_half_a_line_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None
         def fileno(self) -> int:
             return file.fileno()
 
-    journal._file = Full()  # type: ignore[assignment]
+    vars(journal)["_file"] = Full()
     with pytest.raises(OSError, match="full"):
         journal.append({"name": "t4", "v": 1})
     journal._file = file

@@ -22,7 +22,9 @@ def finish(
         bool, typer.Option("--fsync/--no-fsync", help="Wait until the output is on the disk before it appears.")
     ] = True,
     sha256: Annotated[bool, typer.Option("--sha256", help="Add SHA-256 of the weight files to the manifest.")] = False,
-    threads: Annotated[int | None, typer.Option(help="Tensors hashed at the same time (default: all cores).")] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Tensors hashed at the same time (default: all cores).")
+    ] = None,
 ) -> None:
     """Complete a merge that was made in parts ('actmat merge --part 3/16').
 
