@@ -116,7 +116,7 @@ def run_part(
 
 
 class PartStage:
-    """What a `StagedOutput` writes to: the shared folder and, in a part, a journal of its own."""
+    """The folder of a `StagedOutput`: the shared one, with a journal of its own while a part is merged."""
 
     def __init__(self, stage: SharedStage, journal: Journal | None = None) -> None:
         self.out, self.path = stage.out, stage.path

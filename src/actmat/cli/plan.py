@@ -52,7 +52,7 @@ def plan(
 
 
 def _print_part(plans: Sequence[MergePlan], text: str, *, json: bool, full: bool) -> None:
-    """What one part would do."""
+    """Print the share of one part."""
     if len(plans) > 1:
         raise typer.BadParameter("--part goes with one method and one value of each option")
     from actmat.cli.summary import print_part

@@ -38,7 +38,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
 
 
 def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:
-    """What one part of a merge would do."""
+    """The share of one part: its tensors, its traffic, the cost of surveys."""
     from actmat.cli.screen import console
     from actmat.errors import format_size
 

@@ -92,7 +92,7 @@ def share_units(units: Sequence[Unit], parts: int) -> list[tuple[Unit, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """What one part of a merge will do.
+    """Share of one part of a merge.
 
     Args:
         part: which one.

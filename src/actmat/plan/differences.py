@@ -1,4 +1,4 @@
-"""What differs between two plans, in words: why the parts of two merges do not go together."""
+"""Differences between two plans, in words: the reasons why parts of two merges do not go together."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class SharedStage:
         return journal
 
     def journals(self, part: int) -> list[Journal]:
-        """What earlier attempts at a part wrote.
+        """Journals of earlier attempts at a part.
 
         Raises:
             OutputError: a journal cannot be read.
