@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from actmat.api import plan as plan
     from actmat.api.agreement import agreement as agreement
     from actmat.api.agreement import residual_on_data as residual_on_data
+    from actmat.api.parts import FinishReport as FinishReport
+    from actmat.api.parts import PartReport as PartReport
+    from actmat.api.parts import finish as finish
+    from actmat.api.parts import merge_part as merge_part
     from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
     from actmat.diagnostics.model import Diagnosis as Diagnosis
     from actmat.errors import AlignmentError as AlignmentError
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
     "actmat.api.agreement": ("agreement", "residual_on_data"),
+    "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),
     "actmat.errors": (

@@ -18,7 +18,7 @@ from actmat.report import read_manifest, verify
 from actmat.report.manifest import input_location
 from actmat.settings import RunSettings
 
-__all__ = ["finished_manifest", "has_manifest_of"]
+__all__ = ["check_finished", "check_same_merge", "has_manifest_of"]
 
 
 def has_manifest_of(recipe: Recipe, out: Path) -> bool:
@@ -29,8 +29,8 @@ def has_manifest_of(recipe: Recipe, out: Path) -> bool:
         return False
 
 
-def finished_manifest(plan: MergePlan, out: Path, settings: RunSettings) -> dict[str, Any]:
-    """The manifest of `out`, after its tensors and inputs were compared with it; leftovers of its run are removed.
+def check_finished(plan: MergePlan, out: Path, settings: RunSettings) -> None:
+    """Compare the tensors of `out` and its inputs with its manifest, and that with the plan; remove leftovers.
 
     Raises:
         OutputError: it is not what this plan would give now, or another process builds there.
@@ -47,7 +47,17 @@ def finished_manifest(plan: MergePlan, out: Path, settings: RunSettings) -> dict
             f"recipe, but is not what the recipe gives now: {said}"
         )
     Staging(out, plan.fingerprint()).sweep()
-    return manifest
+
+
+def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
+    """Compare the manifest of `out` with the plan; no tensor is read.
+
+    Raises:
+        OutputError: it is not what this plan would give now.
+    """
+    problems = list(_differences(plan, read_manifest(out), out, settings))
+    if problems:
+        raise OutputError(f"{out} is finished, but is not what the recipe gives now.", problems)
 
 
 def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:

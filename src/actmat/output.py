@@ -7,11 +7,12 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
@@ -29,7 +30,40 @@ from actmat.report.write import write_report
 from actmat.settings import RunSettings
 from actmat.touched import has_same_inputs
 
-__all__ = ["StagedOutput", "check_outputs", "staged_outputs"]
+__all__ = ["JournalRecords", "StagedOutput", "check_outputs", "check_room", "intact_items", "staged_outputs"]
+
+
+Entries = Mapping[str, Mapping[str, Any]]
+"""Journal entries by the name of their item."""
+
+
+class JournalRecords(Mapping[str, Record]):
+    """Records of finished items, read from the journal when they are asked for: a merge keeps none in memory."""
+
+    def __init__(self, journal: Entries) -> None:
+        self._journal = journal
+
+    def __getitem__(self, name: str) -> Record:
+        record = Record.from_json(self._journal[name])
+        if record is None:
+            raise OutputError(f"The journal was changed while its merge ran: its entry of '{name}' is damaged.")
+        return record
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._journal)
+
+    def __len__(self) -> int:
+        return len(self._journal)
+
+
+class Stage(Protocol):
+    """Folder in which an output is built."""
+
+    out: Path
+    path: Path
+
+    def record(self, entry: Mapping[str, Any]) -> None:
+        """Append the record of a finished item to the journal."""
 
 
 @dataclass
@@ -46,8 +80,8 @@ class StagedOutput:
 
     plan: MergePlan
     writer: SinkSource
-    records: dict[str, Record] = field(default_factory=dict)
-    stage: Staging | None = None
+    records: Mapping[str, Record] = field(default_factory=dict)
+    stage: Stage | None = None
     done: frozenset[str] = frozenset()
 
     @classmethod
@@ -66,18 +100,20 @@ class StagedOutput:
         return None if self.stage is None else self.stage.path
 
     @property
-    def _staging(self) -> Staging:
+    def _staging(self) -> Stage:
         assert self.stage is not None, "an output that is only measured has no folder"
         return self.stage
 
     def keep(self, record: Record) -> None:
-        """Add a finished item to the journal."""
-        self.records[record.name] = record
+        """Add a finished item to the journal, which is all that keeps it; in memory where there is none."""
         if self.stage is not None:
             self.stage.record(record.to_json())
+        else:
+            assert isinstance(self.records, dict)
+            self.records[record.name] = record
 
-    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> dict[str, Any]:
-        """Close the shards, write everything that goes with them; returns the manifest.
+    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> None:
+        """Close the shards, write everything that goes with them.
 
         Args:
             inputs: opened.
@@ -103,7 +139,6 @@ class StagedOutput:
                 self.plan, self.records, inputs.experts, out=stage.out, seconds=seconds, files=copied
             )
             write_manifest(stage.path, manifest, sha256=sha256)
-        return manifest
 
     def write_report(self, seconds: float) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
@@ -151,13 +186,15 @@ def staged_outputs(
             for stage in stages:
                 stack.callback(stage.close)
                 journals.append(stage.open())
-            _check_room(stages, plans)
+            check_room([(stage.out, stage.path) for stage in stages], plans)
             outputs = []
             for stage, plan, journal in zip(stages, plans, journals, strict=True):
                 writer = ShardWriter(stage.path, plan.shards, durable=settings.durable)
                 stack.callback(writer.close)
-                records = dict(_intact(plan, journal, writer, observed=settings.diagnose))
-                outputs.append(StagedOutput(plan, writer, records, stage, frozenset(records)))
+                intact = frozenset(intact_items(plan, journal, writer, observed=settings.diagnose))
+                for name in journal.keys() - intact:
+                    journal.drop(name)
+                outputs.append(StagedOutput(plan, writer, JournalRecords(journal), stage, intact))
             yield outputs
             for stage in stages:
                 stage.commit()
@@ -179,10 +216,11 @@ def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseExc
         error.add_note(f"{kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
-def _intact(
-    plan: MergePlan, journal: dict[str, dict[str, Any]], writer: ShardWriter, *, observed: bool
-) -> Iterator[tuple[str, Record]]:
-    """Records of items that an earlier run finished and whose bytes are as they were; measured ones if wanted."""
+def intact_items(plan: MergePlan, journal: Entries, writer: ShardWriter | None, *, observed: bool) -> Iterator[str]:
+    """Items that an earlier run finished and whose bytes are as they were; measured ones if wanted.
+
+    Without a writer the bytes are not looked at.
+    """
     for name, entry in journal.items():
         record, item = Record.from_json(entry), plan.by_name.get(name)
         if record is None or item is None or not _is_record_of(record, item):
@@ -190,8 +228,8 @@ def _intact(
         measured = record.observed is not None and is_observation(record.observed)
         if observed and not measured and item.call is not None and item.is_observed:
             continue
-        if all(writer.holds(n, digest) for n, digest in record.hashes.items()):
-            yield name, record
+        if writer is None or all(writer.holds(n, digest) for n, digest in record.hashes.items()):
+            yield name
 
 
 def _is_record_of(record: Record, item: Item) -> bool:
@@ -201,9 +239,21 @@ def _is_record_of(record: Record, item: Item) -> bool:
 
 
 def check_outputs(
-    recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool, finished: Container[Path] = ()
+    recipes: Sequence[Recipe],
+    outs: Sequence[Path],
+    *,
+    overwrite: bool,
+    finished: Container[Path] = (),
+    parts: bool = False,
 ) -> None:
-    """Refuse folders that outputs may not be written to; those in `finished` may hold an output.
+    """Refuse folders that outputs may not be written to.
+
+    Args:
+        recipes: what is merged.
+        outs: their outputs.
+        overwrite: whether an earlier output may be replaced.
+        finished: outputs that may be there.
+        parts: whether a part of a merge is run, so that other parts may be there.
 
     Raises:
         OutputError: in use, an input, or wanted twice; all problems in one.
@@ -216,26 +266,36 @@ def check_outputs(
     ]
     twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
+    for stage in (SharedStage(out) for out in outs if not parts):
+        if stage.is_open:
+            problems.append(
+                f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat finish {stage.out}), "
+                "run the others (--part), or remove that folder"
+            )
     if problems:
         raise OutputError("The output cannot be written there.", problems)
 
 
-def _check_room(stages: Sequence[Staging], plans: Sequence[MergePlan]) -> None:
+def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) -> None:
     """Refuse a disk without room for all outputs that go there; what an interrupted run left counts.
+
+    Args:
+        places: per plan, the output and the folder that it is built in.
 
     Raises:
         OutputError: too little; says how many bytes are wanted and how many there are.
     """
-    by_disk: dict[int, list[tuple[Staging, int]]] = {}
-    for stage, plan in zip(stages, plans, strict=True):
-        by_disk.setdefault(stage.path.stat().st_dev, []).append((stage, plan.write_bytes))
+    by_disk: dict[int, list[tuple[Path, Path, int]]] = {}
+    for (out, folder), plan in zip(places, plans, strict=True):
+        by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, plan.write_bytes))
     for rows in by_disk.values():
-        there = sum(f.stat().st_blocks * 512 for stage, _ in rows for f in stage.path.iterdir() if f.is_file())
-        with disk_errors(rows[0][0].path):
-            free = shutil.disk_usage(rows[0][0].path).free
-        needed = sum(nbytes for _, nbytes in rows)
+        there = sum(f.stat().st_blocks * 512 for _, folder, _ in rows for f in folder.iterdir() if f.is_file())
+        folder = rows[0][1]
+        with disk_errors(folder):
+            free = shutil.disk_usage(folder).free
+        needed = sum(nbytes for *_, nbytes in rows)
         if free + there < needed:
-            names = ", ".join(str(stage.out) for stage, _ in rows)
+            names = ", ".join(str(out) for out, *_ in rows)
             raise OutputError(
                 f"{names}: needs {format_size(needed)}, but the disk has only {format_size(free + there)} free. "
                 "Free some space or choose another place with --out; the inputs are untouched."

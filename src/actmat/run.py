@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,52 @@ from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_errors
-from actmat.finished import finished_manifest, has_manifest_of
+from actmat.finished import check_finished, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.plan import MergePlan
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
+from actmat.report import Totals, read_manifest, sum_records
 from actmat.settings import RunSettings
 
 __all__ = [
     "MergeReport",
     "diagnose_recipe",
+    "execute_units",
+    "executor_of",
+    "out_path",
     "plan_recipe",
     "run_recipes",
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MergeReport:
     """Result of one merge.
 
     Args:
         out: directory of the merged model.
         plan: what was planned.
-        manifest: contents of `actmat_manifest.json`.
         seconds: wall time of this run.
         resumed: items taken over from an interrupted run.
         diagnosis: contents of `report.json`, where one was asked for.
         was_finished: an earlier call finished the output; it was only verified.
+        totals: sums over all tensors; zeros where `was_finished`.
     """
 
     out: Path
     plan: MergePlan
-    manifest: Mapping[str, Any]
     seconds: float
     resumed: int = 0
     diagnosis: Diagnosis | None = None
     was_finished: bool = False
+    totals: Totals = field(default_factory=Totals)
+
+    @functools.cached_property
+    def manifest(self) -> Mapping[str, Any]:
+        """Contents of `actmat_manifest.json`, read when they are first asked for: about 2 kB per tensor."""
+        return read_manifest(self.out)
 
 
 def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
@@ -95,8 +105,8 @@ def run_recipes(
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
     _check_shared(recipes)
-    executor = _executor_of(settings, recipes[0])
-    outs = [_out_path(r) for r in recipes]
+    executor = executor_of(settings, recipes[0])
+    outs = [out_path(r) for r in recipes]
     problems = Problems()
     if settings.diagnose:
         check_mutes(recipes)
@@ -125,10 +135,10 @@ def _finished(plan: MergePlan, out: Path, settings: RunSettings) -> MergeReport:
         OutputError: it is not what the plan gives now.
     """
     began = time.perf_counter()
-    manifest = finished_manifest(plan, out, settings)
+    check_finished(plan, out, settings)
     diagnosis = read_diagnosis(out) if settings.diagnose else None
     items = sum(i.action != "tie" for i in plan.items)
-    return MergeReport(out, plan, manifest, time.perf_counter() - began, items, diagnosis, was_finished=True)
+    return MergeReport(out, plan, time.perf_counter() - began, items, diagnosis, was_finished=True)
 
 
 def _merge(
@@ -142,14 +152,16 @@ def _merge(
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
         check_values(inputs)
-        _execute(outputs, inputs, settings.executor or THREADS, resources, observers, progress)
+        execute_units(outputs, inputs, settings.executor or THREADS, resources, observers, progress)
         progress.finishing()
         reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
-        manifests = [o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256) for o in outputs]
+        for o in outputs:
+            o.finish(inputs, time.perf_counter() - began, sha256=settings.sha256)
+        totals = [sum_records(o.plan, o.records) for o in outputs]
     seconds = time.perf_counter() - began
     return [
-        MergeReport(o.out, o.plan, manifest, seconds, n, reports[i] if reports else None)
-        for i, (o, manifest, n) in enumerate(zip(outputs, manifests, resumed, strict=True))
+        MergeReport(o.out, o.plan, seconds, n, reports[i] if reports else None, totals=total)
+        for i, (o, total, n) in enumerate(zip(outputs, totals, resumed, strict=True))
     ]
 
 
@@ -162,7 +174,7 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     """
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
-    executor = _executor_of(settings, recipe)
+    executor = executor_of(settings, recipe)
     check_mutes([recipe])
     problems = Problems()
     with problems.noted():
@@ -177,11 +189,11 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
         check_values(inputs)
-        _execute([output], inputs, executor, resources, observers, progress)
+        execute_units([output], inputs, executor, resources, observers, progress)
         return build_diagnosis(plan, output.records, out=None, seconds=time.perf_counter() - began)
 
 
-def _execute(
+def execute_units(
     outputs: Sequence[StagedOutput],
     inputs: Inputs,
     executor_name: str,
@@ -227,7 +239,7 @@ def _execute(
     _judge(findings)
 
 
-def _executor_of(settings: RunSettings, recipe: Recipe) -> str:
+def executor_of(settings: RunSettings, recipe: Recipe) -> str:
     """Name of the executor: the settings' if they name one, else the recipe's, else threads."""
     return settings.executor or recipe.executor or THREADS
 
@@ -276,7 +288,12 @@ def _without_weights(value: Any) -> Any:
     return [(e.path, e.label, e.statistics) for e in value] if isinstance(value, tuple) else value
 
 
-def _out_path(recipe: Recipe) -> Path:
+def out_path(recipe: Recipe) -> Path:
+    """Final directory of a recipe's output.
+
+    Raises:
+        RecipeError: it names none.
+    """
     if recipe.out is None:
         raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
     out = Path(recipe.out)

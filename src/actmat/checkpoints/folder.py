@@ -36,7 +36,8 @@ def read_index(path: Path) -> dict[str, str]:
             f"{path}: expected a weight_map of tensor names to file names, found none. "
             "Fix: save the checkpoint again, or remove the index when the folder holds one weight file."
         )
-    bad = {str(file)[:200] for file in weight_map.values() if not _is_plain_name(file)}
+    files = {str(file): file for file in weight_map.values()}  # few; judged once each
+    bad = {text[:200] for text, file in files.items() if not _is_plain_name(file)}
     if bad:
         raise CheckpointError(
             f"{path}: the weight_map names files outside its folder; do not trust this download",

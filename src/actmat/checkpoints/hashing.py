@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-__all__ = ["HASH_NAME", "ContentHash", "hash_file", "hash_names", "sha256_file"]
+__all__ = ["HASH_NAME", "ContentHash", "NamesHash", "hash_file", "hash_names", "sha256_file"]
 
 HASH_NAME = "xxh3_128"
 
@@ -48,10 +48,34 @@ def hash_names(pairs: Iterable[tuple[str, str]]) -> str:
 
     Independent of shards, file order and storage layout: two checkpoints with equal tensors have equal hashes.
     """
-    total = ContentHash()
+    total = NamesHash()
     for name, digest in sorted(pairs):
-        total.update(f"{name}\0{digest}\n".encode())
+        total.add(name, digest)
     return total.hexdigest()
+
+
+class NamesHash:
+    """The hash of `hash_names`, pair by pair.
+
+    >>> total = NamesHash()
+    >>> total.add("a", "1")
+    >>> total.add("b", "2")
+    >>> total.hexdigest() == hash_names([("b", "2"), ("a", "1")])
+    True
+    """
+
+    __slots__ = ("_total",)
+
+    def __init__(self) -> None:
+        self._total = ContentHash()
+
+    def add(self, name: str, digest: str) -> None:
+        """Append a tensor; the caller gives them sorted by name."""
+        self._total.update(f"{name}\0{digest}\n".encode())
+
+    def hexdigest(self) -> str:
+        """32 hexadecimal digits of all tensors so far."""
+        return self._total.hexdigest()
 
 
 def hash_file(path: Path) -> str:

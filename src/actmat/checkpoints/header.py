@@ -167,7 +167,12 @@ def _tensor(name: str, entry: Any, data_start: int, data_size: int, file: str) -
 
 def _is_sizes(value: Any) -> bool:
     # `type is int`: a bool is an int to Python, not to JSON
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_BYTES for n in value)
+    if not isinstance(value, list):
+        return False
+    for n in value:  # noqa: SIM110 - a generator would take a tenth of the time of planning
+        if type(n) is not int or not 0 <= n <= MAX_BYTES:
+            return False
+    return True
 
 
 def _nbytes(shape: list[int], itemsize: int) -> int:

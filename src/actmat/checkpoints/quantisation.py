@@ -26,6 +26,8 @@ SUFFIXES = {
 }
 """Endings of tensor names that quantisers write. The last two count only as a pair of uint8 tensors."""
 
+ALL_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+
 FIX = "Merge the checkpoint it was quantised from, or save a dequantised (bfloat16) copy first."
 
 
@@ -58,7 +60,7 @@ def _scheme(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
     """Name of the scheme that a tensor is a sign of; empty if none."""
     if spec.dtype.startswith("float8"):
         return spec.dtype
-    for scheme, suffixes in SUFFIXES.items():
+    for scheme, suffixes in SUFFIXES.items() if spec.name.endswith(ALL_SUFFIXES) else ():
         if spec.name.endswith(suffixes):
             return scheme if scheme != "MXFP4" or _is_mxfp4(spec, specs) else ""
     # bitsandbytes stores codes under the weight's name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +16,20 @@ RecipeFile = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check of severity 'issue' found something.")]
+PartOption = Annotated[
+    str | None, typer.Option("--part", metavar="K/N", help="Only this part of the merge, such as 3/16, counted from 1.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def without_part(arguments: Sequence[str]) -> str:
+    """The command line without its part, to be continued with another `--part`.
+
+    >>> without_part(["merge", "a b", "--part", "1/2", "--out", "x"])
+    "actmat merge 'a b' --out x"
+    """
+    kept = [a for before, a in zip(["", *arguments], arguments, strict=False) if "--part" not in (before, a)]
+    return shlex.join(["actmat", *(a for a in kept if not a.startswith("--part="))])
 
 
 def _data_option(flag: str, text: str, **more: Any) -> Any:

@@ -18,6 +18,7 @@ from actmat.cli.compare import compare
 from actmat.cli.demo import demo
 from actmat.cli.diagnose import diagnose
 from actmat.cli.extensions import ExtensibleGroup
+from actmat.cli.finish import finish
 from actmat.cli.inspect import inspect
 from actmat.cli.merge import merge
 from actmat.cli.methods import methods
@@ -100,7 +101,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 for recipe_command in (merge, plan, diagnose, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
-for command in (report, compare, methods, inspect, verify, calibrate, demo):
+for command in (finish, report, compare, methods, inspect, verify, calibrate, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +12,9 @@ from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.streams import optional_stdout, starting
 from actmat.settings import RunSettings
+
+if TYPE_CHECKING:
+    from actmat.recipe import Recipe
 
 __all__ = ["merge"]
 
@@ -20,6 +25,7 @@ def merge(
     given: RecipeFlags,
     run: RunSettings,
     strict: flags.Strict = False,
+    part: flags.PartOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
 ) -> None:
     """Merge fine-tuned checkpoints of one base into one model.
@@ -32,6 +38,8 @@ def merge(
     Several --method, or several values of an --option, give one output each,
     below OUT. An output is a directory that from_pretrained loads. It appears
     when it is complete; the same command continues an interrupted merge.
+    With --part 3/16, it is made in parts by as many processes, on machines that
+    share its folder; 'actmat finish OUT' completes it.
     'actmat plan' shows beforehand what will happen to every tensor.
     """
     starting("merge", quiet=quiet)
@@ -40,6 +48,9 @@ def merge(
         raise typer.BadParameter("--strict and --exact go with --diagnose")
     if any(r.out is None for r in recipes):
         raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
+    if part is not None:
+        _merge_part(recipes, part, run, quiet=quiet)
+        return
     from actmat.api import run_recipes
     from actmat.cli.screen import showing_progress
 
@@ -53,3 +64,25 @@ def merge(
                 print_summary(report)
     if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
         raise typer.Exit(1)
+
+
+def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, quiet: bool) -> None:
+    """Run one part and say what it did."""
+    if len(recipes) > 1:
+        raise typer.BadParameter("--part goes with one method and one value of each option")
+    from actmat.cli.screen import console, escape, showing_progress
+    from actmat.engine.shares import Part
+    from actmat.parts import run_part
+
+    part = Part.parse(text)
+    with showing_progress(f"part {part}", quiet=quiet) as progress:
+        report = run_part(recipes[0], part, run, progress, command=flags.without_part(sys.argv[1:]))
+    if quiet:
+        return
+    with optional_stdout("The part is complete."):
+        if report.was_finished:
+            console.print(f"{escape(report.out)} is complete: all parts were finished earlier; nothing was done")
+            return
+        console.print(f"part {part} of [bold]{escape(report.out)}[/bold]: {report.items} tensors", end="")
+        console.print(f", {report.resumed} of them from an earlier attempt" if report.resumed else "")
+        console.print(f"  in {report.seconds:.1f} s; when all parts are there: actmat finish {escape(report.out)}")

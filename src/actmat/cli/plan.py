@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,9 @@ from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
 from actmat.cli.simulation import SimulationFlags
 from actmat.settings import RunSettings
+
+if TYPE_CHECKING:
+    from actmat.plan import MergePlan
 
 __all__ = ["plan"]
 
@@ -22,18 +26,23 @@ def plan(
     run: Annotated[RunSettings, Fields(only=("device",))],
     simulation: Annotated[SimulationFlags, Fields()],
     json: flags.Json = False,
-    every: Annotated[bool, typer.Option("--all", help="One line per tensor instead of groups.")] = False,
+    part: flags.PartOption = None,
+    full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False,
 ) -> None:
     """Show what 'actmat merge' would do with the same inputs; nothing is written, no tensor is read.
 
     Prints for groups of tensors what happens to them and why, the bytes to read
     and write, and the peak of memory. If the inputs do not fit together, all
-    problems are listed and the exit code is 1. --simulate predicts the time
-    from the rates that 'actmat calibrate' measured.
+    problems are listed and the exit code is 1. --part 3/16 shows what that part
+    would do. --simulate predicts the time from the rates that 'actmat calibrate'
+    measured.
     """
     from actmat.api import plan_recipe
 
     plans = [plan_recipe(r, device=run.device) for r in given.recipes(recipe)]
+    if part is not None:
+        _print_part(plans, part, json=json, full=full)
+        return
     predictions = simulation.predictions(plans)
     if json:
         from actmat.cli.screen import print_json
@@ -47,6 +56,22 @@ def plan(
     from actmat.cli.summary import print_plan
 
     for k, p in enumerate(plans):
-        print_plan(p, every=every)
+        print_plan(p, full=full)
         for line in predictions[k].lines if predictions else ():
             console.print(escape(line))
+
+
+def _print_part(plans: Sequence[MergePlan], text: str, *, json: bool, full: bool) -> None:
+    """Print the share of one part."""
+    if len(plans) > 1:
+        raise typer.BadParameter("--part goes with one method and one value of each option")
+    from actmat.cli.summary import print_part
+    from actmat.engine.shares import Part, plan_part
+
+    share = plan_part(plans[0], Part.parse(text))
+    if json:
+        from actmat.cli.screen import print_json
+
+        print_json(share.to_json())
+        return
+    print_part(plans[0], share, full=full)

@@ -2,42 +2,87 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from actmat.engine.shares import PartPlan
     from actmat.plan import MergePlan
+    from actmat.plan.model import Item
     from actmat.run import MergeReport
 
-__all__ = ["print_plan", "print_summary"]
+__all__ = ["print_part", "print_plan", "print_summary"]
 
 
-def print_plan(plan: MergePlan, *, every: bool) -> None:
-    """Groups of outputs with what happens to them and why; `every`: one line per output."""
-    from actmat.cli.screen import console, escape, first_to_last, plain_table
+MOST_PATTERNS = 4
+"""Patterns of names that are shown of one group."""
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+"""A layer's or an expert's number in a name."""
+
+
+def print_plan(plan: MergePlan, *, full: bool) -> None:
+    """Groups of outputs with what happens to them and why; `full`: one line per output."""
+    from actmat.cli.screen import console, escape
 
     to_adapter = plan.output == "adapter"
     over = "adapters, into an adapter" if to_adapter else f"experts of {escape(plan.recipe.base)}"
     console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {len(plan.experts)} {over}")
-    counted = "modules" if to_adapter else "tensors"
-    table = plain_table(counted, "action", "which, and why", numbers=[counted])
-    groups: dict[tuple[str, str], list[str]] = {}
-    for item in plan.items:
-        groups.setdefault((item.action, item.reason), []).append(item.name)
-        if every:
-            table.add_row("x".join(map(str, item.shape)), item.action, escape(f"{item.name}: {item.reason}"))
-    for name, pattern in plan.kept.items():
-        key = ("keep", f"kept by the recipe ('{pattern}'): no delta is written")
-        groups.setdefault(key, []).append(name)
-    for (action, reason), names in groups.items():
-        if not every or action == "keep":
-            shown = escape(first_to_last(names))
-            table.add_row(str(len(names)), action, f"{escape(reason)}\n[dim]{shown}[/dim]")
-    console.print(table)
+    _print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if to_adapter else _counts(plan))
     console.print(_traffic(plan))
     for note in plan.notes:
         console.print(f"note: {escape(note)}")
+
+
+def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:
+    """The share of one part: its tensors, its traffic, the cost of surveys."""
+    from actmat.cli.screen import console
+    from actmat.errors import format_size
+
+    total = sum(i.action != "tie" for i in plan.items)
+    console.print(f"[bold]part {share.part}[/bold]: {len(share.names)} of {total} tensors")
+    _print_items(plan, [plan.by_name[name] for name in share.names], {}, full=full)
+    console.print(
+        f"{100 * share.work:.2f} % of the work (the largest part: {100 * share.largest:.2f} %); read "
+        f"{format_size(share.read_bytes)}, write {format_size(share.write_bytes)}"
+    )
+    if share.survey_bytes:
+        console.print(
+            f"before that, each pass of the survey of the whole model reads {format_size(share.survey_bytes)}, in this "
+            "part as in every other"
+        )
+
+
+def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
+    """A table of outputs, in groups of the same action and reason, each with the patterns of its names."""
+    from actmat.cli.screen import console, escape, plain_table
+
+    counted = "modules" if plan.output == "adapter" else "tensors"
+    if full:
+        for item in items:  # line by line: a table of 100,000 rows would take gigabytes
+            shape = "x".join(map(str, item.shape)) or "scalar"
+            console.print(f"{item.action}  {escape(item.name)}  {shape}: {escape(item.reason)}")
+    groups: dict[tuple[str, str], Counter[str]] = {}
+    for item in items if not full else ():
+        sizes = "x".join(map(str, item.shape))
+        pattern = f"{_NUMBER.sub('*', item.name)}  {sizes}".rstrip()
+        groups.setdefault((item.action, item.reason), Counter())[pattern] += 1
+    for name, pattern in kept.items():
+        key = ("keep", f"kept by the recipe ('{pattern}'): no delta is written")
+        groups.setdefault(key, Counter())[_NUMBER.sub("*", name)] += 1
+    if not groups:
+        return
+    table = plain_table(counted, "action", "which, and why", numbers=[counted])
+    for (action, reason), patterns in groups.items():
+        lines = [escape(p) for p, _ in patterns.most_common(MOST_PATTERNS)]
+        if len(patterns) > MOST_PATTERNS:
+            lines.append(f"and {len(patterns) - MOST_PATTERNS} more patterns")
+        shown = "\n".join(f"[dim]{line}[/dim]" for line in lines)
+        table.add_row(str(patterns.total()), action, f"{escape(reason)}\n{shown}")
+    console.print(table)
 
 
 def _ranks(plan: MergePlan) -> str:
@@ -89,8 +134,8 @@ def print_summary(report: MergeReport) -> None:
     )
     for note in plan.notes:
         console.print(f"  note: {escape(note)}")
-    if not to_adapter and (nonfinite := sum(t["nonfinite"] for t in report.manifest["tensors"])):
-        console.print(f"  note: {nonfinite} NaN or Inf entries of experts were treated as unchanged")
+    if not to_adapter and report.totals.nonfinite:
+        console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     if report.diagnosis is not None:
         from actmat.cli.diagnosis import print_checks
 
@@ -102,7 +147,7 @@ def _model_lines(report: MergeReport) -> list[str]:
 
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(report.plan.items).items() if n)
-    unchanged = sum(t["unchanged"] and t["action"] in ("merge", "average") for t in report.manifest["tensors"])
+    unchanged = report.totals.unchanged
     return [counts + (f"; {unchanged} of them unchanged by every expert" if unchanged else "")]
 
 
@@ -111,15 +156,11 @@ def _adapter_lines(report: MergeReport) -> list[str]:
     full = len(report.plan.items) - len(modules)
     lines = [
         f"{len(modules)} modules of rank {max((m.pair.rank for m in modules), default=0)}, {full} full tensors; "
-        f"relative error of the truncation {report.manifest['output']['relative_error']:.2e}"
+        f"relative error of the truncation {report.totals.relative_error:.2e}"
     ]
-    stats = [m["stats"] for m in report.manifest["modules"] if "norm" in m["stats"]]
-    if stats:
-        merged = sum(s["norm"] ** 2 for s in stats) ** 0.5
-        total = sum(s["sum_norm"] ** 2 for s in stats) ** 0.5
-        experts = [sum(n**2 for n in ns) ** 0.5 for ns in zip(*(s["expert_norms"] for s in stats), strict=True)]
+    if (norms := report.totals.norms) is not None:
         lines.append(
-            f"norm of the merged delta {merged:.4g}; of the experts' {', '.join(f'{n:.4g}' for n in experts)}; of "
-            f"their sum {total:.4g}"
+            f"norm of the merged delta {norms.merged:.4g}; of the experts' "
+            f"{', '.join(f'{n:.4g}' for n in norms.experts)}; of their sum {norms.total:.4g}"
         )
     return lines

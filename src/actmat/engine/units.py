@@ -10,7 +10,7 @@ from actmat.engine.observer import ObserverFactory
 from actmat.methods import get_method
 from actmat.plan.model import Item, MergePlan
 
-__all__ = ["Unit", "long_seconds", "plan_units", "planned_seconds"]
+__all__ = ["NOMINAL_BYTES", "NOMINAL_FLOPS", "Unit", "long_seconds", "plan_units", "planned_seconds"]
 
 NOMINAL_FLOPS, NOMINAL_BYTES = 5e10, 5e8
 """Operations and bytes per second of a usual core. They only order units, so that rough values do: the results of

@@ -146,4 +146,6 @@ def _nearest(head: str, tables: list[str]) -> str | None:
 
 
 def _end(name: str, ends: Sequence[str]) -> str | None:
+    if not name.endswith(tuple(ends)):  # nearly all names
+        return None
     return next((end for end in ends if name.endswith(end) and f".{name}".endswith(f".{end}")), None)

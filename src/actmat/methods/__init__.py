@@ -70,6 +70,8 @@ METHODS: tuple[MergeMethod, ...] = (
 )
 """All methods, in the order of the tables. Adding a method = a file in this folder + an entry here."""
 
+_BY_NAME = {method.name: method for method in METHODS}
+
 
 def get_method(name: str) -> MergeMethod:
     """The method called `name`; `PATH.py:NAME` is a method in a user's own file.
@@ -82,7 +84,9 @@ def get_method(name: str) -> MergeMethod:
     """
     if is_user_method(name):
         return load_user_method(name)
-    for method in METHODS:
+    if (found := _BY_NAME.get(name)) is not None:
+        return found
+    for method in METHODS:  # one that was added to it later
         if method.name == name:
             return method
     known = [m.name for m in METHODS]

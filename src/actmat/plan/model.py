@@ -8,10 +8,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from actmat.bounds import read_bytes
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import RecipeError
@@ -42,6 +44,9 @@ Form = Literal["dense", "factored"]
 
 FORMAT = 2
 """Version of a plan's JSON; see docs/formats/plan.md."""
+
+MAX_FILE_BYTES = 4_000_000_000
+"""Largest plan that is read from a file: one of 100,000 tensors takes 100 MB."""
 
 
 class _Plain:
@@ -300,12 +305,13 @@ class MergePlan(_Plain):
             "recipe": self.recipe.model_dump(mode="json", exclude={"out", "mute"}),
             "inputs": files if times else [[[f.path, f.size, f.etag] for f in i.files] for i in self.inputs],
             "output": [self.output, self.adapter_config],
-            "items": _ITEMS.dump_python(self.items, mode="json"),
             "device": self.device.partition(":")[0],
             "versions": dict(self.versions),
             "statistics": self.statistics_identity,
         }
-        return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+        content = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
+        content.update(_ITEMS.dump_json(self.items))
+        return content.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, from which `from_json` makes the same plan; totals are added for readers."""
@@ -334,8 +340,50 @@ class MergePlan(_Plain):
         try:
             return _PLAN.validate_python(fields)
         except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-            raise RecipeError("The plan is damaged.", problems) from None
+            raise RecipeError("The plan is damaged.", _plan_problems(error)) from None
+
+    def write(self, path: Path) -> None:
+        """Write the JSON of `to_json`, without totals, in one pass: a second for 100,000 tensors.
+
+        Raises:
+            OSError: the disk.
+        """
+        text = _PLAN.dump_json(self, exclude_defaults=True)
+        if not all(map(_is_finite, {id(i.call): i.call.options for i in self.items if i.call is not None}.values())):
+            fields = _PLAN.dump_python(self, exclude_defaults=True)  # pydantic's own JSON has null for them
+            text = json.dumps(fields, separators=(",", ":")).encode()
+        with path.open("wb") as file:
+            file.write(b'{"actmat_plan":%d,' % FORMAT)
+            file.write(memoryview(text)[1:])
+
+    @classmethod
+    def read(cls, path: Path) -> MergePlan:
+        """The plan that `write` wrote.
+
+        Raises:
+            RecipeError: it cannot be read, or is none of this version.
+        """
+        text = read_bytes(path, most=MAX_FILE_BYTES, error=RecipeError)
+        start = b'{"actmat_plan":%d,' % FORMAT
+        if not text.startswith(start):
+            raise RecipeError(f"{path}: expected a plan of layout {FORMAT}, found other text")
+        try:
+            return _PLAN.validate_json(b"{" + memoryview(text)[len(start) :])
+        except ValidationError as error:
+            raise RecipeError(f"{path}: the plan is damaged.", _plan_problems(error)) from None
+
+
+def _is_finite(value: Any) -> bool:
+    """True if no number in an option's value is infinite or NaN."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _plan_problems(error: ValidationError) -> list[str]:
+    return [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False, include_input=False)]
 
 
 _PLAN = TypeAdapter(MergePlan)

@@ -54,13 +54,14 @@ def plan_tensors(
     kept = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
+    given: dict[str, list[Source | None]] = {}
     only_adapters = all(e.kind == "adapter" for e in experts)
     for name in alignment.canonical:
         spec, sources = base.specs[name], alignment.sources[name]
         decision = _decide(spec, layouts.tensors[name], chooser, kept)
         decision = with_statistics(decision, spec, sources, statistics, chooser, problems)
-        given = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
-        decided[name] = _of_touched(decision, given, chooser, only_adapters=only_adapters)
+        given[name] = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
+        decided[name] = _of_touched(decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
     problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     max_shard_bytes = 1
@@ -71,7 +72,7 @@ def plan_tensors(
     if problems:
         raise AlignmentError(headline(problems), problems)
     planner = _TensorPlanner(recipe, base, experts, device)
-    items, problems = assign_pools(planner.items(alignment, decided), recipe.pool, planner.pooled_cost)
+    items, problems = assign_pools(planner.items(alignment, decided, given), recipe.pool, planner.pooled_cost)
     problems += _adapter_problems(recipe, experts)
     if problems:
         raise AlignmentError(headline(problems), problems)
@@ -130,7 +131,9 @@ class _TensorPlanner:
         self._peaks: dict[Any, int] = {}
         self._counted: dict[Any, int] = {}
 
-    def items(self, alignment: Alignment, decided: Mapping[str, Decision]) -> tuple[Item, ...]:
+    def items(
+        self, alignment: Alignment, decided: Mapping[str, Decision], given: Mapping[str, Sequence[Source | None]]
+    ) -> tuple[Item, ...]:
         """One item per tensor, each followed by those tied to it."""
         depth: dict[str, float] = {}
         if self.recipe.postprocess.lines is not None:
@@ -141,27 +144,32 @@ class _TensorPlanner:
             decision = decided[name]
             if decision.call is not None and name in depth:
                 decision = decision.scaled(depth[name])
-            out.append(self._item(name, aliases, decision, alignment))
+            twins = alignment.twins[name] if decision.call is not None else ()
+            sources = tuple(s for s in given[name] if s is not None) if decision.call is not None else ()
+            out.append(self._item((name, *aliases), decision, sources, twins))
             out.extend(self._tie(alias, name, decision) for alias in aliases)
         return tuple(out)
 
     def out_spec(self, spec: TensorSpec) -> TensorSpec:
         """Spec of the output for a tensor of the base."""
         dtype = self.recipe.dtype if self.recipe.dtype is not None and spec.is_floating else spec.dtype
-        return dataclasses.replace(spec, dtype=dtype, file="", offset=0)
+        return TensorSpec(spec.name, spec.shape, dtype, "")
 
-    def _item(self, name: str, aliases: tuple[str, ...], decision: Decision, alignment: Alignment) -> Item:
-        spec, call, reason = self.base.specs[name], decision.call, decision.reason
-        sources: tuple[Source, ...] = ()
+    def _item(
+        self,
+        names: tuple[str, ...],
+        decision: Decision,
+        sources: tuple[Source, ...],
+        twins: tuple[tuple[str, ...], ...],
+    ) -> Item:
+        """Item of a tensor and of those tied to it."""
+        spec, call, reason = self.base.specs[names[0]], decision.call, decision.reason
         form: Form = "dense"
-        if call is not None:
-            found = zip(self.experts, alignment.sources[name], strict=True)
-            sources = tuple(e.source(s) for e, s in found if s is not None)
-            if self._is_factored(call, sources):
-                form, reason = "factored", f"{reason}, in factored form"
-        outputs = tuple(self.out_spec(self.base.specs[n]) for n in (name, *aliases))
+        if call is not None and self._is_factored(call, sources):
+            form, reason = "factored", f"{reason}, in factored form"
+        outputs = tuple(self.out_spec(self.base.specs[n]) for n in names)
         item = Item(
-            name=name,
+            name=names[0],
             shape=spec.shape,
             layout=decision.layout,
             action=decision.action,
@@ -171,7 +179,7 @@ class _TensorPlanner:
             form=form,
             base_dtype=spec.dtype,
             sources=sources,
-            twins=alignment.twins[name] if call is not None else (),
+            twins=twins,
         )
         cost = Cost(
             read_bytes=spec.nbytes + sum(s.nbytes for s in sources),
@@ -218,17 +226,19 @@ class _TensorPlanner:
         """Memory of one worker on an item."""
         if item.call is None:
             return item.numel * torch_dtype(item.base_dtype).itemsize
-        call = CallShape(
-            method=get_method(item.call.method),
-            options=item.call.options,
-            n_experts=len(self.experts),
-            base_itemsize=torch_dtype(item.base_dtype).itemsize,
-            compute_dtype=self.recipe.compute_dtype,
-            caps=self.recipe.postprocess,
-            chunkable=self.device == "cpu" and item.is_chunkable,
-        )
-        key = (call.method.name, str(call.options), item.shape, item.base_dtype, item.layout, call.chunkable)
+        chunkable = self.device == "cpu" and item.is_chunkable
+        # the options live as long as the decisions, which outlive this planner
+        key = (item.call.method, id(item.call.options), item.shape, item.base_dtype, item.layout, chunkable)
         if key not in self._peaks:
+            call = CallShape(
+                method=get_method(item.call.method),
+                options=item.call.options,
+                n_experts=len(self.experts),
+                base_itemsize=torch_dtype(item.base_dtype).itemsize,
+                compute_dtype=self.recipe.compute_dtype,
+                caps=self.recipe.postprocess,
+                chunkable=chunkable,
+            )
             regions = cut(item.shape, item.layout, granularity(call.method, self.recipe.postprocess))
             self._peaks[key] = tensor_peak_bytes(regions, call)
         return self._peaks[key]

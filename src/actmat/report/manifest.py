@@ -12,11 +12,13 @@ from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
-from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
+from actmat.checkpoints.writing.staging import BOOKKEEPING, MANIFEST_NAME, PLAN_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.plan.model import InputSummary, Item, MergePlan
+from actmat.report.contents import model_contents
+from actmat.report.rows import Rows, canonical_json, indented_json
 from actmat.report.schema import manifest_problems
 
 __all__ = [
@@ -45,7 +47,7 @@ def build_manifest(
     seconds: float,
     files: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The manifest as plain data.
+    """The manifest as plain data, but for its longest lists, which are `Rows` made from the records.
 
     Everything outside `timing` is a function of the recipe, the inputs and the versions: two runs, interrupted or
     not, give the same. `write_manifest` adds the hashes of the files.
@@ -58,15 +60,19 @@ def build_manifest(
         files: copied from the inputs.
     """
     is_adapter = plan.output == "adapter"
-    tensors = _written_tensors(plan, records) if is_adapter else [_tensor_row(plan, i, records) for i in plan.items]
+    contents = None if is_adapter else model_contents(plan, records)
+    read = [None] * len(experts) if contents is None else contents.experts
+    tensors: Rows | list[dict[str, Any]] = Rows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
+    if is_adapter:
+        tensors = _written_tensors(plan, records)
     output: dict[str, Any] = {
-        "content": hash_names((t["name"], t["hash"]) for t in tensors),
+        "content": contents.output if contents else hash_names((t["name"], t["hash"]) for t in tensors),
         "files": {s.file: s.size for s in plan.shards},
     }
     output |= {"relative_error": total_error(records)} if is_adapter else {"copied_files": list(files)}
     adapter: dict[str, Any] = {}
     if is_adapter:
-        modules = [_module_row(item) | {"stats": records[item.name].stats} for item in plan.items]
+        modules = Rows(lambda: (_module_row(item) | {"stats": records[item.name].stats} for item in plan.items))
         adapter = {"kept": dict(plan.kept), "modules": modules}
     return {
         "actmat_manifest": FORMAT,
@@ -75,8 +81,8 @@ def build_manifest(
         "versions": dict(plan.versions),
         **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,
-        "base": None if plan.base is None else _input(plan.base, out) | {"content": _content(plan, records, None)},
-        "experts": [_expert(plan, records, t, e, out) for t, e in enumerate(experts)],
+        "base": None if plan.base is None or contents is None else _input(plan.base, out) | {"content": contents.base},
+        "experts": [_expert(plan.experts[t], read[t], e, out) for t, e in enumerate(experts)],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
         "notes": list(plan.notes),
@@ -158,10 +164,11 @@ def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dic
     return [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "hash": hashes[s.name]} for s in plan.specs]
 
 
-def _expert(plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expert, out: Path) -> dict[str, Any]:
-    row, hashes = _input(plan.experts[t], out), expert.hashes()
-    if plan.output == "model":
-        row["content"] = _content(plan, records, t)
+def _expert(summary: InputSummary, content: str | None, expert: Expert, out: Path) -> dict[str, Any]:
+    """One expert; `content`: hash over its tensors that were read for a model."""
+    row, hashes = _input(summary, out), expert.hashes()
+    if content is not None:
+        row["content"] = content
     if hashes is not None:  # its tensors are not those of the output: all are checked
         row = row | {"content": row.get("content", hash_names(hashes.items())), "hashes": dict(hashes)}
     return row
@@ -178,37 +185,30 @@ def _located(row: dict[str, Any], out: Path) -> dict[str, Any]:
     return row
 
 
-def _content(plan: MergePlan, records: Mapping[str, Record], expert: int | None) -> str:
-    """Hash over the tensors that were read from the base, or from one expert."""
-    pairs = []
-    for item in plan.items:
-        record = records[item.tied_to or item.name]
-        if expert is None:
-            pairs.append((item.name, record.base_hash))
-        elif item.sources and (source := item.sources[expert]) is not None:
-            pairs.append((source.name, record.expert_hashes[expert]))
-    return hash_names(pairs)
-
-
 def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = False) -> None:
-    """Add the hashes of all other files in `directory`, and its own, to a manifest, and write it there.
+    """Add the hashes of all other files in `directory`, and its own, to a manifest, and write it there, row by row.
 
     With `sha256`, the SHA-256 of every weight file is added (one more reading). Nothing is written there afterwards.
     """
     output = manifest["output"]
     if sha256:
         output["sha256"] = {f: sha256_file(directory / f) for f in output["files"]}
-    known = {MANIFEST_NAME, JOURNAL_NAME, *output["files"]}
+    known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", *BOOKKEEPING, *output["files"]}
     rows = {
         p.name: {"size": p.stat().st_size, "hash": hash_file(p)}
         for p in sorted(directory.iterdir())
-        if p.is_file() and p.name not in known
+        if p.is_file() and p.name not in known and not p.name.startswith(f"{PLAN_NAME}.")
     }
     output["side_files"] = {n: row for n, row in rows.items() if n not in REPORTS}
     if reports := {n: row for n, row in rows.items() if n in REPORTS}:
         manifest["timing"]["reports"] = reports
     manifest["content"] = manifest_content(manifest)
-    (directory / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    unfinished = directory / f".{MANIFEST_NAME}.part"  # the name is given to a whole manifest only
+    unfinished.unlink(missing_ok=True)
+    with unfinished.open("x", encoding="utf-8") as file:
+        file.writelines(indented_json(manifest))
+        file.write("\n")
+    os.replace(unfinished, directory / MANIFEST_NAME)
 
 
 def manifest_content(manifest: Mapping[str, Any]) -> str:
@@ -223,7 +223,8 @@ def manifest_content(manifest: Mapping[str, Any]) -> str:
     kept = {k: v for k, v in manifest.items() if k not in ("content", "timing")}
     total = ContentHash()
     try:
-        total.update(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode())
+        for text in canonical_json(kept):
+            total.update(text.encode())
     except RecursionError:
         raise CheckpointError("the manifest is damaged: its values are nested too deeply") from None
     return total.hexdigest()

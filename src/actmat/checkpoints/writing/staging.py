@@ -14,26 +14,39 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import os
 import shutil
 import stat
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from actmat.bounds import kind_of_file, list_folder, local_path, parse_object, read_bytes
+from actmat.bounds import kind_of_file, list_folder, local_path
+from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError, format_size
 
-__all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_path", "disk_errors"]
+__all__ = [
+    "BOOKKEEPING",
+    "JOURNAL_NAME",
+    "MANIFEST_NAME",
+    "PLAN_NAME",
+    "Staging",
+    "check_output_path",
+    "disk_errors",
+    "occupied",
+    "remove_plans",
+    "sibling",
+    "sync_directory",
+]
 
 JOURNAL_NAME = "journal.jsonl"
+PLAN_NAME = "plan.json"
+BOOKKEEPING = frozenset({JOURNAL_NAME, PLAN_NAME})
+"""Files of a partial folder that are no files of the output."""
+
 MANIFEST_NAME = "actmat_manifest.json"
 LONGEST_NAME = 255
-LOCK_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-MAX_JOURNAL_BYTES = 2_000_000_000
 
 
 def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
@@ -46,7 +59,7 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
         local_path(out, error=OutputError)
     except OutputError as error:
         return list(error.problems)
-    if len(os.fsencode(_sibling(out, "previous").name)) > LONGEST_NAME:
+    if len(os.fsencode(sibling(out, "previous").name)) > LONGEST_NAME:
         return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
     problems = _obstacles(out)
     resolved = Path(os.path.realpath(out))
@@ -59,7 +72,7 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
     if os.path.islink(out) or (os.path.exists(out) and not os.path.isdir(out)):
         problems.append(f"{out} exists and is not a directory; choose another place")
     else:
-        problems += _occupied(out, overwrite=overwrite)
+        problems += occupied(out, overwrite=overwrite)
     parent = resolved.parent
     while not os.path.exists(parent):
         parent = parent.parent
@@ -78,7 +91,7 @@ def _obstacles(out: Path) -> list[str]:
         ("previous", stat.S_ISDIR, "the output that is being replaced"),
         ("lock", stat.S_ISREG, "the lock file of a run"),
     ):
-        path = _sibling(out, suffix)
+        path = sibling(out, suffix)
         with contextlib.suppress(OSError):
             mode = path.lstat().st_mode
             if not is_ours(mode):
@@ -86,8 +99,9 @@ def _obstacles(out: Path) -> list[str]:
     return problems
 
 
-def _occupied(out: Path, *, overwrite: bool) -> list[str]:
-    previous = _sibling(out, "previous")
+def occupied(out: Path, *, overwrite: bool) -> list[str]:
+    """Problems: what is at `out` already, unless it is an output that may be replaced."""
+    previous = sibling(out, "previous")
     if not os.path.exists(out) and os.path.exists(previous) and not overwrite:
         return [
             f"{out} was being replaced when an earlier run was killed; its old content is in {previous}. Give the "
@@ -105,7 +119,8 @@ def _occupied(out: Path, *, overwrite: bool) -> list[str]:
     return []
 
 
-def _sibling(out: Path, suffix: str) -> Path:
+def sibling(out: Path, suffix: str) -> Path:
+    """Path of a hidden file or folder beside `out` that actmat keeps while it builds it."""
     return out.parent / f".{out.name}.actmat-{suffix}"
 
 
@@ -159,73 +174,70 @@ class Staging:
         self.fingerprint = fingerprint
         self.overwrite = overwrite
         self._lasting, self._same_inputs = lasting, same_inputs
-        self.path = _sibling(out, "partial")
+        self.path = sibling(out, "partial")
         self.committed = False
-        self._previous = _sibling(out, "previous")
-        self._journal_aside = _sibling(out, "journal")
-        self._lock_path = _sibling(out, "lock")
-        self._lock_file: IO[bytes] | None = None
-        self._journal: IO[bytes] | None = None
+        self._previous = sibling(out, "previous")
+        self._journal_aside = sibling(out, "journal")
+        self._lock = OutputLock(out, sibling(out, "lock"))
+        self._journal: Journal | None = None
         self._made: list[Path] = []
-        self._names: set[str] = set()
-        self._mutex = threading.Lock()
+        self._gone = False
 
     @property
     def finished(self) -> int:
         """Number of items in the journal; 0 when it is gone, because the output was committed or discarded."""
-        return len(self._names)
+        return 0 if self._journal is None or self._gone else len(self._journal)
 
-    def open(self) -> dict[str, dict[str, Any]]:
+    def open(self) -> Journal:
         """Take the lock and read the journal: tensor name -> its entry, for tensors finished earlier."""
         with disk_errors(self.out.parent):
             self._made = [p for p in (self.out.parent, *self.out.parent.parents) if not p.exists()]
             self.out.parent.mkdir(parents=True, exist_ok=True)
             if problems := _obstacles(self.out):
                 raise OutputError(f"The output {self.out} cannot be written.", problems)
-            self._lock()
+            self._lock.take()
             if self._previous.exists() and not self.out.exists():
                 os.rename(self._previous, self.out)  # killed between the two renames of `commit`
-            if problems := _occupied(self.out, overwrite=self.overwrite):  # finished while we waited or planned
+            if problems := occupied(self.out, overwrite=self.overwrite):  # finished while we waited or planned
                 raise OutputError(problems[0])
             if self._journal_aside.exists() and self.path.exists():
                 os.rename(self._journal_aside, self.path / JOURNAL_NAME)  # stopped before the last rename of `commit`
             self._journal_aside.unlink(missing_ok=True)
-            done = self._read_journal()
-            if done is None:
+            self._journal = self._read_journal()
+            if self._journal is None:
                 if self.path.exists():
                     shutil.rmtree(self.path)
                 self.path.mkdir()
-                done = {}
-            fresh = not (self.path / JOURNAL_NAME).exists()
-            self._journal = (self.path / JOURNAL_NAME).open("ab", buffering=0)  # a buffer would fail again when closed
-            if fresh:
-                self._append({"actmat_journal": 1, "fingerprint": self.fingerprint, "lasting": self._lasting})
-        self._names = set(done)
-        return done
+                self._journal = Journal(self.path / JOURNAL_NAME)
+                head = {"actmat_journal": 1, "fingerprint": self.fingerprint, "lasting": self._lasting}
+                self._journal.start(head)
+            else:
+                self._journal.resume()
+        return self._journal
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one finished tensor; called after its last byte is written. Thread-safe."""
+        assert self._journal is not None
         with disk_errors(self.path):
-            self._append(entry)
-        self._names.add(entry["name"])
+            self._journal.append(entry)
 
     def commit(self) -> None:
         """Remove the journal, flush the directory and rename it to the final name, when everything is written."""
         assert self._journal is not None
         with disk_errors(self.out.parent):
-            if problems := _occupied(self.out, overwrite=self.overwrite):
+            if problems := occupied(self.out, overwrite=self.overwrite):
                 raise OutputError(problems[0])
             self._journal.close()
+            remove_plans(self.path)
             os.rename(self.path / JOURNAL_NAME, self._journal_aside)
-            _sync_directory(self.path)
+            sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
                 if self._previous.exists():
                     shutil.rmtree(self._previous)
                 os.rename(self.out, self._previous)
             os.rename(self.path, self.out)
-            self.committed = True
-            self._names.clear()
-            _sync_directory(self.out.parent)
+            self.committed = self._gone = True
+            sync_directory(self.out.parent)
             self._journal_aside.unlink()
             if self._previous.exists():
                 shutil.rmtree(self._previous)
@@ -238,8 +250,8 @@ class Staging:
             OutputError: another process writes the same output.
         """
         with disk_errors(self.out.parent):
-            self._lock()
-            _sync_directory(self.out.parent)
+            self._lock.take()
+            sync_directory(self.out.parent)
             self._journal_aside.unlink(missing_ok=True)
             folders = [self._previous] + ([self.path] if self._read_journal() is not None else [])
             for folder in folders:
@@ -251,65 +263,32 @@ class Staging:
         """Release the lock and keep the partial directory for a later run. May be called twice."""
         if self._journal is not None:
             self._journal.close()
-        if self._lock_file is not None:
-            self._lock_path.unlink(missing_ok=True)  # while locked: later it may be of another process
-            self._lock_file.close()
-            self._lock_file = None
+        self._lock.release()
 
     def discard(self) -> None:
         """Remove the partial directory, if `open` took the lock, and the empty folders above it that `open` made."""
-        if self._lock_file is not None and self._journal is not None:
+        if self._lock.is_held and self._journal is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._journal_aside.unlink(missing_ok=True)
-            self._names.clear()
+            self._gone = True
         self.close()
         with contextlib.suppress(OSError):
             for folder in self._made:
                 folder.rmdir()
 
-    def _lock(self) -> None:
-        while self._lock_file is None:
-            file = os.fdopen(os.open(self._lock_path, LOCK_FLAGS, 0o644), "ab")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                raise OutputError(
-                    f"Another actmat is writing {self.out} right now (it holds {self._lock_path}). Wait for it, or "
-                    "choose another place with --out."
-                ) from None
-            if _is_at(file, self._lock_path):
-                self._lock_file = file
-            else:  # its owner removed it between our opening and our locking
-                file.close()
-
-    def _read_journal(self) -> dict[str, dict[str, Any]] | None:
-        """Entries of the journal; None if there is none with the fingerprint of this run."""
-        journal = self.path / JOURNAL_NAME
-        if not os.path.exists(journal) or _foreign(self.path):
+    def _read_journal(self) -> Journal | None:
+        """The journal; None if there is none with the fingerprint of this run."""
+        path = self.path / JOURNAL_NAME
+        if not os.path.exists(path) or _foreign(self.path):
             return None
         try:
-            lines = read_bytes(journal, most=MAX_JOURNAL_BYTES, error=OutputError).split(b"\n")
+            journal = Journal.read(path)
         except OutputError:  # not written by a run
             return None
-        whole = lines[:-1]  # a line without its newline was being written when the process died
-        entries = list(_entries(whole))
-        if not entries:
-            return None
-        if entries[0].get("fingerprint") != self.fingerprint:
-            touched = self._lasting is not None and entries[0].get("lasting") == self._lasting
-            if not touched or not self._same_inputs({e["name"]: e for e in entries[1:]}):
-                return None
-        if lines[-1] or len(entries) < len(whole):  # cut, not written again: the disk may be full
-            os.truncate(journal, sum(len(line) + 1 for line in whole[: len(entries)]))
-        return {e["name"]: e for e in entries[1:]}
-
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        assert self._journal is not None
-        with self._mutex:
-            line = memoryview((json.dumps(entry) + "\n").encode())
-            while line:
-                line = line[self._journal.write(line) :]
+        if journal.head.get("fingerprint") == self.fingerprint:
+            return journal
+        touched = self._lasting is not None and journal.head.get("lasting") == self._lasting
+        return journal if touched and self._same_inputs(journal) else None
 
 
 def _foreign(folder: Path) -> bool:
@@ -318,27 +297,14 @@ def _foreign(folder: Path) -> bool:
         return not all(entry.is_file(follow_symlinks=False) for entry in entries)
 
 
-def _entries(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Entries before the first damaged line."""
-    for number, line in enumerate(lines):
-        try:
-            entry = parse_object(line, JOURNAL_NAME, error=OutputError)
-        except OutputError:
-            return
-        if number and not isinstance(entry.get("name"), str):
-            return
-        yield entry
+def remove_plans(folder: Path) -> None:
+    """Remove the plan that workers read, and unfinished copies of it."""
+    for path in folder.glob(f"{PLAN_NAME}*"):
+        path.unlink(missing_ok=True)
 
 
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    """True if `path` names the open file."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +20,11 @@ __all__ = ["ShardWriter", "TensorSink"]
 
 _CHECK_BYTES = 1 << 22
 _FLUSH_BYTES = 1 << 26
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 SHARD_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 ATTACH_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Shards that several machines write are opened for writing only: of a file that can be read too, a network file system
+may read the page around a tensor's edge, and later write all of it back, with old bytes of the neighbour."""
 
 
 class TensorSink:
@@ -53,8 +57,8 @@ class ShardWriter:
     `durable` flushes to disk in the background while tensors are written and waits for the disk in `finish`, so that a
     power failure after the final rename cannot leave gaps in a model that looks finished.
 
-    `attach` opens files that another process prepared: they are never made, cut or read, because several processes may
-    write their own tensors to them. With `attach="synchronous"`, a write returns when the storage has the bytes.
+    `attach` opens files that another process prepared: they are never made or cut, because several processes may write
+    their own tensors to them. With `attach="synchronous"`, a write returns when the storage has the bytes.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class ShardWriter:
         self.directory = directory
         self.shards = tuple(shards)
         self.durable = durable
+        self.is_attached = bool(attach)
         self._handles: dict[str, int] = {}
         self._unflushed = 0
         self._wake = threading.Event()
@@ -98,22 +103,24 @@ class ShardWriter:
                 self.pwrite(shard.file, memoryview(shard.header), 0)
 
     def _attach(self, shard: Shard, *, synchronous: bool) -> None:
-        """Open a prepared file for writing only.
+        """Open a file that another process made, for writing only; synchronous writes are never widened to a page.
 
-        On NFS, a page that a client has read is later written whole, over what other clients wrote to it meanwhile.
-        Files that are open for writing only are not read, and synchronous writes are never widened to a page.
+        Raises:
+            OutputError: it is not as it was made: nothing of it can be trusted, and others may be writing to it.
         """
         path = self.directory / shard.file
-        with disk_errors(self.directory):
-            handle = os.open(path, ATTACH_FLAGS | (os.O_DSYNC if synchronous else 0))
-            self._handles[shard.file] = handle
-            found = os.fstat(handle).st_size
-        if found != shard.size:
+        with disk_errors(self.directory), _read_handle(path) as handle:
+            size, header = os.fstat(handle).st_size, os.pread(handle, len(shard.header), 0)
+            _forget_pages(handle, 0, 0)
+        if size != shard.size or header != shard.header:
             raise OutputError(
-                f"{path}: expected the {shard.size} bytes that the run's driver prepared, found {found}. Likely cause: "
-                "another program changed the file, or this is another folder of the same name. Fix: write to storage "
-                "that all workers share."
+                f"{path} is damaged: expected {shard.size} bytes and the header of this merge, found {size} bytes"
+                f"{'' if size != shard.size else ' and another header'}. Likely cause: another program changed the "
+                f"file, or this is another folder of the same name. Fix: remove {self.directory.parent} (rm -r), run "
+                "again, and write to storage that all workers share."
             )
+        with disk_errors(self.directory):
+            self._handles[shard.file] = os.open(path, ATTACH_FLAGS | (os.O_DSYNC if synchronous else 0))
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> TensorSink:
         """Sink of tensor `name`, which also writes the tensors tied to it."""
@@ -124,15 +131,17 @@ class ShardWriter:
         extent = self._extents.get(name)
         if extent is None:  # a damaged journal
             return False
-        # from the disk, not from memory: after a flush that failed, pages in memory no longer show what is missing
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handles[extent.file], extent.offset, extent.nbytes, os.POSIX_FADV_DONTNEED)
         seen, buffer = ContentHash(), memoryview(bytearray(min(_CHECK_BYTES, max(extent.nbytes, 1))))
-        while seen.size < extent.nbytes:
-            chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]
-            if os.preadv(self._handles[extent.file], [chunk], extent.offset + seen.size) != len(chunk):
-                return False
-            seen.update(chunk)
+        with _read_handle(self.directory / extent.file) as handle:
+            # from the disk, not from memory: after a failed flush, pages in memory no longer show what is missing
+            _forget_pages(handle, extent.offset, extent.nbytes)
+            while seen.size < extent.nbytes:
+                chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]
+                if os.preadv(handle, [chunk], extent.offset + seen.size) != len(chunk):
+                    return False
+                seen.update(chunk)
+            if self.is_attached:
+                _forget_pages(handle, extent.offset, extent.nbytes)
         return seen.hexdigest() == digest
 
     def pwrite(self, file: str, data: memoryview, offset: int) -> None:
@@ -147,8 +156,8 @@ class ShardWriter:
             self._unflushed = 0
             self._wake.set()
 
-    def finish(self, specs: Sequence[TensorSpec]) -> None:
-        """Flush all shards to disk, then write the index if there are several shards."""
+    def sync(self) -> None:
+        """Flush all shards to disk, if `durable`, and close them."""
         self._stop_flusher()
         with disk_errors(self.directory):
             if self._flush_error is not None:
@@ -157,6 +166,19 @@ class ShardWriter:
                 for handle in self._handles.values():
                     os.fsync(handle)
             self.close()
+
+    def settle(self) -> None:
+        """Bring the headers to the disk, close the files, and keep no page of them in memory (see `SHARED_FLAGS`)."""
+        with disk_errors(self.directory):
+            for handle in self._handles.values():
+                os.fsync(handle)
+                _forget_pages(handle, 0, 0)
+        self.close()
+
+    def finish(self, specs: Sequence[TensorSpec]) -> None:
+        """Flush all shards to disk, then write the index if there are several shards."""
+        self.sync()
+        with disk_errors(self.directory):
             if len(self.shards) > 1:
                 (self.directory / INDEX_NAME).write_text(index_json(self.shards, specs), encoding="utf-8")
 
@@ -186,3 +208,18 @@ class ShardWriter:
             self._wake.set()
             self._flusher.join()
             self._flusher = None
+
+
+@contextlib.contextmanager
+def _read_handle(path: Path) -> Iterator[int]:
+    handle = os.open(path, READ_FLAGS)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _forget_pages(handle: int, offset: int, nbytes: int) -> None:
+    """Drop clean pages of a range from memory; of the whole file from `offset` on where `nbytes` is 0."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)

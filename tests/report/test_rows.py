@@ -1,0 +1,87 @@
+"""Manifests written row by row: the text and the hashes that a manifest in memory would have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.hashing import hash_names
+from actmat.engine.task import Record
+from actmat.errors import OutputError
+from actmat.experts.base import Source
+from actmat.layout.types import Role, TensorLayout
+from actmat.output import JournalRecords
+from actmat.plan import MergePlan
+from actmat.plan.model import InputSummary, Item
+from actmat.recipe import make_recipe
+from actmat.report.contents import model_contents
+from actmat.report.rows import Rows, canonical_json, indented_json
+from actmat.report.totals import sum_records
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=4), VALUES, max_size=5))
+def test_json_in_pieces(fields: dict[str, Any]) -> None:
+    streamed = {k: Rows(v.copy) if isinstance(v, list) else v for k, v in fields.items()}
+    assert "".join(indented_json(streamed)) == json.dumps(fields, indent=1, ensure_ascii=False)
+    sorted_text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    assert "".join(canonical_json(streamed)) == "".join(canonical_json(fields)) == sorted_text
+
+
+def plan_of(names: list[str], in_experts: list[dict[str, str]]) -> MergePlan:
+    """A plan of these tensors; per expert, the name that each has there, if any."""
+    layout = TensorLayout(Role.LINEAR, "linear")
+    summary = InputSummary("e", "e", (), 1, 1)
+    items = tuple(
+        Item(n, (2,), layout, "merge", "why", (TensorSpec(n, (2,), "float32", ""),), base_dtype="float32",
+             sources=tuple(Source(e[n], "stored", "float32", 8) if n in e else None for e in in_experts))
+        for n in names
+    )  # fmt: skip
+    recipe = make_recipe({"base": "b", "experts": [f"e{t}" for t in range(len(in_experts))]})
+    specs = tuple(i.outputs[0] for i in items)
+    return MergePlan(recipe, "model", summary, (summary,) * len(in_experts), items, specs, 10**6)
+
+
+def record(name: str, experts: int) -> Record:
+    return Record(
+        name, f"out-{name}", {name: f"out-{name}"}, f"base-{name}", tuple(f"{t}-{name}" for t in range(experts))
+    )
+
+
+def test_contents_of_inputs_whose_names_have_another_order() -> None:
+    names = ["b", "a", "c"]
+    in_experts = [{n: n for n in names}, {n: f"model.{n}" for n in names}, {"a": "z", "b": "y"}]
+    plan = plan_of(names, in_experts)
+    records = {n: record(n, 3) for n in names}
+    found = model_contents(plan, records)
+    assert found.output == hash_names((n, f"out-{n}") for n in names)
+    assert found.base == hash_names((n, f"base-{n}") for n in names)
+    for t, expert in enumerate(in_experts):
+        assert found.experts[t] == hash_names((stored, f"{t}-{n}") for n, stored in expert.items())
+
+
+def test_records_are_read_from_the_journal_when_they_are_asked_for() -> None:
+    journal = {"a": record("a", 1).to_json()}
+    records = JournalRecords(journal)
+    assert dict(records) == {"a": record("a", 1)}
+    assert len(records) == 1
+    del journal["a"]["hash"]
+    with pytest.raises(OutputError, match="its entry of 'a' is damaged"):
+        records["a"]
+
+
+def test_totals() -> None:
+    plan = plan_of(["a", "b"], [{"a": "a", "b": "b"}])
+    records = {n: Record(n, "h", {n: "h"}, unchanged=n == "a", nonfinite=3) for n in "ab"}
+    assert (sum_records(plan, records).unchanged, sum_records(plan, records).nonfinite) == (1, 6)
+    assert sum_records(plan, records).norms is None
