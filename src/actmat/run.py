@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actmat.checkpoints.writing.shards import parse_size
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
+from actmat.engine.devices.device import device_room
+from actmat.engine.devices.names import check_device
 from actmat.engine.executors import find_executor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
-from actmat.engine.resources import Resources, check_device, check_device_name, share_resources
+from actmat.engine.resources import Resources, share_resources
 from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
@@ -25,6 +28,7 @@ from actmat.finished import finished_manifest, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.plan import MergePlan
+from actmat.plan.placement import HOST, DeviceRoom
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.settings import RunSettings
@@ -60,19 +64,23 @@ class MergeReport:
     was_finished: bool = False
 
 
-def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
+def plan_recipe(recipe: Recipe, *, device: str = "cpu", device_memory: str | int | None = None) -> MergePlan:
     """The plan of a recipe, from headers only.
+
+    Args:
+        recipe: what is wanted.
+        device, device_memory: see `RunSettings`; the devices need not be on this machine.
 
     Raises:
         MergeError: the inputs do not fit; carries all problems.
     """
-    problems = Problems()
+    problems, room = Problems(), HOST
     with problems.noted():
-        check_device_name(device)
+        room = device_room(device, device_memory)
     with opened_inputs([recipe], problems) as inputs:
         with problems.noted():
             check_copied_files([recipe], inputs)
-        return plans_of([recipe], inputs, device, problems)[0]
+        return plans_of([recipe], inputs, room, problems)[0]
 
 
 @memory_errors()  # outside of the staged outputs, which keep what is finished
@@ -100,22 +108,35 @@ def run_recipes(
     problems = Problems()
     if settings.diagnose:
         check_mutes(recipes)
-    with problems.noted():
-        check_device(settings.device)
-    with problems.noted():
-        find_executor(settings.executor)
+    room = _room(settings, problems)
     same = () if settings.overwrite else {o for r, o in zip(recipes, outs, strict=True) if has_manifest_of(r, o)}
     with problems.noted():
         check_outputs(recipes, outs, overwrite=settings.overwrite, finished=same)
     with opened_inputs(recipes, problems) as inputs:
         with problems.noted():
             check_copied_files(recipes, inputs)
-        plans = dict(zip(outs, plans_of(recipes, inputs, settings.device, problems), strict=True))
+        plans = dict(zip(outs, plans_of(recipes, inputs, room, problems), strict=True))
         reports = {out: _finished(plans[out], out, settings) for out in outs if out in same}
         plans = {out: plan for out, plan in plans.items() if out not in same}
         if plans:
             reports |= {r.out: r for r in _merge(plans, inputs, settings, progress, began)}
     return [reports[out] for out in outs]
+
+
+def _room(settings: RunSettings, problems: Problems) -> DeviceRoom:
+    """The devices of a run, which must be here; problems with them and with its executor are noted."""
+    room = HOST
+    with problems.noted():
+        find_executor(settings.executor, settings.device)
+    with problems.noted():
+        check_device(settings.device)
+        room = device_room(settings.device, settings.device_memory)
+    return room  # noqa: RET504 - after a problem it is still the host
+
+
+def _resources(plans: Sequence[MergePlan], settings: RunSettings, observers: Observers | None) -> Resources:
+    limit = None if settings.device_memory is None else parse_size(settings.device_memory)
+    return share_resources(plans, settings.device, settings.max_memory, settings.threads, observers, limit)
 
 
 def _finished(plan: MergePlan, out: Path, settings: RunSettings) -> MergeReport:
@@ -137,7 +158,7 @@ def _merge(
     """Carry out plans over the same inputs; `began`: start of the run on the performance counter."""
     (recipe, *_) = (p.recipe for p in plans.values())
     observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
-    resources = share_resources(list(plans.values()), settings.device, settings.max_memory, settings.threads, observers)
+    resources = _resources(list(plans.values()), settings, observers)
     with staged_outputs(list(plans), list(plans.values()), settings) as outputs:
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
@@ -164,14 +185,11 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     settings, progress = settings or RunSettings(), progress or NoProgress()
     check_mutes([recipe])
     problems = Problems()
-    with problems.noted():
-        check_device(settings.device)
-    with problems.noted():
-        find_executor(settings.executor)
+    room = _room(settings, problems)
     with opened_inputs([recipe], problems) as inputs:
-        (plan,) = plans_of([recipe], inputs, settings.device, problems)
+        (plan,) = plans_of([recipe], inputs, room, problems)
         observers = Observers(recipe.seed, settings.exact)
-        resources = share_resources([plan], settings.device, settings.max_memory, settings.threads, observers)
+        resources = _resources([plan], settings, observers)
         copies = [i.name for i in plan.items if i.call is None]  # nothing to measure
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
@@ -206,7 +224,7 @@ def _execute(
         observers=observers,
         device=resources.device,
     )
-    executor = find_executor(executor_name)(inputs, [o.writer for o in outputs], resources)
+    executor = find_executor(executor_name, resources.device)(inputs, [o.writer for o in outputs], resources)
     spec = dataclasses.replace(spec, surveys=executor.survey(spec))
     findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
     with contextlib.closing(executor.run(spec, units)) as results:

@@ -14,13 +14,17 @@ __all__ = ["RunSettings"]
 class RunSettings:
     """Settings of a run. Only `device` can change the result, in its last bits.
 
-    The text of each flag documents its field. `executor`, a name of `engine.executors.EXECUTORS`, has no flag.
+    The text of each flag documents its field. `executor`, a name of `engine.executors.EXECUTORS`, has no flag; "auto"
+    takes `devices` where there are devices, else `threads`.
 
     >>> RunSettings(threads=4, max_memory="4GB").device
     'cpu'
     """
 
-    device: Annotated[str, Flag(help="Where matrix methods compute: cpu, cuda, cuda:N or mps.")] = "cpu"
+    device: Annotated[str, Flag(help="Where matrices are merged: cpu, cuda (all GPUs), cuda:0,2 (those), mps.")] = "cpu"
+    device_memory: Annotated[
+        str | int | None, Flag(help="Limit of memory of each device, such as 40GB; larger tensors stay on the host.")
+    ] = None
     max_memory: Annotated[str | int | None, Flag(help="Limit of memory, such as 4GB; default: what is free.")] = None
     threads: Annotated[
         int | None, Flag(help="Tensors merged at the same time, same bytes for any; default: all cores.")
@@ -32,4 +36,4 @@ class RunSettings:
     sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
     diagnose: Annotated[bool, Flag(help="Measure and check while merging; a report goes into the output.")] = False
     exact: Annotated[bool, Flag(help="Measure without random probes: no sampling error, slower.")] = False
-    executor: str = "threads"
+    executor: str = "auto"

@@ -18,7 +18,7 @@ def plan(
     *,
     recipe: flags.RecipeFile = None,
     given: Annotated[RecipeFlags, Fields(without=("out",))],
-    run: Annotated[RunSettings, Fields(only=("device",))],
+    run: Annotated[RunSettings, Fields(only=("device", "device_memory"))],
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", help="One line per tensor instead of groups.")] = False,
 ) -> None:
@@ -30,7 +30,7 @@ def plan(
     """
     from actmat.api import plan_recipe
 
-    plans = [plan_recipe(r, device=run.device) for r in given.recipes(recipe)]
+    plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in given.recipes(recipe)]
     if json:
         from actmat.cli.screen import print_json
 

@@ -13,6 +13,7 @@ from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.plan.model import Item
+from actmat.plan.placement import Placed
 
 __all__ = ["PooledLayout", "assign_pools", "pooled"]
 
@@ -20,7 +21,7 @@ PooledLayout = TensorLayout(Role.LINEAR, "pooled with the layers that read the s
 
 
 def assign_pools(
-    items: Sequence[Item], patterns: Sequence[str], peak: Callable[[Item], int]
+    items: Sequence[Item], patterns: Sequence[str], place: Callable[[Item], Placed]
 ) -> tuple[tuple[Item, ...], list[str]]:
     """Items with their pools filled in, and problems.
 
@@ -30,7 +31,7 @@ def assign_pools(
     Args:
         items: the plan so far.
         patterns: see `recipe.Recipe.pool`.
-        peak: memory of one worker on a (pooled) tensor.
+        place: place of a (pooled) tensor.
     """
     groups: dict[str, list[int]] = {}
     problems: list[str] = []
@@ -49,10 +50,12 @@ def assign_pools(
         if problem is not None:
             problems.append(f"pool: {', '.join(m.name for m in members)} cannot be merged as one matrix: {problem}")
             continue
-        need = peak(pooled(members))
+        placed = place(pooled(members))
         for i, member in zip(indices, members, strict=True):
-            cost = dataclasses.replace(member.cost, host_bytes=need)
-            reason = f"{member.reason}, pooled over {len(members)} tensors" if len(members) > 1 else member.reason
+            cost = dataclasses.replace(member.cost, host_bytes=placed.host_bytes, device_bytes=placed.device_bytes)
+            reason = member.reason.removesuffix(place(member).words)
+            reason += f", pooled over {len(members)} tensors" if len(members) > 1 else ""
+            reason += placed.words
             out[i] = dataclasses.replace(member, pool=pool, reason=reason, layout=_whole(member), cost=cost)
     return tuple(out), problems
 

@@ -17,9 +17,10 @@ from actmat.methods import get_method
 from actmat.plan.adapter.problems import adapter_problems
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
-from actmat.plan.cost import CallShape, method_flops, tensor_peak_bytes
+from actmat.plan.cost import CallShape, method_flops
 from actmat.plan.draft import Draft, headline
 from actmat.plan.model import Cost, Form, Item, MethodCall
+from actmat.plan.placement import HOST, DeviceRoom, Placed, place
 from actmat.plan.pools import assign_pools
 from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
@@ -30,7 +31,11 @@ __all__ = ["plan_tensors"]
 
 
 def plan_tensors(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], device: str, statistics: ExpertStatistics
+    recipe: Recipe,
+    base: Checkpoint,
+    experts: Sequence[Expert],
+    statistics: ExpertStatistics,
+    room: DeviceRoom = HOST,
 ) -> Draft:
     """Decide what happens to every tensor of the base.
 
@@ -68,8 +73,8 @@ def plan_tensors(
         problems += error.problems
     if problems:
         raise AlignmentError(headline(problems), problems)
-    planner = _TensorPlanner(recipe, base, experts, device)
-    items, problems = assign_pools(planner.items(alignment, decided), recipe.pool, planner.pooled_bytes)
+    planner = _TensorPlanner(recipe, base, experts, room)
+    items, problems = assign_pools(planner.items(alignment, decided), recipe.pool, planner.pooled_place)
     problems += _adapter_problems(recipe, experts)
     if problems:
         raise AlignmentError(headline(problems), problems)
@@ -122,10 +127,10 @@ class _TensorPlanner:
     recipe: Recipe
     base: Checkpoint
     experts: Sequence[Expert]
-    device: str
+    room: DeviceRoom
 
     def __post_init__(self) -> None:
-        self._peaks: dict[Any, int] = {}
+        self._places: dict[Any, Placed] = {}
 
     def items(self, alignment: Alignment, decided: Mapping[str, Decision]) -> tuple[Item, ...]:
         """One item per tensor, each followed by those tied to it."""
@@ -170,13 +175,15 @@ class _TensorPlanner:
             sources=sources,
             twins=alignment.twins[name] if call is not None else (),
         )
+        placed = self.place(item)
         cost = Cost(
             read_bytes=spec.nbytes + sum(s.nbytes for s in sources),
             write_bytes=spec.numel * torch_dtype(outputs[0].dtype).itemsize * len(outputs),
             flops=self._flops(item),
-            host_bytes=self.peak_bytes(item),
+            host_bytes=placed.host_bytes,
+            device_bytes=placed.device_bytes,
         )
-        return dataclasses.replace(item, cost=cost)
+        return dataclasses.replace(item, cost=cost, reason=item.reason + placed.words)
 
     def _tie(self, alias: str, name: str, decision: Decision) -> Item:
         spec = self.base.specs[alias]
@@ -209,10 +216,10 @@ class _TensorPlanner:
         shapes = item.layout.matrix_shapes(item.shape) if method.acts_on == "matrix" else [item.shape or (1,)]
         return method_flops(method, shapes, len(item.sources))
 
-    def peak_bytes(self, item: Item) -> int:
-        """Memory of one worker on an item."""
+    def place(self, item: Item) -> Placed:
+        """Place of an item, and its memory there."""
         if item.call is None:
-            return item.numel * torch_dtype(item.base_dtype).itemsize
+            return Placed(item.numel * torch_dtype(item.base_dtype).itemsize)
         call = CallShape(
             method=get_method(item.call.method),
             options=item.call.options,
@@ -220,17 +227,17 @@ class _TensorPlanner:
             base_itemsize=torch_dtype(item.base_dtype).itemsize,
             compute_dtype=self.recipe.compute_dtype,
             caps=self.recipe.postprocess,
-            chunkable=self.device == "cpu" and item.is_chunkable,
+            chunkable=item.is_chunkable,
         )
-        key = (call.method.name, str(call.options), item.shape, item.base_dtype, item.layout, call.chunkable)
-        if key not in self._peaks:
+        key = (call.method.name, str(call.options), item.shape, item.base_dtype, item.layout, call.chunkable, item.form)
+        if key not in self._places:
             regions = cut(item.shape, item.layout, granularity(call.method, self.recipe.postprocess))
-            self._peaks[key] = tensor_peak_bytes(regions, call)
-        return self._peaks[key]
+            self._places[key] = place(regions, call, item.form, self.room)
+        return self._places[key]
 
-    def pooled_bytes(self, item: Item) -> int:
-        """Memory of one worker on the one matrix of a pool."""
-        return self.peak_bytes(item)
+    def pooled_place(self, item: Item) -> Placed:
+        """Place of the one matrix of a pool."""
+        return self.place(item)
 
 
 def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
 from actmat.plan.model import Item
 
-__all__ = ["ThreadExecutor"]
+__all__ = ["ThreadExecutor", "room_for"]
 
 
 class ThreadExecutor:
@@ -63,7 +63,7 @@ class ThreadExecutor:
         workers = self._resources.workers
         if workers > 1:  # a large unit that comes last, as heads do, would leave the other workers idle
             units.sort(key=lambda unit: unit.traffic, reverse=True)
-        spec = dataclasses.replace(spec, room=self._room(units))
+        spec = dataclasses.replace(spec, room=room_for(units, self._resources))
         budget = Budget(self._resources.memory)
         stop, failed = threading.Event(), threading.Event()
 
@@ -101,11 +101,6 @@ class ThreadExecutor:
                     yield from (r for f in running if (r := _finished(f)) is not None)
                 raise
 
-    def _room(self, units: Sequence[Unit]) -> int:
-        """Bytes that each worker may keep mapped, so that all workers together stay within their memory."""
-        largest = sorted((u.host_bytes for u in units), reverse=True)[: self._resources.workers]
-        return largest[-1] if largest and sum(largest) <= self._resources.memory else 0
-
     def _pool(self) -> concurrent.futures.ThreadPoolExecutor:
         return concurrent.futures.ThreadPoolExecutor(self._resources.workers, "actmat")
 
@@ -115,6 +110,12 @@ class ThreadExecutor:
         if session is None or session.spec is not spec:
             session = self._local.session = Session(spec, self._inputs, self._writers)
         return session
+
+
+def room_for(units: Sequence[Unit], resources: Resources) -> int:
+    """Bytes that each worker may keep mapped, so that all workers together stay within their memory."""
+    largest = sorted((u.host_bytes for u in units), reverse=True)[: resources.workers]
+    return largest[-1] if largest and sum(largest) <= resources.memory else 0
 
 
 def _finished(future: concurrent.futures.Future[UnitResult | None]) -> UnitResult | None:

@@ -1,0 +1,275 @@
+"""A device: memory with a bound, copies to and from it, and the order of its work.
+
+The engine needs no more of a device than this, so that the same code runs on a GPU and on a simulated device, which
+computes on the CPU and refuses memory above its bound (`SimulatedDevice`).
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.writing.shards import parse_size
+from actmat.engine.devices.ledger import Ledger
+from actmat.engine.devices.names import parse_devices
+from actmat.errors import RecipeError, format_size
+from actmat.plan.placement import HOST, DeviceRoom
+from actmat.plan.regions import CHUNK
+
+__all__ = ["SLOTS", "CudaDevice", "Device", "Mark", "MetalDevice", "SimulatedDevice", "device_room", "open_devices"]
+
+SLOTS = 8
+"""Blocks of bytes on their way to a device at the same time: enough for the next matrix while one is merged."""
+
+HEADROOM = 0.1
+"""Share of the free memory of a GPU that is left to its libraries (handles, workspaces) and to fragmentation."""
+
+_CUDA: Any = torch.cuda
+"""Its streams and events have no annotations."""
+
+UNBOUNDED = 1 << 40
+"""Bytes of a simulated device without a limit."""
+
+
+class Mark(Protocol):
+    """A point in the order of a device's work."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device has come to it."""
+
+
+class Device(abc.ABC):
+    """One device; the threads that use it take turns.
+
+    Attributes:
+        name: such as `cuda:0`.
+        torch_device: the same for torch.
+        block_bytes: bytes that are moved at a time.
+        out_entries: entries of a result that are moved at a time.
+        limit: bytes that its user allows, or None.
+    """
+
+    name: str
+    torch_device: torch.device
+    block_bytes: int = 32 << 20
+    out_entries: int = 1 << 22
+    limit: int | None = None
+
+    @abc.abstractmethod
+    def total_bytes(self) -> int:
+        """Memory of the device."""
+
+    @abc.abstractmethod
+    def free_bytes(self) -> int:
+        """Memory that could be allocated now."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the blocks on their way to the device, which it holds besides what is merged (`staging`)."""
+        return (SLOTS + 2) * self.block_bytes
+
+    def usable_bytes(self, memory: int) -> int:
+        """Bytes for one item where the device has so much memory, within the limit that its user sets."""
+        memory = int((1 - HEADROOM) * memory)
+        return max(0, (memory if self.limit is None else min(memory, self.limit)) - self.staging_bytes)
+
+    def activate(self) -> None:  # noqa: B027 - most devices need nothing
+        """Make it the current device of this thread."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """For everything that allocates on the device."""
+        return contextlib.nullcontext()
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Bytes on the host from which the device copies fast (pinned, where there is such a thing)."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory on the device, contents arbitrary."""
+        with self.computing():
+            return torch.empty(numel, dtype=dtype, device=self.torch_device)
+
+    def send(self, host: Tensor, there: Tensor, after: Mark | None) -> Mark:
+        """Begin to copy up, not before `after`; the mark is the end of the copy."""
+        there.copy_(host)
+        return _DONE
+
+    def fetch(self, there: Tensor, host: Tensor) -> Mark:
+        """Begin to copy down what has been computed so far; the mark is the end of the copy."""
+        host.copy_(there)
+        return _DONE
+
+    def wait(self, mark: Mark) -> None:  # noqa: B027 - copies of most devices are done when they return
+        """Whatever is computed from now on comes after the mark."""
+
+    def mark(self) -> Mark:
+        """The end of what has been computed so far."""
+        return _DONE
+
+
+class _Done:
+    def synchronize(self) -> None:
+        """Nothing is left to do."""
+
+
+_DONE: Mark = _Done()
+
+
+class SimulatedDevice(Device):
+    """Computes on the CPU, in the same way and with the same bytes, within a memory of its own (`Ledger`).
+
+    Args:
+        name: such as `cpu:0`.
+        memory: bytes that it has.
+    """
+
+    block_bytes = 1 << 20
+    out_entries = CHUNK  # a product is added to the base in one rounding or in two, by its place in a chunk
+
+    def __init__(self, name: str, memory: int = UNBOUNDED) -> None:
+        self.name = name
+        self.torch_device = torch.device("cpu")
+        self.ledger = Ledger(name, memory)
+
+    def total_bytes(self) -> int:
+        """See `Device`."""
+        return self.ledger.limit
+
+    def free_bytes(self) -> int:
+        """See `Device`."""
+        return self.ledger.limit - self.ledger.used
+
+    def usable_bytes(self, memory: int) -> int:
+        """No library takes any of it."""
+        return max(0, memory - self.staging_bytes)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """See `Device`."""
+        return self.ledger.counting()
+
+
+class CudaDevice(Device):
+    """One CUDA device: pinned buffers, a stream for copies in each direction, events between them and the work."""
+
+    def __init__(self, number: int, limit: int | None = None) -> None:
+        self.name = f"cuda:{number}"
+        self.torch_device = torch.device("cuda", number)
+        self.limit = limit
+        self._up = _CUDA.Stream(self.torch_device)
+        self._down = _CUDA.Stream(self.torch_device)
+
+    def total_bytes(self) -> int:
+        """See `Device`."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[1])
+
+    def free_bytes(self) -> int:
+        """What the driver says, and what torch holds without using it."""
+        unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return int(torch.cuda.mem_get_info(self.torch_device)[0]) + unused
+
+    def activate(self) -> None:
+        """See `Device`."""
+        torch.cuda.set_device(self.torch_device)
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """See `Device`."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, host: Tensor, there: Tensor, after: Mark | None) -> Mark:
+        """See `Device`."""
+        with torch.cuda.stream(self._up):
+            if isinstance(after, torch.cuda.Event):
+                self._up.wait_event(after)
+            there.copy_(host, non_blocking=True)
+            return self._recorded(self._up)
+
+    def fetch(self, there: Tensor, host: Tensor) -> Mark:
+        """See `Device`."""
+        self._down.wait_event(self._recorded(torch.cuda.current_stream(self.torch_device)))
+        with torch.cuda.stream(self._down):
+            host.copy_(there, non_blocking=True)
+            return self._recorded(self._down)
+
+    def wait(self, mark: Mark) -> None:
+        """See `Device`."""
+        if isinstance(mark, torch.cuda.Event):
+            torch.cuda.current_stream(self.torch_device).wait_event(mark)
+
+    def mark(self) -> Mark:
+        """See `Device`."""
+        return self._recorded(torch.cuda.current_stream(self.torch_device))
+
+    @staticmethod
+    def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event: torch.cuda.Event = _CUDA.Event()
+        event.record(stream)
+        return event
+
+
+class MetalDevice(Device):
+    """The GPU of an Apple processor, which shares the memory of the host; its copies are done when they return."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.name = "mps"
+        self.torch_device = torch.device("mps")
+        self.limit = limit
+
+    def total_bytes(self) -> int:
+        """See `Device`."""
+        return int(torch.mps.recommended_max_memory())
+
+    def free_bytes(self) -> int:
+        """See `Device`."""
+        return self.total_bytes() - int(torch.mps.driver_allocated_memory())
+
+
+def open_devices(names: str, memory: int | None = None) -> list[Device]:
+    """The devices of a text such as `cuda:0,2`; none for the host.
+
+    Args:
+        memory: bytes that each may use; simulated devices have this much.
+
+    Raises:
+        RecipeError: it names no device.
+    """
+    found = parse_devices(names)
+    if found.kind == "cuda":
+        numbers: Sequence[int] = range(torch.cuda.device_count()) if found.numbers is None else found.numbers
+        return [CudaDevice(number, memory) for number in numbers]
+    if found.kind == "mps":
+        return [MetalDevice(memory)]
+    return [SimulatedDevice(f"cpu:{n}", UNBOUNDED if memory is None else memory) for n in found.numbers or ()]
+
+
+def device_room(names: str, memory: str | int | None = None) -> DeviceRoom:
+    """What a plan needs to know of the devices; they need not be on this machine.
+
+    Args:
+        names: see `parse_devices`.
+        memory: what each may use; default: the largest has what it has, if it is here.
+
+    Raises:
+        RecipeError: no devices, or a limit that leaves nothing for an item.
+    """
+    found = parse_devices(names)
+    limit = None if memory is None else parse_size(memory)
+    if found.is_host:
+        if limit is not None:
+            raise RecipeError(f"--device-memory {memory} limits devices, and there are none; give --device as well")
+        return HOST
+    present = [] if found.kind == "cuda" and not torch.cuda.is_available() else open_devices(names, limit)
+    usable = max((d.usable_bytes(d.total_bytes()) for d in present), default=None)
+    if usable is None and limit is not None:
+        usable = limit - (SLOTS + 2) * Device.block_bytes
+    if usable is not None and usable <= 0:
+        raise RecipeError(
+            f"--device-memory {memory} is too little: bytes on their way to a device alone take "
+            f"{format_size((SLOTS + 2) * (present[0] if present else Device).block_bytes)}"
+        )
+    return DeviceRoom(names, usable)
