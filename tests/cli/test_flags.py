@@ -53,7 +53,7 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {f.name for f in dataclasses.fields(RunSettings)} - {"executor"}
     assert set(taken(merge)) == fields | settings | {"recipe", "strict", "quiet"}
-    assert set(taken(plan)) == fields - {"out"} | {"device", "recipe", "json", "every"}
+    assert set(taken(plan)) == fields - {"out"} | {"device", "device_memory", "recipe", "json", "every"}
     assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))
 
 

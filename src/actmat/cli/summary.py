@@ -36,8 +36,25 @@ def print_plan(plan: MergePlan, *, every: bool) -> None:
     console.print(table)
     console.print(_ranks(plan) if to_adapter else _counts(plan))
     console.print(_traffic(plan))
+    if plan.device != "cpu":
+        console.print(_devices(plan))
     for note in plan.notes:
         console.print(f"note: {escape(note)}")
+
+
+def _devices(plan: MergePlan) -> str:
+    """Who merges what, and the memory of a device."""
+    from actmat.cli.screen import escape
+    from actmat.errors import format_size
+
+    moved = len(plan.on_device)
+    most = max(plan.on_device, key=lambda item: item.cost.device_bytes, default=None)
+    needs = "" if most is None else f"; {escape(most.name)} needs most, {format_size(most.cost.device_bytes)} of one"
+    has = "" if plan.device_memory is None else f", which has {format_size(plan.device_memory)} for a tensor"
+    return (
+        f"devices: {escape(plan.device)}, one worker each (executor 'devices'): {moved} of {len(plan.items)} tensors"
+        f"{needs}{has}"
+    )
 
 
 def _ranks(plan: MergePlan) -> str:

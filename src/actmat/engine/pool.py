@@ -75,6 +75,8 @@ def merge_pool(
             if task.observer is not None:
                 task.observer.region(Merged(region, [d[here] for d in deltas], None, raw, value, _no_stage, {}))
             write_region(task, region, raw, value if read.changed else None, own)
+    for member in members:
+        member.release()
     if inspect_only or findings.fatal:
         return []
     share = (time.perf_counter() - began) / (len(variants) * len(items))

@@ -212,10 +212,12 @@ class Session:
         acts_on = get_method(item.call.method).acts_on
         reader = self._reader([item], Findings(tolerated=True), self._scratch, on_device=item.cost.device_bytes > 0)
         for region in cut(item.shape, item.layout, acts_on):
-            deltas = Deltas(reader, region, reader.read_base(region), "held").held()
-            split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
+            deltas = Deltas(reader, region, reader.read_base(region), "held")
+            split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
             for k in range(len(split[0])):
                 yield [s[k] for s in split]
+            deltas.release()
+        reader.close()
 
     def _merge(
         self, groups: Sequence[Sequence[Task]], unit: Unit, findings: Findings, readers: Sequence[TensorReader]

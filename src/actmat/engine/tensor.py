@@ -149,6 +149,7 @@ class TensorMerge:
             for own in regions if len(self._by_regions) > 1 else (region,):
                 self._merge_group(group, own, region, deltas, base_raw)
         self._changed |= deltas.changed
+        deltas.release()
 
     def _merge_group(
         self, group: Sequence[Task], own: Region, read: Region, deltas: Deltas, base_raw: Tensor | StreamedBase

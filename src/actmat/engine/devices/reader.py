@@ -191,6 +191,7 @@ class DeviceReader(TensorReader):
         return super().hashes()
 
     def close(self) -> None:
-        """Forget what was to be read ahead and was not used."""
+        """Forget what was to be read ahead and was not used, and the base."""
         self._staging.drop(self._expected.values())
         self._expected = {}
+        self._base_there = self._staging.device.empty(0, self._base_dtype)

@@ -107,7 +107,7 @@ class Staging:
             self._change.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._free = []
+        self._free, self._own = [], []
 
     def announce(self, transfers: Iterable[Transfer]) -> None:
         """Say what will be wanted next, in order; without a thread that reads ahead it is read when it is wanted."""
@@ -133,24 +133,26 @@ class Staging:
                 self._own.append(slot)
                 slot.fill(self.device, transfer, start)
             assert slot.sent is not None, "a slot that is filled was sent"
-            self.device.wait(slot.sent)
-            yield Arrived(start, slot.host, slot.there)
-            start += slot.there.numel()
-            slot.used = self.device.mark()
-            if begun:
-                self._give_back([slot])
+            try:
+                self.device.wait(slot.sent)
+                yield Arrived(start, slot.host, slot.there)
+            finally:  # also after an error of the caller: a slot that is lost would be missed by all that follow
+                start += slot.there.numel()
+                slot.used = self.device.mark()
+                if begun:
+                    self._give_back([slot])
 
     def drop(self, transfers: Iterable[Transfer]) -> None:
         """Forget transfers; when this returns, none of them is being read."""
         with self._change:
-            for transfer in transfers:
+            dropped = list(transfers)
+            for transfer in dropped:
                 transfer.dropped = transfer.begun = True
                 if transfer in self._waiting:
                     self._waiting.remove(transfer)
-                self._free += transfer.ready
-                transfer.ready.clear()
-                self._change.notify_all()
-                self._change.wait_for(lambda t=transfer: not t.reading)  # type: ignore[misc]
+            self._change.notify_all()
+            self._change.wait_for(lambda: not any(t.reading for t in dropped))
+            for transfer in dropped:
                 self._free += transfer.ready
                 transfer.ready.clear()
             self._change.notify_all()

@@ -28,7 +28,7 @@ def find_executor(name: str, device: str = "cpu") -> ExecutorFactory:
         return EXECUTORS["threads" if device == "cpu" else "devices"]
     if name not in EXECUTORS:
         hint = did_you_mean(name, EXECUTORS)
-        raise RecipeError(f"There is no executor '{name}'.{hint} Executors: {', '.join(EXECUTORS)}.")
+        raise RecipeError(f"There is no executor '{name}'.{hint} Executors: {', '.join(('auto', *EXECUTORS))}.")
     if name == "threads" and device != "cpu":
         raise RecipeError(
             f"The executor 'threads' computes on the host, and the device is '{device}': several threads would share "

@@ -75,7 +75,8 @@ class DeviceExecutor:
 
             def on(device: Device) -> Any:
                 device.activate()
-                return work(self._session(spec, Staging(device)), on_device)
+                with Staging(device) as staging:
+                    return work(self._session(spec, staging), on_device)
 
             lanes: list[Callable[[], Any]] = [partial(on, d) for d in self._devices if on_device]
             lanes += [lambda: work(self._session(spec), on_host)] * self._resources.workers

@@ -2,8 +2,11 @@
 
 A device is fast on many small matrices at once, and slow on one after the other. Each unit of a batch runs in a thread
 of its own, of which one at a time is awake: it runs until it wants a decomposition, then the next one does. When all
-wait, matrices of one shape and dtype are stacked and decomposed together. Methods need not know of it, and LAPACK
-decomposes a stack matrix by matrix, so the bits are the same on a CPU.
+wait, matrices of one shape and dtype are stacked and decomposed together. Methods need not know of it.
+
+A library may take another routine for a stack, which rounds differently: on a GPU the last bits depend on the batch.
+On a CPU a stack is decomposed matrix by matrix, in places that are not aligned: nothing is gained and bits change, so
+each matrix is decomposed alone there.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from torch import Tensor
 from actmat.linalg.lapack import Attempt, decomposed_by
 
 __all__ = ["Lockstep", "in_lockstep"]
+
+STACKED_ON = ("cuda",)
+"""Kinds of devices on which stacks are decomposed."""
 
 
 def in_lockstep(works: Sequence[Callable[[], None]]) -> None:
@@ -68,7 +74,7 @@ class Lockstep:
     Attributes:
         running: works that neither wait nor have ended.
         errors: by work.
-        sizes: number of matrices of every batch so far.
+        sizes: number of matrices of every group of one shape so far.
     """
 
     running: int
@@ -111,7 +117,7 @@ class Lockstep:
         for group in groups.values():
             self.sizes.append(len(group))
             with contextlib.suppress(RuntimeError):  # one does not converge, or all are too large: each alone then
-                if len(group) > 1:
+                if len(group) > 1 and group[0].matrix.device.type in STACKED_ON:
                     _together(group)
             for wish in group:
                 if wish.is_open:
