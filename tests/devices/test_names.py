@@ -95,7 +95,7 @@ def test_room_for_an_item() -> None:
     assert device_room("cpu:0", 1 << 26).memory == (1 << 26) - device.staging_bytes
     with pytest.raises(RecipeError, match="there are none"):
         device_room("cpu", "1GB")
-    with pytest.raises(RecipeError, match="too little: bytes on their way"):
+    with pytest.raises(RecipeError, match="--device-memory 1MB is too little memory: bytes on their way"):
         device_room("cpu:0", "1MB")
 
 
@@ -108,15 +108,14 @@ def test_a_plan_may_be_made_for_devices_that_are_elsewhere() -> None:
 
 
 def test_a_limit_of_the_user_and_what_libraries_need() -> None:
-    class Small(SimulatedDevice):
-        usable_bytes = Device.usable_bytes
-
-    device = Small("cpu:0", 1 << 30)
-    assert device.usable_bytes(1 << 30) == int(0.9 * (1 << 30)) - device.staging_bytes
+    device = SimulatedDevice("cpu:0", 1 << 30)
+    assert device.planned_bytes() == device.usable_bytes(1 << 30) == (1 << 30) - device.staging_bytes
+    device.headroom = 0.1
+    assert device.planned_bytes() == int(0.9 * (1 << 30)) - device.staging_bytes
     device.limit = 1 << 28
-    assert device.usable_bytes(1 << 30) == (1 << 28) - device.staging_bytes
+    assert device.planned_bytes() == device.usable_bytes(1 << 30) == (1 << 28) - device.staging_bytes
     device.limit = 1
-    assert device.usable_bytes(1 << 30) == 0
+    assert device.planned_bytes() == device.usable_bytes(1 << 30) == 0
 
 
 def test_buffers_of_the_way_to_a_device_count_on_the_host() -> None:

@@ -46,14 +46,17 @@ def _devices(plan: MergePlan) -> str:
     """Who merges what, and the memory of a device."""
     from actmat.cli.screen import escape
     from actmat.errors import format_size
+    from actmat.plan.placement import STAGING_BYTES
 
     moved = len(plan.on_device)
     most = max(plan.on_device, key=lambda item: item.cost.device_bytes, default=None)
     needs = "" if most is None else f"; {escape(most.name)} needs most, {format_size(most.cost.device_bytes)} of one"
     has = "" if plan.device_memory is None else f", which has {format_size(plan.device_memory)} for a tensor"
+    simulated = plan.device.startswith("cpu")
+    staging = "" if simulated else f"; the way to each takes {format_size(STAGING_BYTES)} more, on host and device"
     return (
         f"devices: {escape(plan.device)}, one worker each (executor 'devices'): {moved} of {len(plan.items)} tensors"
-        f"{needs}{has}"
+        f"{needs}{has}{staging}"
     )
 
 

@@ -19,7 +19,16 @@ from actmat.plan.cost import MATRIX_BYTES, CallShape, region_peak_bytes, statist
 from actmat.plan.model import Form
 from actmat.plan.regions import Region
 
-__all__ = ["HOST", "DeviceRoom", "Placed", "place"]
+__all__ = ["BLOCK_BYTES", "HOST", "STAGED_BLOCKS", "STAGING_BYTES", "DeviceRoom", "Placed", "place"]
+
+BLOCK_BYTES = 32 << 20
+"""Bytes that are moved to a device at a time: enough to reach the bandwidth of a link."""
+
+STAGED_BLOCKS = 10
+"""Blocks on their way to a device, each with memory on the host and on the device."""
+
+STAGING_BYTES = STAGED_BLOCKS * BLOCK_BYTES
+"""Memory of the way to one device, on the host and on the device."""
 
 MOVED_ENTRIES = 1 << 24
 """Entries that are widened at a time on a device: a block of bytes in bfloat16."""

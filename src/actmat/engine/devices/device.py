@@ -19,16 +19,13 @@ from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.devices.ledger import Ledger
 from actmat.engine.devices.names import parse_devices
 from actmat.errors import RecipeError, format_size
-from actmat.plan.placement import HOST, DeviceRoom
+from actmat.plan.placement import BLOCK_BYTES, HOST, STAGED_BLOCKS, STAGING_BYTES, DeviceRoom
 from actmat.plan.regions import CHUNK
 
 __all__ = ["SLOTS", "CudaDevice", "Device", "Mark", "MetalDevice", "SimulatedDevice", "device_room", "open_devices"]
 
-SLOTS = 8
-"""Blocks of bytes on their way to a device at the same time: enough for the next matrix while one is merged."""
-
-HEADROOM = 0.1
-"""Share of the free memory of a GPU that is left to its libraries (handles, workspaces) and to fragmentation."""
+SLOTS = STAGED_BLOCKS - 2
+"""Blocks that are read ahead: enough for the next matrix while one is merged. Two more are for what was not."""
 
 _CUDA: Any = torch.cuda
 """Its streams and events have no annotations."""
@@ -53,13 +50,15 @@ class Device(abc.ABC):
         block_bytes: bytes that are moved at a time.
         out_entries: entries of a result that are moved at a time.
         limit: bytes that its user allows, or None.
+        headroom: share of its memory that plans leave to its libraries (context, handles, workspaces) and to fragments.
     """
 
     name: str
     torch_device: torch.device
-    block_bytes: int = 32 << 20
+    block_bytes: int = BLOCK_BYTES
     out_entries: int = 1 << 22
     limit: int | None = None
+    headroom: float = 0.1
 
     @abc.abstractmethod
     def total_bytes(self) -> int:
@@ -72,12 +71,15 @@ class Device(abc.ABC):
     @property
     def staging_bytes(self) -> int:
         """Memory of the blocks on their way to the device, which it holds besides what is merged (`staging`)."""
-        return (SLOTS + 2) * self.block_bytes
+        return STAGED_BLOCKS * self.block_bytes
 
     def usable_bytes(self, memory: int) -> int:
-        """Bytes for one item where the device has so much memory, within the limit that its user sets."""
-        memory = int((1 - HEADROOM) * memory)
+        """Bytes for one item where so much memory can be had, within the limit that the user sets."""
         return max(0, (memory if self.limit is None else min(memory, self.limit)) - self.staging_bytes)
+
+    def planned_bytes(self) -> int:
+        """Bytes for one item that plans count on: of the memory that it has, whoever uses some of it now."""
+        return self.usable_bytes(int((1 - self.headroom) * self.total_bytes()))
 
     def activate(self) -> None:  # noqa: B027 - most devices need nothing
         """Make it the current device of this thread."""
@@ -130,6 +132,7 @@ class SimulatedDevice(Device):
     """
 
     block_bytes = 1 << 20
+    headroom = 0.0
     out_entries = CHUNK  # a product is added to the base in one rounding or in two, by its place in a chunk
 
     def __init__(self, name: str, memory: int = UNBOUNDED) -> None:
@@ -144,10 +147,6 @@ class SimulatedDevice(Device):
     def free_bytes(self) -> int:
         """See `Device`."""
         return self.ledger.limit - self.ledger.used
-
-    def usable_bytes(self, memory: int) -> int:
-        """No library takes any of it."""
-        return max(0, memory - self.staging_bytes)
 
     def computing(self) -> AbstractContextManager[None]:
         """See `Device`."""
@@ -264,12 +263,12 @@ def device_room(names: str, memory: str | int | None = None) -> DeviceRoom:
             raise RecipeError(f"--device-memory {memory} limits devices, and there are none; give --device as well")
         return HOST
     present = [] if found.kind == "cuda" and not torch.cuda.is_available() else open_devices(names, limit)
-    usable = max((d.usable_bytes(d.total_bytes()) for d in present), default=None)
+    usable = max((d.planned_bytes() for d in present), default=None)
     if usable is None and limit is not None:
-        usable = limit - (SLOTS + 2) * Device.block_bytes
+        usable = limit - STAGED_BLOCKS * BLOCK_BYTES
     if usable is not None and usable <= 0:
         raise RecipeError(
-            f"--device-memory {memory} is too little: bytes on their way to a device alone take "
-            f"{format_size((SLOTS + 2) * (present[0] if present else Device).block_bytes)}"
+            f"{'the devices have' if memory is None else f'--device-memory {memory} is'} too little memory: bytes on "
+            f"their way to a device alone take {format_size(present[0].staging_bytes if present else STAGING_BYTES)}"
         )
     return DeviceRoom(names, usable)

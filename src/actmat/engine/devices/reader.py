@@ -163,17 +163,17 @@ class DeviceReader(TensorReader):
         size = min(device.out_entries, region.numel)
         hosts = [device.host_buffer(size * out_dtype.itemsize) for _ in range(2)]
 
-        def begin(low: int) -> tuple[Tensor, Tensor, Tensor, Mark]:
+        def begin(low: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Mark]:
             here = slice(low, min(low + size, region.numel))
             with self.computing():
                 merged = torch.add(base_there[here].to(self.compute_dtype), delta[here], alpha=scale)
                 cast = merged.to(out_dtype)
                 finite = cast.sum().isfinite()
             host = hosts[low // size % 2][: cast.numel() * cast.itemsize].view(out_dtype)
-            return merged, finite, host, device.fetch(cast, host)
+            return merged, cast, finite, host, device.fetch(cast, host)
 
-        def end(merged: Tensor, finite: Tensor, host: Tensor, fetched: Mark) -> Tensor:
-            fetched.synchronize()
+        def end(merged: Tensor, cast: Tensor, finite: Tensor, host: Tensor, fetched: Mark) -> Tensor:
+            fetched.synchronize()  # until then the cast must live: its memory would be given to the next
             return host if bool(finite) else merged.cpu()  # the caller casts again, and says what is out of range
 
         before = None

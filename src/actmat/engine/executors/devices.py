@@ -199,6 +199,8 @@ class _Run:
         if self.stop.is_set():
             return
         session.inspect_only = self.failed.is_set()
+        if device is not None:
+            device.activate()  # a batch has threads of its own
         try:
             result = session.merge(unit)
         except RuntimeError as error:
