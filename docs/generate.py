@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
@@ -31,8 +32,6 @@ from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, get_method
 from actmat.recipe import ExpertRef, Postprocess, Recipe, RoleRule, Rule
-
-from docs.searches import chaos_table, fuzz_table
 
 __all__ = ["filled", "pages"]
 

@@ -65,8 +65,9 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
     output, rows = manifest["output"], manifest.get("modules", manifest["tensors"])
     if manifest.get("versions") != dict(plan.versions):
         yield f"it was made with the versions {manifest.get('versions')}, these are {dict(plan.versions)}"
-    if manifest.get("device", plan.device) != plan.device:
-        yield f"it was made on {manifest.get('device')}"
+    made_on = str(manifest.get("device", plan.device))
+    if made_on.partition(":")[0] != plan.device.partition(":")[0]:
+        yield f"it was made on {made_on}"
     if _placeless(manifest.get("statistics", [])) != _plain([dict(s) for s in plan.statistics]):
         yield "the statistics are others"
     found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]

@@ -19,6 +19,7 @@ from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.resolve import is_adapter, open_expert
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
+from actmat.plan.placement import HOST, DeviceRoom
 from actmat.plan.statistics import declared_kinds, opened_statistics
 from actmat.recipe import Recipe
 
@@ -128,7 +129,7 @@ def writes_adapter(recipe: Recipe) -> bool:
 
 
 def plans_of(
-    recipes: Sequence[Recipe], inputs: Inputs, device: str = "cpu", problems: Problems | None = None
+    recipes: Sequence[Recipe], inputs: Inputs, room: DeviceRoom = HOST, problems: Problems | None = None
 ) -> list[MergePlan]:
     """Plans of recipes over the same inputs.
 
@@ -144,7 +145,7 @@ def plans_of(
                 with open_checkpoint(recipe.base) as base:
                     config = base.config
             plans.append(
-                build_plan(recipe, inputs.base, inputs.experts, device=device, statistics=inputs.statistics,
+                build_plan(recipe, inputs.base, inputs.experts, room=room, statistics=inputs.statistics,
                            base_config=config)
             )  # fmt: skip
     problems.check()

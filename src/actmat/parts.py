@@ -20,18 +20,17 @@ from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import Observers, check_mutes
-from actmat.engine.executors import find_executor
-from actmat.engine.resources import check_device, share_resources
 from actmat.engine.shares import Part, plan_part
 from actmat.errors import MergeError, OutputError, memory_errors
 from actmat.finished import check_same_merge, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import JournalRecords, StagedOutput, check_outputs, check_room, intact_items
+from actmat.places import checked_room, executor_of, resources_of
 from actmat.plan import MergePlan
 from actmat.plan.differences import plan_differences
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
-from actmat.run import execute_units, executor_of, out_path
+from actmat.run import execute_units, out_path
 from actmat.settings import RunSettings
 
 __all__ = ["PartReport", "PartStage", "run_part"]
@@ -89,16 +88,15 @@ def run_part(
     out, problems = out_path(recipe), Problems()
     if settings.diagnose:
         check_mutes([recipe])
-    for check in (lambda: check_device(settings.device), lambda: find_executor(executor_of(settings, recipe))):
-        with problems.noted():
-            check()
+    executor = executor_of(settings, recipe)
+    room = checked_room(settings, executor, problems)
     same = not settings.overwrite and has_manifest_of(recipe, out)
     with problems.noted():
         check_outputs([recipe], [out], overwrite=settings.overwrite, finished={out} if same else (), parts=True)
     with opened_inputs([recipe], problems) as inputs:
         with problems.noted():
             check_copied_files([recipe], inputs)
-        (plan,) = plans_of([recipe], inputs, settings.device, problems)
+        (plan,) = plans_of([recipe], inputs, room, problems)
         stage = SharedStage(out)
         if same and not stage.is_open:
             check_same_merge(plan, out, settings)
@@ -106,11 +104,11 @@ def run_part(
                 part, out, len(plan_part(plan, part).names), 0, time.perf_counter() - began, was_finished=True
             )
         observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
-        resources = share_resources([plan], settings.device, settings.max_memory, settings.threads, observers)
+        resources = resources_of([plan], settings, observers)
         with _staged_part(plan, stage, part, settings, command) as (output, mine, resumed):
             progress.started([_only(plan, mine)], resumed, resources.workers)
             check_values(inputs)
-            execute_units([output], inputs, executor_of(settings, recipe), resources, observers, progress)
+            execute_units([output], inputs, executor, resources, observers, progress)
             progress.finishing()
     return PartReport(part, out, len(mine), resumed, time.perf_counter() - began)
 

@@ -13,10 +13,11 @@ from typing import Any
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
-from actmat.engine.executors import THREADS, computes_here, find_executor
+from actmat.engine.devices.device import device_room
+from actmat.engine.executors import AUTO, find_executor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
-from actmat.engine.resources import Resources, check_device, check_device_name, share_resources
+from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
@@ -24,7 +25,9 @@ from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_
 from actmat.finished import check_finished, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
+from actmat.places import checked_room, executor_of, resources_of
 from actmat.plan import MergePlan
+from actmat.plan.placement import HOST
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.report import Totals, read_manifest, sum_records
@@ -34,7 +37,6 @@ __all__ = [
     "MergeReport",
     "diagnose_recipe",
     "execute_units",
-    "executor_of",
     "out_path",
     "plan_recipe",
     "run_recipes",
@@ -69,19 +71,23 @@ class MergeReport:
         return read_manifest(self.out)
 
 
-def plan_recipe(recipe: Recipe, *, device: str = "cpu") -> MergePlan:
+def plan_recipe(recipe: Recipe, *, device: str = "cpu", device_memory: str | int | None = None) -> MergePlan:
     """The plan of a recipe, from headers only.
+
+    Args:
+        recipe: what is wanted.
+        device, device_memory: see `RunSettings`; the devices need not be on this machine.
 
     Raises:
         MergeError: the inputs do not fit; carries all problems.
     """
-    problems = Problems()
+    problems, room = Problems(), HOST
     with problems.noted():
-        check_device_name(device)
+        room = device_room(device, device_memory)
     with opened_inputs([recipe], problems) as inputs:
         with problems.noted():
             check_copied_files([recipe], inputs)
-        return plans_of([recipe], inputs, device, problems)[0]
+        return plans_of([recipe], inputs, room, problems)[0]
 
 
 @memory_errors()  # outside of the staged outputs, which keep what is finished
@@ -110,17 +116,14 @@ def run_recipes(
     problems = Problems()
     if settings.diagnose:
         check_mutes(recipes)
-    with problems.noted():
-        (check_device if computes_here(executor) else check_device_name)(settings.device)
-    with problems.noted():
-        find_executor(executor)
+    room = checked_room(settings, executor, problems)
     same = () if settings.overwrite else {o for r, o in zip(recipes, outs, strict=True) if has_manifest_of(r, o)}
     with problems.noted():
         check_outputs(recipes, outs, overwrite=settings.overwrite, finished=same)
     with opened_inputs(recipes, problems) as inputs:
         with problems.noted():
             check_copied_files(recipes, inputs)
-        plans = dict(zip(outs, plans_of(recipes, inputs, settings.device, problems), strict=True))
+        plans = dict(zip(outs, plans_of(recipes, inputs, room, problems), strict=True))
         reports = {out: _finished(plans[out], out, settings) for out in outs if out in same}
         plans = {out: plan for out, plan in plans.items() if out not in same}
         if plans:
@@ -147,12 +150,12 @@ def _merge(
     """Carry out plans over the same inputs; `began`: start of the run on the performance counter."""
     (recipe, *_) = (p.recipe for p in plans.values())
     observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
-    resources = share_resources(list(plans.values()), settings.device, settings.max_memory, settings.threads, observers)
+    resources = resources_of(list(plans.values()), settings, observers)
     with staged_outputs(list(plans), list(plans.values()), settings, inputs) as outputs:
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
         check_values(inputs)
-        execute_units(outputs, inputs, settings.executor or THREADS, resources, observers, progress)
+        execute_units(outputs, inputs, settings.executor or AUTO, resources, observers, progress)
         progress.finishing()
         reports = [o.write_report(time.perf_counter() - began) for o in outputs] if settings.diagnose else []
         for o in outputs:
@@ -177,14 +180,11 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     executor = executor_of(settings, recipe)
     check_mutes([recipe])
     problems = Problems()
-    with problems.noted():
-        (check_device if computes_here(executor) else check_device_name)(settings.device)
-    with problems.noted():
-        find_executor(executor)
+    room = checked_room(settings, executor, problems)
     with opened_inputs([recipe], problems) as inputs:
-        (plan,) = plans_of([recipe], inputs, settings.device, problems)
+        (plan,) = plans_of([recipe], inputs, room, problems)
         observers = Observers(recipe.seed, settings.exact)
-        resources = share_resources([plan], settings.device, settings.max_memory, settings.threads, observers)
+        resources = resources_of([plan], settings, observers)
         copies = [i.name for i in plan.items if i.call is None]  # nothing to measure
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
@@ -219,7 +219,7 @@ def execute_units(
         observers=observers,
         device=resources.device,
     )
-    executor = find_executor(executor_name)(inputs, [o.writer for o in outputs], resources)
+    executor = find_executor(executor_name, resources.device)(inputs, [o.writer for o in outputs], resources)
     spec = replace(spec, surveys=executor.survey(spec))
     findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
     with contextlib.closing(executor.run(spec, units)) as results:
@@ -237,11 +237,6 @@ def execute_units(
             for note in result.notes:
                 progress.note(note)
     _judge(findings)
-
-
-def executor_of(settings: RunSettings, recipe: Recipe) -> str:
-    """Name of the executor: the settings' if they name one, else the recipe's, else threads."""
-    return settings.executor or recipe.executor or THREADS
 
 
 def _judge(findings: Findings) -> None:

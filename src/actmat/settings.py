@@ -20,7 +20,10 @@ class RunSettings:
     'cpu'
     """
 
-    device: Annotated[str, Flag(help="Where matrix methods compute: cpu, cuda, cuda:N or mps.")] = "cpu"
+    device: Annotated[str, Flag(help="Where matrices are merged: cpu, cuda (all GPUs), cuda:0,2 (those), mps.")] = "cpu"
+    device_memory: Annotated[
+        str | int | None, Flag(help="Limit of memory of each device, such as 40GB; larger tensors stay on the host.")
+    ] = None
     max_memory: Annotated[str | int | None, Flag(help="Limit of memory, such as 4GB; default: what is free.")] = None
     threads: Annotated[
         int | None, Flag(help="Tensors merged at the same time, same bytes for any; default: all cores.")
@@ -34,5 +37,8 @@ class RunSettings:
     exact: Annotated[bool, Flag(help="Measure without random probes: no sampling error, slower.")] = False
     executor: Annotated[
         str | None,
-        Flag(help="Who merges: threads, ray or ray=ADDRESS, see docs/cluster.md; default: the recipe's, else threads."),
+        Flag(
+            help="Who merges: auto, threads, devices, ray or ray=ADDRESS, see docs/cluster.md; default: the recipe's, "
+            "else auto: devices with --device, else threads."
+        ),
     ] = None

@@ -54,7 +54,7 @@ def test_no_device_of_that_name(do: str, with_base: bool, pair: list[Path], tmp_
     tiny("llama").save_pretrained(tmp_path / "base")
     out: dict[str, Any] = {"out": tmp_path / "out"} if do == "merge" else {}
     base = tmp_path / "base" if with_base else None
-    with pytest.raises(MergeError, match="device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got 'nonsense'"):
+    with pytest.raises(MergeError, match=r"device is 'cpu', .*; got 'nonsense': there is no kind"):
         getattr(actmat, do)(base, pair, device="nonsense", **out)
     flags = [*(["--base", str(base)] if base else []), *(x for e in pair for x in ("-e", str(e)))]
     found = command([do, *flags, *(f"--{k}={v}" for k, v in out.items()), "--device", "nonsense"])

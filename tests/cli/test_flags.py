@@ -19,6 +19,7 @@ from actmat.cli.merge import merge
 from actmat.cli.plan import plan
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields, deferred, resolved, with_flags
+from actmat.cli.simulation import SimulationFlags
 from actmat.errors import RecipeError
 from actmat.flag import Flag
 from actmat.recipe import ExpertRef, Recipe
@@ -52,8 +53,10 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe) | flagged(ExpertRef)
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {f.name for f in dataclasses.fields(RunSettings)}
-    assert set(taken(merge)) == fields | settings | {"recipe", "strict", "quiet"}
-    assert set(taken(plan)) == fields - {"out"} | {"device", "recipe", "json", "every"}
+    assert set(taken(merge)) == fields | settings | {"recipe", "strict", "quiet", "part"}
+    simulation = {f.name for f in dataclasses.fields(SimulationFlags)}
+    own = {"device", "device_memory", "recipe", "json", "part", "full"}
+    assert set(taken(plan)) == fields - {"out"} | simulation | own
     assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))
 
 

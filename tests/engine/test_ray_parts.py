@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from tests.helpers.merging import Family
@@ -16,7 +16,6 @@ from tests.helpers.sessions import run_here
 
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors import find_executor
-from actmat.engine.executors.ray import RayExecutor
 from actmat.engine.executors.ray.batches import (
     BATCH_SECONDS,
     BATCH_UNITS,
@@ -26,17 +25,16 @@ from actmat.engine.executors.ray.batches import (
     make_batches,
     plan_offers,
     unit_seconds,
-    uses_device,
 )
 from actmat.engine.executors.ray.cluster import connect
+from actmat.engine.executors.ray.executor import _needs, _observed
 from actmat.engine.executors.ray.shared import prepared_storage, storage_problems
 from actmat.engine.executors.ray.worker import Answer, Opening, Worker
-from actmat.engine.inputs import Inputs
-from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, OutputError, RecipeError
+from actmat.plan.placement import DeviceRoom
 
 GB = 10**9
 
@@ -308,18 +306,34 @@ def test_attached_files_are_never_made_or_cut(merged: Any, tmp_path: Path) -> No
 # Names
 
 
-def test_matrix_methods_need_the_device(tmp_path: Path) -> None:
+def test_units_go_where_the_plan_places_them(tmp_path: Path) -> None:
+    """Workers with a device merge there, also those that observe for a survey; the bytes are those of the host."""
     family = Family.make(tmp_path, layers=1)
     fields = {"base": str(family.base), "experts": [str(e) for e in family.experts], "method": "actmat"}
-    spec, units, _ = run_here([fields], [tmp_path / "out"])
-    wanted = {u.name for u in units if uses_device(spec.plans, u)}
+    spec, units, _ = run_here([fields], [tmp_path / "out"], room=DeviceRoom("cpu:0"))
+    wanted = {u.name for u, needs in zip(units, _needs(units), strict=True) if needs}
     assert "model.layers.0.mlp.up_proj.weight" in wanted
     assert "model.norm.weight" not in wanted
+    item = spec.plans[0].by_name["model.layers.0.mlp.up_proj.weight"]
+    assert _needs([_observed(item, (0, 0))]) == [True]
+    file = tmp_path / "out" / "model.safetensors"
+    expected, header = file.read_bytes(), spec.plans[0].shards[0].header
+    for device in (True, False):
+        file.write_bytes(header + bytes(len(expected) - len(header)))
+        worker = Worker(lambda: "node7")
+        opening = Opening("key", {}, os.getcwd(), synchronous=True, room=GB, device=device)
+        assert worker.open(opening, dataclasses.replace(spec, device="cpu:0")).error is None
+        assert (worker._opened._staging is not None) == device
+        assert worker.merge(units[:-1], units[-1]).error is None
+        assert worker.merge(units[-1:]).error is None
+        worker.close()
+        assert file.read_bytes() == expected
 
 
 def test_ray_gives_out_the_gpus() -> None:
-    with pytest.raises(RecipeError, match="Write --device cuda"):
-        RayExecutor(cast(Inputs, None), (), Resources(1, GB, "cuda:1"))
+    for device in ("cuda:1", "cpu:0,1", "mps"):
+        with pytest.raises(RecipeError, match=f"found the device '{device}'. Write --device cuda"):
+            find_executor("ray", device)
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:port", ":6379"])

@@ -19,11 +19,13 @@ from tests.helpers.sessions import Run, merge_units, other_process, run_here
 
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import Observers
+from actmat.engine.devices.reader import DeviceReader
 from actmat.engine.findings import Findings
-from actmat.engine.memory import Scratch
 from actmat.engine.observer import NoWriter
 from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.engine.units import plan_units
 from actmat.inputs import opened_inputs, plans_of
+from actmat.plan.placement import DeviceRoom
 from actmat.recipe import make_recipe
 from actmat.statistics import collect
 
@@ -231,12 +233,11 @@ def test_after_a_failure_a_session_only_reads(tmp_path: Path) -> None:
 def test_one_matrix_method_is_enough_to_compute_on_the_device(tmp_path: Path) -> None:
     """Variants share the deltas of a tensor: they are where the most demanding method wants them."""
     (fields,) = full(tmp_path)
-    recipes = [make_recipe(fields | {"method": m}) for m in ("average", "actmat")]
-    with opened_inputs(recipes) as inputs:
-        plans = tuple(plans_of(recipes, inputs))
-        spec = SessionSpec(plans, fields["base"], (), (None, None), device="cuda")
-        session = Session(spec, inputs, [NoWriter(), NoWriter()])
-        items = [plan.by_name[Q0] for plan in plans]
-        for given, device in ((items, "cuda"), (items[::-1], "cuda"), (items[:1], "cpu"), (items[1:], "cuda")):
-            reader = session._reader(given, Findings(tolerated=False), Scratch())
-            assert reader.device.type == device
+    for methods, moves in ((("average", "actmat"), True), (("actmat", "average"), True), (("average",), False)):
+        recipes = [make_recipe(fields | {"method": m}) for m in methods]
+        with opened_inputs(recipes) as inputs:
+            plans = tuple(plans_of(recipes, inputs, DeviceRoom("cpu:0")))
+            session = Session(SessionSpec(plans, fields["base"], (), (None,), device="cpu:0"), inputs, [NoWriter()] * 2)
+            unit = next(u for u in plan_units(plans, [()] * len(plans), None) if u.name == Q0)
+            _, (reader,) = session._readers(unit)
+            assert (unit.device_bytes > 0, isinstance(reader, DeviceReader)) == (moves, moves)

@@ -19,18 +19,25 @@ from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
 from actmat.inputs import opened_inputs, plans_of
+from actmat.plan.placement import HOST, DeviceRoom
 from actmat.recipe import make_recipe
 
 Run = tuple[SessionSpec, list[Unit], list[UnitResult]]
 
 
 def run_here(
-    fields: Sequence[dict[str, Any]], folders: Sequence[Path], observers: ObserverFactory | None = None
+    fields: Sequence[dict[str, Any]],
+    folders: Sequence[Path],
+    observers: ObserverFactory | None = None,
+    room: DeviceRoom = HOST,
 ) -> Run:
-    """Merge recipes that share inputs into `folders`; returns the spec with its surveys, the units and the results."""
+    """Merge recipes that share inputs into `folders`, on the host, by a plan for the devices of `room`.
+
+    Returns the spec with its surveys, the units and the results.
+    """
     recipes = [make_recipe(f) for f in fields]
     with opened_inputs(recipes) as inputs:
-        plans = tuple(plans_of(recipes, inputs))
+        plans = tuple(plans_of(recipes, inputs, room))
         writers = []
         for plan, folder in zip(plans, folders, strict=True):
             folder.mkdir(parents=True)

@@ -61,7 +61,7 @@ def test_panels_are_those_that_the_workers_of_a_node_can_use(family: Family) -> 
     operations = [Operation("product", 1000, 64, panels=n) for n in (1, 2, 10)]
     plan = library.plan(family.base, family.experts)
     for workers, panels in ((1, 1.0), (5, 1 / (0.5 / 2 + 0.5 / 5)), (50, 1 / (0.5 / 2 + 0.5 / 10))):
-        serial, shared, found = _Counter(plan, rates_of(), None, workers)._sums(plan.by_name[UP0], operations)
+        serial, shared, found = _Counter(plan, rates_of(), None, workers)._sums(operations)
         assert (serial, shared) == pytest.approx((1e-6, 2e-6))
         assert found == pytest.approx(panels)
 
@@ -86,9 +86,14 @@ def test_devices_take_their_own_rates(family: Family) -> None:
     nbytes = item.cost.read_bytes + item.cost.write_bytes
     operations = item_operations(item, "float32")
     passes = sum(o.flops for o in operations if o.kind == "entry")
-    fast = (total(operations) - passes) / 100 + passes + item.numel * 3 * 4  # two deltas there, one result back
-    assert by_name[UP0].seconds == pytest.approx((fast + nbytes + item.numel * 3) / RATE)
+    fast = (total(operations) - passes) / 100 + passes + nbytes  # over the link, and through the hash
+    assert by_name[UP0].seconds == pytest.approx((fast + nbytes) / RATE)
     assert predict(plan, rates_of(cores=16, devices=True)).cluster.workers == 1
+    two = plan_recipe(recipe, device="cuda:0,3")
+    assert predict(two, rates_of(cores=16, devices=True)).cluster.workers == 2
+    scarce = plan_recipe(recipe, device="cuda:0", device_memory=336_000_000)  # nothing fits beside the blocks
+    assert not scarce.on_device
+    assert work_of(scarce, rates_of(devices=True), workers=1) == work_of(plan_recipe(recipe), rates_of(), workers=1)
 
 
 def test_machines_are_read() -> None:

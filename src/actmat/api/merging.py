@@ -73,7 +73,7 @@ def plan(
         MergeError: the inputs do not fit; carries all problems.
     """
     recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
-    return plan_recipe(recipe, device=settings.device)
+    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory)
 
 
 def make_arguments(

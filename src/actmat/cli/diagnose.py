@@ -22,7 +22,7 @@ __all__ = ["diagnose"]
 
 OF_OUTPUT = ("dtype", "files_from", "max_shard_size", "rank", "ranks", "out")
 """Fields of a recipe that only matter to what is written."""
-MEASURING = ("device", "max_memory", "threads", "exact", "executor")
+MEASURING = ("device", "device_memory", "max_memory", "threads", "exact", "executor")
 """Settings of a run that writes nothing."""
 
 

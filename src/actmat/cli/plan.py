@@ -23,7 +23,7 @@ def plan(
     *,
     recipe: flags.RecipeFile = None,
     given: Annotated[RecipeFlags, Fields(without=("out",))],
-    run: Annotated[RunSettings, Fields(only=("device",))],
+    run: Annotated[RunSettings, Fields(only=("device", "device_memory"))],
     simulation: Annotated[SimulationFlags, Fields()],
     json: flags.Json = False,
     part: flags.PartOption = None,
@@ -39,7 +39,7 @@ def plan(
     """
     from actmat.api import plan_recipe
 
-    plans = [plan_recipe(r, device=run.device) for r in given.recipes(recipe)]
+    plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in given.recipes(recipe)]
     if part is not None:
         _print_part(plans, part, json=json, full=full)
         return

@@ -33,6 +33,8 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     _print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if to_adapter else _counts(plan))
     console.print(_traffic(plan))
+    if plan.device != "cpu":
+        console.print(_devices(plan))
     for note in plan.notes:
         console.print(f"note: {escape(note)}")
 
@@ -83,6 +85,24 @@ def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str]
         shown = "\n".join(f"[dim]{line}[/dim]" for line in lines)
         table.add_row(str(patterns.total()), action, f"{escape(reason)}\n{shown}")
     console.print(table)
+
+
+def _devices(plan: MergePlan) -> str:
+    """Who merges what, and the memory of a device."""
+    from actmat.cli.screen import escape
+    from actmat.errors import format_size
+    from actmat.plan.placement import STAGING_BYTES
+
+    moved = len(plan.on_device)
+    most = max(plan.on_device, key=lambda item: item.cost.device_bytes, default=None)
+    needs = "" if most is None else f"; {escape(most.name)} needs most, {format_size(most.cost.device_bytes)} of one"
+    has = "" if plan.device_memory is None else f", which has {format_size(plan.device_memory)} for a tensor"
+    simulated = plan.device.startswith("cpu")
+    staging = "" if simulated else f"; the way to each takes {format_size(STAGING_BYTES)} more, on host and device"
+    return (
+        f"devices: {escape(plan.device)}, one worker each (executor 'devices'): {moved} of {len(plan.items)} tensors"
+        f"{needs}{has}{staging}"
+    )
 
 
 def _ranks(plan: MergePlan) -> str:

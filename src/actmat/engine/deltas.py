@@ -115,6 +115,10 @@ class Deltas(LazySequence):
         """Memory for the merged delta, shaped like the region; contents arbitrary."""
         return self._reader.result(self._region)
 
+    def release(self) -> None:
+        """Forget what is held: a device has no memory to wait for a collection of garbage."""
+        self._whole, self._shared, self._flat = None, None, []
+
     def _get(self, t: int) -> Tensor:
         if self._whole is not None:
             return self.held()[t]

@@ -49,7 +49,8 @@ def merge_pool(
     whole = Region(0, rows.numel, rows.shape, rows.layout)
     first = variants[0][0]
     once = len(variants) == 1 and first.method.one_pass and not first.caps.caps and first.observer is None
-    deltas: Sequence[Tensor] = stacked(members) if once else list(stacked(members))
+    with readers[0].computing():
+        deltas: Sequence[Tensor] = stacked(members) if once else list(stacked(members))
     flat = torch.cat([b.reshape(-1) for b in base_raw])
     reader = readers[0]
     around = Surroundings(
@@ -61,7 +62,8 @@ def merge_pool(
     )
     for tasks in variants:
         leader = dataclasses.replace(tasks[0], item=pooled([t.item for t in tasks]), stats={}, observer=None)
-        merged = apply_method(leader, whole, deltas, around).view(whole.shape)
+        with reader.computing():
+            merged = apply_method(leader, whole, deltas, around).view(whole.shape)
         if inspect_only or findings.fatal:
             continue
         row = 0
@@ -73,6 +75,8 @@ def merge_pool(
             if task.observer is not None:
                 task.observer.region(Merged(region, [d[here] for d in deltas], None, raw, value, _no_stage, {}))
             write_region(task, region, raw, value if read.changed else None, own)
+    for member in members:
+        member.release()
     if inspect_only or findings.fatal:
         return []
     share = (time.perf_counter() - began) / (len(variants) * len(items))

@@ -6,7 +6,10 @@ the cache, so that no second copy of a tensor ever exists in the storage dtype.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -122,6 +125,15 @@ class TensorReader:
         """See `plan.reading.reading_of`."""
         return self.device.type == "cpu" and self.item.is_chunkable
 
+    @property
+    def on_host(self) -> bool:
+        """True if deltas and results lie in the host's memory."""
+        return self.device.type == "cpu"
+
+    def computing(self) -> AbstractContextManager[None]:
+        """For calls of methods: whatever the device needs to know of them."""
+        return contextlib.nullcontext()
+
     def converted_base(self, region: Region, base_raw: Tensor) -> Tensor:
         """The base on this region in the compute dtype, shaped like it, for a method that takes it."""
         if base_raw.dtype == self.compute_dtype or region.numel <= CHUNK:
@@ -192,6 +204,22 @@ class TensorReader:
             self._wide_key = key
         return wide
 
+    def merged_chunks(
+        self, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor, scale: float, out_dtype: torch.dtype
+    ) -> Iterator[Tensor]:
+        """`W_0 + scale * D*` on a region, flat, in consecutive chunks on the host; the next chunk overwrites the last.
+
+        Sums land in a warm buffer: allocating for every chunk would cost as much as the arithmetic.
+
+        Args:
+            out_dtype: of the output; chunks may already have it.
+        """
+        for low in range(0, base_raw.numel(), CHUNK):
+            chunk = base_raw[low : low + CHUNK]
+            merged = self.scratch.merged.take(chunk.numel(), self.compute_dtype)
+            wide, change = self.wide_base(region.start + low, chunk), delta[low : low + CHUNK].to("cpu")
+            yield torch.add(wide, change, alpha=scale, out=merged)
+
     def _clear(self, delta: Tensor, raw: Tensor, base_raw: Tensor, t: int, *, note: bool) -> None:
         """Note non-finite entries, once each, and count the expert as unchanged there.
 
@@ -229,6 +257,9 @@ class TensorReader:
     def factors(self, region: Region) -> list[list[LowRank]]:
         """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""
         return region_factors(self.inputs.experts, self._sources, region)
+
+    def close(self) -> None:
+        """Give back what was taken to read ahead."""
 
     @property
     def n_experts(self) -> int:

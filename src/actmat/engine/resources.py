@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,8 @@ import torch
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.writing.shards import parse_size
+from actmat.engine.devices.device import open_devices
+from actmat.engine.devices.names import check_device, check_device_name
 from actmat.engine.memory import available_memory
 from actmat.engine.observer import ObserverFactory
 from actmat.errors import RecipeError, format_size
@@ -28,7 +29,8 @@ class Resources:
     Args:
         workers: tensors at work at the same time.
         memory: budget of all workers together, in bytes, see `plan.cost`.
-        device: where matrix methods compute ("cpu", "cuda:0", "mps").
+        device: names of the devices that merge items, see `devices.names`.
+        device_memory: bytes that each of them may use; None: what it has.
         workers_given, memory_given: whether the user set the limit; else it is what this machine has, which tells
             nothing about other machines.
     """
@@ -36,39 +38,9 @@ class Resources:
     workers: int
     memory: int
     device: str = "cpu"
+    device_memory: int | None = None
     workers_given: bool = True
     memory_given: bool = True
-
-
-def check_device_name(device: str) -> None:
-    """Refuse text that names no device; a plan may be made for a device that only another machine has.
-
-    Raises:
-        RecipeError: says what names there are.
-    """
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
-        raise RecipeError(f"device is 'cpu', 'cuda', 'cuda:N' or 'mps'; got '{device}'")
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that torch cannot compute on.
-
-    Raises:
-        RecipeError: there is no such device here; says what there is.
-    """
-    check_device_name(device)
-    kind, _, number = device.partition(":")
-    problem = None
-    if kind == "cuda" and not torch.cuda.is_available():
-        problem = (
-            "device 'cuda' was asked for, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
-        )
-    elif kind == "cuda" and number and int(number) >= torch.cuda.device_count():
-        problem = f"there is no '{device}': torch sees {torch.cuda.device_count()} CUDA device(s)"
-    elif kind == "mps" and not torch.backends.mps.is_available():
-        problem = "device 'mps' was asked for, but this torch has no Metal support"
-    if problem:
-        raise RecipeError(problem)
 
 
 def share_resources(
@@ -77,15 +49,17 @@ def share_resources(
     max_memory: str | int | None,
     threads: int | None,
     observers: ObserverFactory | None = None,
+    device_memory: int | None = None,
 ) -> Resources:
     """Workers and memory for these plans.
 
     Args:
         plans: what is to be done.
-        device: where matrix methods compute.
+        device: names of the devices that merge items; each has buffers on the host.
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.
+        device_memory: bytes that each device may use.
 
     Raises:
         RecipeError: the largest tensor alone does not fit.
@@ -100,17 +74,18 @@ def share_resources(
         for i in p.items
     ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
-    process = BASELINE_BYTES + sum(p.process_bytes - BASELINE_BYTES for p in plans)
+    staging = sum(d.staging_bytes for d in open_devices(device))
+    process = BASELINE_BYTES + staging + sum(p.process_bytes - BASELINE_BYTES for p in plans)
     if max_memory is None:
         memory = max(int(0.9 * available_memory()) - process, largest)
-        return Resources(workers, memory, device, workers_given=threads is not None, memory_given=False)
+        return Resources(workers, memory, device, device_memory, workers_given=threads is not None, memory_given=False)
     limit = parse_size(max_memory)
     if limit < process + largest:
         raise RecipeError(
             f"--max-memory {max_memory} is too little: tensor '{worst}' alone needs {format_size(largest)}, "
             f"the process itself {format_size(process)}: allow at least {format_size(process + largest)}."
         )
-    return Resources(workers, limit - process, device, workers_given=threads is not None)
+    return Resources(workers, limit - process, device, device_memory, workers_given=threads is not None)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,9 @@ from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.writing.staging import PLAN_NAME, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.deltas import Deltas
+from actmat.engine.devices.device import open_devices
+from actmat.engine.devices.reader import DeviceReader
+from actmat.engine.devices.staging import Staging
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
@@ -42,7 +45,7 @@ from actmat.experts.base import ExpertHandle
 from actmat.experts.resolve import open_handle
 from actmat.methods import get_method
 from actmat.plan.model import Item, MergePlan, MethodCall
-from actmat.plan.regions import cut
+from actmat.plan.regions import Region, cut
 from actmat.plan.statistics import opened_statistics
 
 __all__ = ["Session", "SessionSpec", "SurveyKey", "UnitResult", "survey_key"]
@@ -67,7 +70,8 @@ class SessionSpec:
         outputs: per plan, the folder of the files to write; None: nothing is written.
         observers: makes observers, for a run with a diagnosis.
         surveys: results of surveys of whole models.
-        device: where matrix methods compute.
+        device: where items with `device_bytes` are merged, see `devices.names`; of several, a session takes the first,
+            unless it is given one (`Staging`).
         room: bytes that a worker may keep mapped between tensors.
         plan_files: where the plans are written, see `shipped`; a pickle then has these paths in place of the plans.
     """
@@ -147,20 +151,25 @@ class Session:
         spec: what is to be done.
         inputs: opened.
         writers: per plan, receives the output's bytes.
+        staging: the way to the device that it uses; default: to the first that the spec names, if it names any.
 
     Attributes:
         inspect_only: set it when the run has failed and values are read only to find all problems.
     """
 
-    def __init__(self, spec: SessionSpec, inputs: Inputs, writers: Sequence[SinkSource]) -> None:
+    def __init__(
+        self, spec: SessionSpec, inputs: Inputs, writers: Sequence[SinkSource], staging: Staging | None = None
+    ) -> None:
         self.spec = spec
         self.inputs = inputs
         self.inspect_only = False
         self._writers = writers
         self._compute = torch_dtype(spec.plans[0].recipe.compute_dtype)
-        self._device = torch.device(spec.device)
+        devices = open_devices(spec.device) if staging is None else []
+        self._staging = Staging(devices[0]) if devices else staging
         self._tolerant = spec.plans[0].recipe.allow_nonfinite
         self._scratch = Scratch(keep=spec.room)
+        self._ahead: dict[Unit, tuple[Findings, list[TensorReader]]] = {}
 
     @classmethod
     @contextlib.contextmanager
@@ -188,7 +197,9 @@ class Session:
                 writer = ShardWriter(folder, plan.shards, durable=False, attach=attach)  # the driver syncs in the end
                 stack.callback(writer.close)
                 writers.append(writer)
-            yield cls(spec, Inputs(recipe.labels, base, experts, statistics), writers)
+            session = cls(spec, Inputs(recipe.labels, base, experts, statistics), writers)
+            stack.callback(session.forget)
+            yield session
 
     def merge(self, unit: Unit) -> UnitResult:
         """Merge and write one unit.
@@ -197,10 +208,14 @@ class Session:
             NumericalError, RecipeError: from a method, with the name of the item.
             CheckpointError, OutputError: an input or the output cannot be read or written.
         """
-        findings = Findings(tolerated=self._tolerant)
+        if unit not in self._ahead:
+            self._ahead[unit] = self._readers(unit)
+        findings, readers = self._ahead.pop(unit)
         groups = [[self._task(member) for member in group] for group in unit.groups]
-        with torch.no_grad():
-            records = self._merge(groups, unit, findings)
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for reader in readers:
+                stack.callback(reader.close)
+            records = self._merge(groups, unit, findings, readers)
             for group, of_group in zip(groups, records, strict=False):
                 self._check(group, of_group, findings)
         written = () if findings.fatal or self.inspect_only else tuple(
@@ -211,9 +226,27 @@ class Session:
         return UnitResult(unit, written, findings)
 
     def prefetch(self, unit: Unit) -> None:
-        """Ask the system to read ahead what a unit needs."""
+        """Read ahead what a unit needs, or ask the system to."""
         for group in unit.groups:
             self.inputs.prefetch(self._leader([self._item(member) for member in group]))
+        if self._staging is None or not unit.device_bytes or unit in self._ahead:
+            return
+        findings, readers = self._ahead[unit] = self._readers(unit)
+        moving = [r for r in readers if isinstance(r, DeviceReader)]
+        if len(moving) == 1:
+            (group,) = unit.groups
+            tasks = [Task(self.spec.plans[p], self._item((p, n)), self._writers[p]) for p, n in group]
+            self._staging.announce(moving[0].transfers(TensorMerge(tasks, moving[0], findings).regions()))
+        for reader in moving if len(moving) > 1 else ():
+            item = reader.item
+            self._staging.announce(reader.transfers([Region(0, item.numel, item.shape, item.layout)]))
+
+    def forget(self) -> None:
+        """Stop to read ahead: no unit comes after this."""
+        for _, readers in self._ahead.values():
+            for reader in readers:
+                reader.close()
+        self._ahead = {}
 
     def observe(self, item: Item, state: Any) -> None:
         """Give the deltas of an item to a state of its method's survey."""
@@ -231,14 +264,18 @@ class Session:
             return
         assert item.call is not None
         acts_on = get_method(item.call.method).acts_on
-        reader = self._reader([item], Findings(tolerated=True), self._scratch)
+        reader = self._reader([item], Findings(tolerated=True), self._scratch, on_device=item.cost.device_bytes > 0)
         for region in cut(item.shape, item.layout, acts_on):
-            deltas = Deltas(reader, region, reader.read_base(region), "held").held()
-            split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas]
+            deltas = Deltas(reader, region, reader.read_base(region), "held")
+            split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
             for k in range(len(split[0])):
                 yield [s[k] for s in split]
+            deltas.release()
+        reader.close()
 
-    def _merge(self, groups: Sequence[Sequence[Task]], unit: Unit, findings: Findings) -> list[list[Record]]:
+    def _merge(
+        self, groups: Sequence[Sequence[Task]], unit: Unit, findings: Findings, readers: Sequence[TensorReader]
+    ) -> list[list[Record]]:
         """Records per item, per task."""
         first = groups[0][0]
         if first.item.factors is not None:
@@ -246,12 +283,10 @@ class Session:
         if not first.item.base_dtype:
             return [[merge_full_tensor(task, self.inputs) for task in groups[0]]]
         if len(groups) == 1 and not first.item.pool:
-            reader = self._reader([t.item for t in groups[0]], findings, self._scratch)
-            merge = TensorMerge(groups[0], reader, findings, self.inspect_only)
+            merge = TensorMerge(groups[0], readers[0], findings, self.inspect_only)
             room = merge.room_bytes()
             with self._scratch.room.opened(room, elsewhere=max(0, unit.host_bytes - room)):
                 return [merge.run()]
-        readers = [self._reader([t.item for t in group], findings, Scratch()) for group in groups]
         by_plan = list(zip(*groups, strict=True))
         records = merge_pool(by_plan, readers, findings, inspect_only=self.inspect_only)
         return [list(of_item) for of_item in zip(*records, strict=True)]
@@ -283,9 +318,23 @@ class Session:
         """The item that decides what is read: one that merges, where there is one; else only the base is read."""
         return next((i for i in items if i.call is not None), items[0])
 
-    def _reader(self, items: Sequence[Item], findings: Findings, scratch: Scratch) -> TensorReader:
+    def _readers(self, unit: Unit) -> tuple[Findings, list[TensorReader]]:
+        """What a unit finds, and the readers of its tensors; none for modules and tensors of adapters."""
+        findings = Findings(tolerated=self._tolerant)
+        groups = [[self._item(member) for member in group] for group in unit.groups]
+        first = groups[0][0]
+        if first.factors is not None or not first.base_dtype:
+            return findings, []
+        single = len(groups) == 1 and not first.pool
+        on_device = unit.device_bytes > 0
+        return findings, [
+            self._reader(items, findings, self._scratch if single else Scratch(), on_device=on_device)
+            for items in groups
+        ]
+
+    def _reader(self, items: Sequence[Item], findings: Findings, scratch: Scratch, *, on_device: bool) -> TensorReader:
         """Reads one tensor, of which each plan has its own item."""
-        # elementwise methods cost less than the way to an accelerator and back
-        moves = any(i.call is not None and get_method(i.call.method).acts_on != "elementwise" for i in items)
-        device = self._device if moves else torch.device("cpu")
-        return TensorReader(self._leader(items), self.inputs, self._compute, device, scratch, findings)
+        leader = self._leader(items)
+        if on_device and self._staging is not None:
+            return DeviceReader(leader, self.inputs, self._compute, self._staging, scratch, findings)
+        return TensorReader(leader, self.inputs, self._compute, torch.device("cpu"), scratch, findings)

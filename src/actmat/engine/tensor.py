@@ -72,7 +72,7 @@ class TensorMerge:
     def run(self) -> list[Record]:
         """Records in the order of the tasks; none where the inputs cannot be merged."""
         began = time.perf_counter()
-        for region in self._parts_to_read():
+        for region in self.regions():
             how = self._reading(region)
             base_raw: Tensor | StreamedBase = (
                 self.reader.read_base(region) if how.base_held else StreamedBase(self.reader, region)
@@ -91,13 +91,14 @@ class TensorMerge:
         """Bytes of the buffers as large as a region: the base as stored and as a method wants it, a result, deltas."""
         width, base_width = self.reader.compute_dtype.itemsize, torch_dtype(self.tasks[0].item.base_dtype).itemsize
         largest = 0
-        for region in self._parts_to_read():
+        for region in self.regions():
             if region.numel <= CHUNK or not self._merging:
                 continue
             how = self._reading(region)
             whole = how.whole_deltas(self.reader.n_experts)
             if how.strategy != "combine":
                 whole += 1 + any(t.method.uses_base(t.call.options) for t in self._merging)
+            whole *= self.reader.on_host
             bases = [(base_width, region.numel)] if how.base_held else []
             largest = max(largest, Room.bytes_for(*bases, *[(width, region.numel)] * whole))
         return largest
@@ -106,7 +107,7 @@ class TensorMerge:
     def _is_futile(self) -> bool:
         return self.inspect_only or self.findings.fatal
 
-    def _parts_to_read(self) -> Sequence[Region]:
+    def regions(self) -> Sequence[Region]:
         """The regions that all variants want, the whole tensor where they differ, chunks where it is only copied."""
         item: Item = self.tasks[0].item
         wanted = list(self._by_regions)
@@ -148,6 +149,7 @@ class TensorMerge:
             for own in regions if len(self._by_regions) > 1 else (region,):
                 self._merge_group(group, own, region, deltas, base_raw)
         self._changed |= deltas.changed
+        deltas.release()
 
     def _merge_group(
         self, group: Sequence[Task], own: Region, read: Region, deltas: Deltas, base_raw: Tensor | StreamedBase
@@ -163,7 +165,8 @@ class TensorMerge:
         for task in group:
             factors = self.reader.factors(own) if task.item.form == "factored" else None
             if factors is None:
-                value = apply_method(task, own, given, around)
+                with self.reader.computing():
+                    value = apply_method(task, own, given, around)
             else:
                 exact = Surroundings(around.statistics, torch.float64)
                 value = apply_to_factors(task, own, factors, exact)

@@ -30,6 +30,7 @@ class Unit:
         traffic: bytes read and written.
         flops: floating-point operations of all variants.
         host_bytes: peak memory of one worker.
+        device_bytes: peak memory of the device that merges it; 0: it is merged on the host.
     """
 
     groups: tuple[tuple[Member, ...], ...]
@@ -37,6 +38,7 @@ class Unit:
     traffic: int
     host_bytes: int
     flops: int = 0
+    device_bytes: int = 0
 
 
 def planned_seconds(unit: Unit) -> float:
@@ -84,6 +86,7 @@ def _unit(plans: Sequence[MergePlan], groups: Sequence[tuple[Member, ...]], obse
         traffic=sum(max(i.cost.read_bytes + i.cost.write_bytes for i in group) for group in items),
         host_bytes=max(_host_bytes(group, width) for group in items) + observing,
         flops=sum(i.cost.flops for group in items for i in group),
+        device_bytes=_device_bytes(items, width, observing),
     )
 
 
@@ -105,3 +108,24 @@ def _host_bytes(group: Sequence[Item], itemsize: int) -> int:
         together += 2
         largest += merging[0].numel * torch_dtype(merging[0].base_dtype).itemsize
     return largest + (merging[0].numel * together * itemsize if merging else 0)
+
+
+def _device_bytes(groups: Sequence[Sequence[Item]], itemsize: int, observing: int) -> int:
+    """Memory on a device for the items of one unit, which are merged in one place; 0 if that is the host.
+
+    Items that are cheap enough for the host go along with others, those that are too large for a device keep the others
+    with them.
+    """
+    merging = [i for group in groups for i in group if i.call is not None]
+    largest = max((i.cost.device_bytes for i in merging), default=0)
+    if not largest or any(not i.cost.device_bytes and _is_heavy(i) for i in merging):
+        return 0
+    variants = max(sum(i.call is not None for i in group) for group in groups)
+    together = merging[0].numel * (len(merging[0].sources) + 2) * itemsize if variants > 1 else 0
+    return largest + together + observing
+
+
+def _is_heavy(item: Item) -> bool:
+    """True if the item was left to the host because no device can merge it."""
+    assert item.call is not None
+    return item.form == "dense" and get_method(item.call.method).acts_on != "elementwise"

@@ -22,17 +22,16 @@ __all__ = ["check_range", "check_sign", "write_chunk", "write_region"]
 def write_region(
     task: Task, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
 ) -> None:
-    """`W_0 + scale * D*` in the output dtype, chunk by chunk; no delta at all keeps the base's bits.
-
-    Sums and casts land in warm buffers: allocating for every chunk would cost as much as the arithmetic.
-    """
-    for low in range(0, base_raw.numel(), CHUNK):
-        chunk = base_raw[low : low + CHUNK]
-        if delta is not None:
-            merged = reader.scratch.merged.take(chunk.numel(), reader.compute_dtype)
-            wide, change = reader.wide_base(region.start + low, chunk), delta[low : low + CHUNK].to("cpu")
-            chunk = torch.add(wide, change, alpha=task.call.scale, out=merged)
-        write_chunk(task, chunk, base_raw[low : low + CHUNK], reader)
+    """`W_0 + scale * D*` in the output dtype, chunk by chunk; no delta at all keeps the base's bits."""
+    if delta is None:
+        for low in range(0, base_raw.numel(), CHUNK):
+            chunk = base_raw[low : low + CHUNK]
+            write_chunk(task, chunk, chunk, reader)
+        return
+    low, out_dtype = 0, torch_dtype(task.item.out_dtype)
+    for chunk in reader.merged_chunks(region, base_raw, delta, task.call.scale, out_dtype):
+        write_chunk(task, chunk, base_raw[low : low + chunk.numel()], reader)
+        low += chunk.numel()
 
 
 def write_chunk(task: Task, chunk: Tensor, base_raw: Tensor, reader: TensorReader) -> None:

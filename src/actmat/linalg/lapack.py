@@ -1,5 +1,7 @@
 """LAPACK's eigen- and singular value decompositions, with every retry recorded.
 
+A caller that merges several matrices at a time may combine their decompositions into batches (`decomposed_by`).
+
 LAPACK's divide and conquer can fail to converge on finite input. The decompositions here then try again, in float64
 and after that with a jitter, and return the names of the retries; they never give another answer silently.
 
@@ -8,8 +10,9 @@ Shapes: `M` rows, `N` columns (or the side of a symmetric matrix), `R = min(M, N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -18,10 +21,39 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, bu
 
 from actmat.errors import NumericalError
 
-__all__ = ["Retries", "economy_svd", "eigh", "only_eigenvalues", "only_singular_values", "retry_stats"]
+__all__ = [
+    "Attempt",
+    "Retries",
+    "decomposed_by",
+    "economy_svd",
+    "eigh",
+    "only_eigenvalues",
+    "only_singular_values",
+    "retry_stats",
+]
 
 Retries = tuple[str, ...]
 """Retries after a first failure, in order: "float64", "jitter". Empty if the first attempt converged."""
+
+
+Attempt = Callable[[Tensor], Tensor | Sequence[Tensor]]
+"""A decomposition: matrix -> its factor or factors. Raises LinAlgError if it does not converge."""
+
+_DECOMPOSE: ContextVar[Callable[[Attempt, Tensor], Tensor | Sequence[Tensor]] | None]
+_DECOMPOSE = ContextVar("_DECOMPOSE", default=None)
+
+
+@contextlib.contextmanager
+def decomposed_by(run: Callable[[Attempt, Tensor], Tensor | Sequence[Tensor]]) -> Iterator[None]:
+    """Inside, in this thread, `run(attempt, matrix)` gives what `attempt(matrix)` does: the same bits on the CPU.
+
+    Attempts of one kind are one object, so that `run` may stack matrices whose attempts are the same.
+    """
+    token = _DECOMPOSE.set(run)
+    try:
+        yield
+    finally:
+        _DECOMPOSE.reset(token)
 
 
 class Eigen(NamedTuple):
@@ -56,9 +88,13 @@ def eigh(sym_NN: Tensor) -> Eigen:
 
 def economy_svd(a_MN: Tensor) -> EconomySVD:
     """`a = u diag(s) vh` with all `R = min(M, N)` singular triplets, in the dtype of the input; errors as `eigh`."""
-    svd = partial(torch.linalg.svd, full_matrices=False)
-    (u, s, vh), retries = _with_retries(a_MN, svd, "singular value decomposition")
+    (u, s, vh), retries = _with_retries(a_MN, _economy, "singular value decomposition")
     return EconomySVD(u, s, vh, retries)
+
+
+def _economy(a_MN: Tensor) -> Sequence[Tensor]:
+    u, s, vh = torch.linalg.svd(a_MN, full_matrices=False)
+    return u, s, vh
 
 
 def only_eigenvalues(sym_NN: Tensor) -> tuple[Tensor, Retries]:
@@ -79,9 +115,7 @@ def retry_stats(retries: Iterable[str]) -> dict[str, str]:
     return {"retries": ", ".join(names)} if names else {}
 
 
-def _with_retries(
-    matrix: Tensor, attempt: Callable[[Tensor], Tensor | Sequence[Tensor]], what: str
-) -> tuple[Sequence[Tensor], Retries]:
+def _with_retries(matrix: Tensor, attempt: Attempt, what: str) -> tuple[Sequence[Tensor], Retries]:
     """First success of: as given, in float64 (if it was not), in float64 with a graded diagonal jitter.
 
     An attempt fails when LAPACK reports it or when a factor is not finite. Factors are returned in the dtype of the
@@ -99,7 +133,8 @@ def _with_retries(
             matrix = matrix.double() if retry == "float64" else _jittered(matrix)
             retries.append(retry)
         try:
-            found = attempt(matrix)
+            run = _DECOMPOSE.get()
+            found = attempt(matrix) if run is None else run(attempt, matrix)
         except LinAlgError:
             continue
         factors = [found] if isinstance(found, Tensor) else found

@@ -14,6 +14,7 @@ from actmat.experts.base import Expert
 from actmat.methods.user import is_user_method, user_method_hash
 from actmat.plan.adapter.modules import plan_modules
 from actmat.plan.model import InputSummary, Item, MergePlan
+from actmat.plan.placement import HOST, DeviceRoom
 from actmat.plan.statistics import ExpertStatistics
 from actmat.plan.tensors import plan_tensors
 from actmat.recipe import Recipe
@@ -27,7 +28,7 @@ def build_plan(
     base: Checkpoint | None,
     experts: Sequence[Expert],
     *,
-    device: str = "cpu",
+    room: DeviceRoom = HOST,
     statistics: ExpertStatistics | None = None,
     base_config: Mapping[str, Any] | None = None,
 ) -> MergePlan:
@@ -37,7 +38,7 @@ def build_plan(
         recipe: what is wanted.
         base: the checkpoint that deltas are added to; None: the output is an adapter.
         experts: in the recipe's order; adapters for an adapter.
-        device: where matrix methods compute.
+        room: devices that may merge items.
         statistics: of the experts, for methods that need them.
         base_config: of an adapter's base, its `config.json`, where it is known: it tells packed projections apart.
 
@@ -47,7 +48,7 @@ def build_plan(
     labels = recipe.labels
     statistics = statistics or ExpertStatistics.none(labels)
     if base is not None:
-        draft = plan_tensors(recipe, base, experts, device.partition(":")[0], statistics)
+        draft = plan_tensors(recipe, base, experts, statistics, room)
     else:
         adapters = [e.adapter for e in experts if e.adapter is not None]
         if len(adapters) < len(experts):
@@ -68,12 +69,18 @@ def build_plan(
         family=draft.family,
         adapter_config=draft.adapter_config,
         kept=draft.kept,
-        notes=(*draft.notes, *statistics.notes_on(draft.items)),
-        device=device,
+        notes=(*draft.notes, *statistics.notes_on(draft.items), *_place_notes(base, room)),
+        device=room.device,
+        device_memory=room.memory,
         versions=versions_of(draft.items),
         statistics=tuple(statistics.to_json()),
         statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
+
+
+def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:
+    on_host = base is None and room.device != "cpu"
+    return ["adapters are merged on the host, not on a device: their factors are small"] if on_host else []
 
 
 def versions_of(items: Sequence[Item]) -> dict[str, str]:

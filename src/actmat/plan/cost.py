@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,10 +102,12 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
     return raw + library + statistics_bytes(method, matrices, n_experts, width) + width * (entries + workspace + packed)
 
 
-def tensor_peak_bytes(regions: Sequence[Region], call: CallShape) -> int:
-    """Peak over the regions of a tensor, in bytes."""
+def tensor_peak_bytes(
+    regions: Sequence[Region], call: CallShape, peak: Callable[[Region, CallShape], int] = region_peak_bytes
+) -> int:
+    """Largest `peak` of the regions of a tensor, in bytes."""
     different = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in regions}.values()
-    return max(region_peak_bytes(p, call) for p in different)
+    return max(peak(p, call) for p in different)
 
 
 def _has_singular_values(region: Region) -> bool:

@@ -66,6 +66,13 @@ def _items(there: MergePlan, here: MergePlan) -> str:
     if len(there.items) != len(here.items):
         return f"{len(there.items)} tensors would be merged there, {len(here.items)} here"
     name = next((h.name for t, h in zip(there.items, here.items, strict=True) if t != h), "")
+    moved = [p.by_name[name].cost.device_bytes > 0 for p in (there, here)] if name else [False, False]
+    if moved[0] != moved[1]:
+        where = ["on a device" if m else "on the host" for m in moved]
+        return (
+            f"tensor '{name}' would be merged {where[0]} there, {where[1]} here, as the devices have other memory: "
+            "give all parts the same --device-memory"
+        )
     return f"tensor '{name}' would be merged in another way" if name else "the plans differ"
 
 

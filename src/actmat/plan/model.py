@@ -78,13 +78,15 @@ class Cost(_Plain):
     Args:
         read_bytes, write_bytes: traffic to and from storage.
         flops: leading term of the method's floating-point operations.
-        host_bytes: peak memory, see `plan.cost`.
+        host_bytes: peak memory on the host, see `plan.cost`.
+        device_bytes: peak memory on the device that merges it, see `plan.placement`; 0: it is merged on the host.
     """
 
     read_bytes: int = 0
     write_bytes: int = 0
     flops: int = 0
     host_bytes: int = 0
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,8 @@ class MergePlan(_Plain):
         adapter_config: `adapter_config.json` of an adapter.
         kept: tensors of which an adapter holds no delta, and the recipe's pattern that says so.
         notes: decisions and warnings, in words.
-        device: kind and number of the device that matrix methods use.
+        device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
+        device_memory: bytes that an item may take of one device; None: not known, or no device.
         versions: of the software that determines the output's bytes.
         statistics: per expert, a description of its statistics; `statistics_identity`: state of their files.
     """
@@ -244,6 +247,7 @@ class MergePlan(_Plain):
     kept: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     device: str = "cpu"
+    device_memory: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     statistics: tuple[Mapping[str, Any], ...] = ()
     statistics_identity: tuple[Any, ...] = ()
@@ -295,6 +299,16 @@ class MergePlan(_Plain):
         largest = sorted((i.cost.host_bytes for i in self.items), reverse=True)[:workers]
         return self.process_bytes + sum(largest)
 
+    @property
+    def on_device(self) -> tuple[Item, ...]:
+        """Items that a device merges."""
+        return tuple(i for i in self.items if i.cost.device_bytes)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Estimated peak of a device's memory: its largest item; bytes on their way to it come on top."""
+        return max((i.cost.device_bytes for i in self.items), default=0)
+
     def fingerprint(self, *, times: bool = True) -> str:
         """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device.
 
@@ -321,6 +335,7 @@ class MergePlan(_Plain):
             "flops": self.flops,
             "peak_bytes_one_worker": self.peak_bytes(1),
             "peak_bytes_two_workers": self.peak_bytes(2),
+            "peak_device_bytes": self.peak_device_bytes,
             "shards": {s.file: s.size for s in self.shards},
         }
         fields: dict[str, Any] = _PLAN.dump_python(self, mode="json", exclude_defaults=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan.model import Cost, Item
+from actmat.plan.model import Item
+from actmat.plan.placement import Placed
 
 __all__ = ["PooledLayout", "assign_pools", "pooled"]
 
@@ -20,7 +21,10 @@ PooledLayout = TensorLayout(Role.LINEAR, "pooled with the layers that read the s
 
 
 def assign_pools(
-    items: Sequence[Item], patterns: Sequence[str], cost: Callable[[Item], Cost]
+    items: Sequence[Item],
+    patterns: Sequence[str],
+    place: Callable[[Item], Placed],
+    flops: Callable[[Item], int],
 ) -> tuple[tuple[Item, ...], list[str]]:
     """Items with their pools filled in, and problems.
 
@@ -30,7 +34,8 @@ def assign_pools(
     Args:
         items: the plan so far.
         patterns: see `recipe.Recipe.pool`.
-        cost: memory of one worker on a (pooled) tensor, and its operations, of which each member bears its share.
+        place: place of a (pooled) tensor.
+        flops: operations of a (pooled) tensor, of which each member bears its share.
     """
     groups: dict[str, list[int]] = {}
     problems: list[str] = []
@@ -49,12 +54,16 @@ def assign_pools(
         if problem is not None:
             problems.append(f"pool: {', '.join(m.name for m in members)} cannot be merged as one matrix: {problem}")
             continue
-        whole = cost(pooled(members))
-        share = whole.flops // len(members)
+        placed = place(pooled(members))
+        share = flops(pooled(members)) // len(members)
         for i, member in zip(indices, members, strict=True):
-            own = dataclasses.replace(member.cost, host_bytes=whole.host_bytes, flops=share)
-            reason = f"{member.reason}, pooled over {len(members)} tensors" if len(members) > 1 else member.reason
-            out[i] = dataclasses.replace(member, pool=pool, reason=reason, layout=_whole(member), cost=own)
+            cost = dataclasses.replace(
+                member.cost, flops=share, host_bytes=placed.host_bytes, device_bytes=placed.device_bytes
+            )
+            reason = member.reason.removesuffix(place(member).words)
+            reason += f", pooled over {len(members)} tensors" if len(members) > 1 else ""
+            reason += placed.words
+            out[i] = dataclasses.replace(member, pool=pool, reason=reason, layout=_whole(member), cost=cost)
     return tuple(out), problems
 
 

@@ -18,10 +18,11 @@ from actmat.methods import get_method
 from actmat.plan.adapter.problems import adapter_problems
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
-from actmat.plan.cost import CallShape, tensor_peak_bytes
+from actmat.plan.cost import CallShape
 from actmat.plan.draft import Draft, headline
 from actmat.plan.model import Cost, Form, Item, MethodCall
 from actmat.plan.operations import item_operations
+from actmat.plan.placement import HOST, DeviceRoom, Placed, place
 from actmat.plan.pools import assign_pools
 from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
@@ -32,7 +33,7 @@ __all__ = ["plan_tensors"]
 
 
 def plan_tensors(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], device: str, statistics: ExpertStatistics
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics, room: DeviceRoom = HOST
 ) -> Draft:
     """Decide what happens to every tensor of the base.
 
@@ -71,8 +72,8 @@ def plan_tensors(
         problems += error.problems
     if problems:
         raise AlignmentError(headline(problems), problems)
-    planner = _TensorPlanner(recipe, base, experts, device)
-    items, problems = assign_pools(planner.items(alignment, decided, given), recipe.pool, planner.pooled_cost)
+    planner = _TensorPlanner(recipe, base, experts, room)
+    items, problems = assign_pools(planner.items(alignment, decided, given), recipe.pool, planner.place, planner.flops)
     problems += _adapter_problems(recipe, experts)
     if problems:
         raise AlignmentError(headline(problems), problems)
@@ -125,10 +126,10 @@ class _TensorPlanner:
     recipe: Recipe
     base: Checkpoint
     experts: Sequence[Expert]
-    device: str
+    room: DeviceRoom
 
     def __post_init__(self) -> None:
-        self._peaks: dict[Any, int] = {}
+        self._places: dict[Any, Placed] = {}
         self._counted: dict[Any, int] = {}
 
     def items(
@@ -181,13 +182,15 @@ class _TensorPlanner:
             sources=sources,
             twins=twins,
         )
+        placed = self.place(item)
         cost = Cost(
             read_bytes=spec.nbytes + sum(s.nbytes for s in sources),
             write_bytes=spec.numel * torch_dtype(outputs[0].dtype).itemsize * len(outputs),
-            flops=self._flops(item),
-            host_bytes=self.peak_bytes(item),
+            flops=self.flops(item),
+            host_bytes=placed.host_bytes,
+            device_bytes=placed.device_bytes,
         )
-        return dataclasses.replace(item, cost=cost)
+        return dataclasses.replace(item, cost=cost, reason=item.reason + placed.words)
 
     def _tie(self, alias: str, name: str, decision: Decision) -> Item:
         spec = self.base.specs[alias]
@@ -213,7 +216,8 @@ class _TensorPlanner:
             call.options, len(sources), call.weights
         )
 
-    def _flops(self, item: Item) -> int:
+    def flops(self, item: Item) -> int:
+        """Operations of the method on an item."""
         if item.call is None:
             return 0
         ranks = tuple(s.rank for s in item.sources if s is not None) if item.form == "factored" else ()
@@ -222,14 +226,14 @@ class _TensorPlanner:
             self._counted[key] = total(item_operations(item, self.recipe.compute_dtype))
         return self._counted[key]
 
-    def peak_bytes(self, item: Item) -> int:
-        """Memory of one worker on an item."""
+    def place(self, item: Item) -> Placed:
+        """Place of an item, and its memory there."""
         if item.call is None:
-            return item.numel * torch_dtype(item.base_dtype).itemsize
-        chunkable = self.device == "cpu" and item.is_chunkable
+            return Placed(item.numel * torch_dtype(item.base_dtype).itemsize)
+        chunkable = item.is_chunkable
         # the options live as long as the decisions, which outlive this planner
-        key = (item.call.method, id(item.call.options), item.shape, item.base_dtype, item.layout, chunkable)
-        if key not in self._peaks:
+        key = (item.call.method, id(item.call.options), item.shape, item.base_dtype, item.layout, chunkable, item.form)
+        if key not in self._places:
             call = CallShape(
                 method=get_method(item.call.method),
                 options=item.call.options,
@@ -240,12 +244,8 @@ class _TensorPlanner:
                 chunkable=chunkable,
             )
             regions = cut(item.shape, item.layout, granularity(call.method, self.recipe.postprocess))
-            self._peaks[key] = tensor_peak_bytes(regions, call)
-        return self._peaks[key]
-
-    def pooled_cost(self, item: Item) -> Cost:
-        """Memory of one worker on the one matrix of a pool, and its operations."""
-        return Cost(flops=self._flops(item), host_bytes=self.peak_bytes(item))
+            self._places[key] = place(regions, call, item.form, self.room)
+        return self._places[key]
 
 
 def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:

@@ -239,7 +239,9 @@ class Recipe(_Strict):
     executor: str | None = Field(
         default=None,
         exclude=True,  # not in plans, manifests and fingerprints: it decides nothing about the result
-        description="who merges, where no --executor is given: threads, ray or ray=ADDRESS, see docs/cluster.md",
+        description=(
+            "who merges, where no --executor is given: auto, threads, devices, ray or ray=ADDRESS, see docs/cluster.md"
+        ),
     )
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.writing.shards import parse_size
+from actmat.engine.devices.names import parse_devices
 from actmat.errors import RecipeError, format_size
 from actmat.plan.model import MergePlan
 from actmat.timing.rates import Rates
@@ -93,15 +94,16 @@ def predict(
 
     Args:
         rates: of each machine, see `rates.load_rates`.
-        nodes: `NODES` or `NODESxWORKERS`; by default a worker per core, or one per device for a plan that computes on
-            devices.
+        nodes: `NODES` or `NODESxWORKERS`; by default a worker per core, or one per device for a plan that names
+            devices; one where it says `cuda`.
         bandwidth: bytes per second of storage that all nodes share, such as `10GB`; default: each has its own disk.
         network: bytes per second between one node and that storage.
 
     Raises:
         RecipeError: `nodes`, `bandwidth` or `network` cannot be read, or the rates lack the plan's device.
     """
-    count, workers = parse_nodes(nodes, rates.cores if plan.device == "cpu" else 1)
+    numbers = parse_devices(plan.device).numbers
+    count, workers = parse_nodes(nodes, rates.cores if plan.device == "cpu" else len(numbers or (0,)))
     works = work_of(plan, rates, workers=workers)
     host = rates.rates
     own = _mixed(plan, host.disk_read, host.disk_write)

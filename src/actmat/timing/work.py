@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from actmat.engine.units import Unit, plan_units, planned_seconds
 from actmat.errors import RecipeError
 from actmat.linalg.operations import Operation
-from actmat.methods import get_method
 from actmat.plan.model import Item, MergePlan
 from actmat.plan.operations import item_operations
 from actmat.plan.pools import pooled
@@ -103,7 +102,7 @@ class _Counter:
         """Seconds of everything around the method: hashing, deltas, the output; reading is not in it."""
         bytes_hashed = item.cost.read_bytes + item.cost.write_bytes
         found = bytes_hashed / self._host.hash
-        if item.call is not None and item.base_dtype:
+        if item.call is not None and item.base_dtype and not self._is_moved(item):
             stored = sum(s is not None and s.kind == "stored" for s in item.sources)
             found += item.numel * (stored / self._host.delta + 1 / self._host.output)
         return self._host.tensor_s + found / self._entry
@@ -114,17 +113,19 @@ class _Counter:
         if item.call is None:
             return 0.0, 0.0, 1.0
         ranks = tuple(0 if s is None else s.rank for s in item.sources)
-        key = (item.call.method, str(item.call.options), item.shape, item.layout, item.form, ranks)
+        moved = sum(i.cost.read_bytes + i.cost.write_bytes for i in items) if self._is_moved(item) else 0
+        key = (item.call.method, str(item.call.options), item.shape, item.layout, item.form, ranks, moved)
         if key not in self._known:
-            self._known[key] = self._sums(item, item_operations(item, self._dtype))
+            self._known[key] = self._sums(item_operations(item, self._dtype), moved)
         return self._known[key]
 
-    def _sums(self, item: Item, operations: Sequence[Operation]) -> tuple[float, float, float]:
+    def _is_moved(self, item: Item) -> bool:
+        """True if an accelerator merges the item."""
+        return self._device is not None and item.cost.device_bytes > 0
+
+    def _sums(self, operations: Sequence[Operation], moved: int = 0) -> tuple[float, float, float]:
         serial = shared = together = 0.0
-        assert item.call is not None
-        on_device = self._device is not None and get_method(item.call.method).acts_on != "elementwise"
-        if on_device and self._device is not None:  # deltas go there, the result comes back
-            moved = item.numel * (len(item.sources) + 1) * (8 if self._dtype == "float64" else 4)
+        if moved and self._device is not None:  # stored bytes go there, those of the output come back
             computing = sum(seconds(o, self._device, self._dtype) for o in operations)
             return computing + moved / self._device.transfer, 0.0, 1.0
         for operation in operations:

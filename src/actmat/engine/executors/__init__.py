@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from actmat.engine.executors.base import ExecutorFactory
+from actmat.engine.executors.devices import DeviceExecutor
 from actmat.engine.executors.ray import RayExecutor, ray_at
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.errors import RecipeError, did_you_mean
 
-__all__ = ["EXECUTORS", "THREADS", "computes_here", "find_executor"]
+__all__ = ["AUTO", "EXECUTORS", "computes_here", "find_executor"]
 
-THREADS = "threads"
-"""The executor of a run that names none."""
+AUTO, DEVICES, THREADS = "auto", "devices", "threads"
+"""Names; `auto`, that of a run that names none, takes `devices` where there are devices, else `threads`."""
 
-EXECUTORS: Mapping[str, ExecutorFactory] = {THREADS: ThreadExecutor, "ray": RayExecutor}
+EXECUTORS: Mapping[str, ExecutorFactory] = {THREADS: ThreadExecutor, DEVICES: DeviceExecutor, "ray": RayExecutor}
 """Every executor, by the name under which a run asks for it."""
 
 ADDRESSED: Mapping[str, Callable[[str], ExecutorFactory]] = {"ray": ray_at}
@@ -24,20 +25,39 @@ ELSEWHERE = frozenset({"ray"})
 """Executors whose units run on other machines, which may have other devices."""
 
 
-def find_executor(text: str) -> ExecutorFactory:
-    """The executor that `NAME` or `NAME=ADDRESS` names.
+def find_executor(text: str, device: str = "cpu") -> ExecutorFactory:
+    """The executor that `NAME` or `NAME=ADDRESS` names, see also `AUTO`.
+
+    Args:
+        text: the name.
+        device: see `devices.names`.
 
     Raises:
-        RecipeError: there is none; says which there are. Or it takes no address, or its packages are not installed.
+        RecipeError: there is none, with those that there are; or it does not fit the devices. Or it takes no address,
+            or its packages are not installed.
     """
+    if text == AUTO:
+        return EXECUTORS[THREADS if device == "cpu" else DEVICES]
     name, equals, address = text.partition("=")
     if name not in EXECUTORS:
         hint = did_you_mean(name, EXECUTORS)
-        raise RecipeError(f"There is no executor '{name}'.{hint} Executors: {', '.join(EXECUTORS)}.")
+        raise RecipeError(f"There is no executor '{name}'.{hint} Executors: {', '.join((AUTO, *EXECUTORS))}.")
+    if name in ELSEWHERE and device not in ("cpu", "cuda"):
+        raise RecipeError(
+            f"The executor '{name}' gives every worker a GPU of its own; found the device '{device}'. Write "
+            "--device cuda."
+        )
     if name in ADDRESSED:
         return ADDRESSED[name](address)
     if equals:
         raise RecipeError(f"The executor '{name}' takes no address; found '{text}'. Write '{name}'.")
+    if name == THREADS and device != "cpu":
+        raise RecipeError(
+            f"The executor 'threads' computes on the host, and the device is '{device}': several threads would share "
+            "a device. Leave the executor out, or the device."
+        )
+    if name == DEVICES and device == "cpu":
+        raise RecipeError("The executor 'devices' needs devices; give --device, such as cuda.")
     return EXECUTORS[name]
 
 

@@ -47,6 +47,7 @@ from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.plan import build_plan
 from actmat.plan.model import Item
+from actmat.plan.placement import DeviceRoom
 from actmat.plan.statistics import opened_statistics
 from actmat.recipe import make_recipe
 
@@ -61,9 +62,11 @@ class ExecutorConformance(abc.ABC):
 
     Attributes:
         workers: units that run at the same time at most.
+        device: names of the devices that plans are made for; on those of a CPU the bytes are those of the host.
     """
 
     workers: ClassVar[int] = 1
+    device: ClassVar[str] = "cpu"
 
     @abc.abstractmethod
     def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
@@ -149,7 +152,7 @@ class ExecutorConformance(abc.ABC):
         """Closing the iterator ends the run; what is left gives the bytes of an uninterrupted one."""
         samples, fields = Samples.checkpoints(tmp_path), [{"method": "ties", "options": {"trim": "global"}}]
         starts, others = _Starts.make(tmp_path / "starts"), _Starts.make(tmp_path / "others")
-        with _opened(samples, fields, "expected", others) as whole:
+        with _opened(samples, fields, "expected", others, self.device) as whole:
             whole.merge_here()
         with self._opened(samples, fields, "out", starts) as (run, executor):
             run.survey(executor)
@@ -192,7 +195,7 @@ class ExecutorConformance(abc.ABC):
     def _both(
         self, samples: Samples, variants: Sequence[Fields], observers: ObserverFactory | None = None
     ) -> tuple[_Run, _Run]:
-        with _opened(samples, variants, "expected", observers) as expected:
+        with _opened(samples, variants, "expected", observers, self.device) as expected:
             expected.merge_here()
         with self._opened(samples, variants, "out", observers) as (found, executor):
             found.survey(executor)
@@ -204,8 +207,8 @@ class ExecutorConformance(abc.ABC):
     def _opened(
         self, samples: Samples, variants: Sequence[Fields], name: str, observers: ObserverFactory | None = None
     ) -> Iterator[tuple[_Run, Executor]]:
-        with _opened(samples, variants, name, observers) as run:
-            yield run, self.make(run.inputs, run.writers, Resources(self.workers, 1 << 30))
+        with _opened(samples, variants, name, observers, self.device) as run:
+            yield run, self.make(run.inputs, run.writers, Resources(self.workers, 1 << 30, self.device))
 
 
 @dataclass
@@ -258,15 +261,16 @@ class _Run:
 
 @contextlib.contextmanager
 def _opened(
-    samples: Samples, variants: Sequence[Fields], name: str, observers: ObserverFactory | None = None
+    samples: Samples, variants: Sequence[Fields], name: str, observers: ObserverFactory | None, device: str
 ) -> Iterator[_Run]:
-    """A run of variants into folders below `name`, its inputs and outputs opened."""
+    """A run of variants into folders below `name`, its inputs and outputs opened, planned for devices."""
     recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
     with contextlib.ExitStack() as stack:
         base = None if samples.base is None else stack.enter_context(open_checkpoint(samples.base))
         experts = [stack.enter_context(open_expert(e, base)) for e in samples.experts]
         statistics = stack.enter_context(opened_statistics(recipes[0]))
-        plans = tuple(build_plan(recipe, base, experts, statistics=statistics) for recipe in recipes)
+        room = DeviceRoom(device)
+        plans = tuple(build_plan(recipe, base, experts, statistics=statistics, room=room) for recipe in recipes)
         writers, folders = [], [samples.folder / name / str(p) for p in range(len(plans))]
         for folder, plan in zip(folders, plans, strict=True):
             folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from actmat.engine.units import Unit, long_seconds, planned_seconds
 from actmat.linalg.panels import helped_by
 from actmat.plan.model import Item
 
-__all__ = ["ThreadExecutor"]
+__all__ = ["ThreadExecutor", "room_for"]
 
 
 class ThreadExecutor:
@@ -67,7 +67,7 @@ class ThreadExecutor:
         workers = self._resources.workers
         if workers > 1:  # a long unit that comes last, as heads do, would leave the other workers idle
             units.sort(key=planned_seconds, reverse=True)
-        spec = dataclasses.replace(spec, room=self._room(units))
+        spec = dataclasses.replace(spec, room=room_for(units, self._resources))
         tasks = _Tasks(units, workers, Budget(self._resources.memory), lambda: self._session(spec))
         with one_thread(), self._pool() as pool:
             running = {pool.submit(tasks.work, i) for i in range(len(units))}
@@ -85,11 +85,6 @@ class ThreadExecutor:
                 if not isinstance(error, GeneratorExit):  # results that a later run need not compute again
                     yield from (r for f in running if (r := _finished(f)) is not None)
                 raise
-
-    def _room(self, units: Sequence[Unit]) -> int:
-        """Bytes that each worker may keep mapped, so that all workers together stay within their memory."""
-        largest = sorted((u.host_bytes for u in units), reverse=True)[: self._resources.workers]
-        return largest[-1] if largest and sum(largest) <= self._resources.memory else 0
 
     def _pool(self) -> concurrent.futures.ThreadPoolExecutor:
         return concurrent.futures.ThreadPoolExecutor(self._resources.workers, "actmat")
@@ -155,6 +150,12 @@ class _Tasks:
             if result.findings.fatal:
                 self._failed.set()
             return result
+
+
+def room_for(units: Sequence[Unit], resources: Resources) -> int:
+    """Bytes that each worker may keep mapped, so that all workers together stay within their memory."""
+    largest = sorted((u.host_bytes for u in units), reverse=True)[: resources.workers]
+    return largest[-1] if largest and sum(largest) <= resources.memory else 0
 
 
 def _finished(future: concurrent.futures.Future[UnitResult | None]) -> UnitResult | None:

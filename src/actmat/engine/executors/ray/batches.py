@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, format_size
-from actmat.methods import get_method
-from actmat.plan.model import MergePlan
 
-__all__ = ["Batch", "Node", "Offer", "make_batches", "plan_offers", "unit_seconds", "uses_device"]
+__all__ = ["Batch", "Node", "Offer", "make_batches", "plan_offers", "unit_seconds"]
 
 FLOPS_PER_SECOND = 2e10
 BYTES_PER_SECOND = 5e8
@@ -76,18 +74,6 @@ class Offer:
 def unit_seconds(unit: Unit) -> float:
     """Rough time of a unit on one core, in seconds."""
     return UNIT_SECONDS + unit.flops / FLOPS_PER_SECOND + unit.traffic / BYTES_PER_SECOND
-
-
-def uses_device(plans: Sequence[MergePlan], unit: Unit) -> bool:
-    """True if a unit computes on the session's device: matrix methods on full tensors do."""
-    items = [plans[p].items[n] for group in unit.groups for p, n in group]
-    return any(
-        item.call is not None
-        and item.factors is None
-        and bool(item.base_dtype)
-        and get_method(item.call.method).acts_on != "elementwise"
-        for item in items
-    )
 
 
 def make_batches(units: Sequence[Unit], device: Sequence[bool], workers: int) -> list[Batch]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from actmat.engine.executors.base import ExecutorFactory
 from actmat.engine.executors.ray import cluster
-from actmat.engine.executors.ray.batches import Batch, Node, Offer, make_batches, plan_offers, uses_device
+from actmat.engine.executors.ray.batches import Batch, Node, Offer, make_batches, plan_offers
 from actmat.engine.executors.ray.dispatch import Dispatcher
 from actmat.engine.executors.ray.shared import prepared_storage
 from actmat.engine.executors.ray.worker import Answer, Opening
@@ -22,9 +22,9 @@ from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
-from actmat.engine.units import Unit, plan_units
-from actmat.errors import RecipeError
+from actmat.engine.units import Member, Unit, plan_units
 from actmat.plan.model import Item
+from actmat.plan.placement import STAGING_BYTES
 
 __all__ = ["RayExecutor", "ray_at"]
 
@@ -44,7 +44,7 @@ class RayExecutor:
 
     Args:
         inputs, writers: not used: workers open their own.
-        resources: most workers, and memory of each node, where the user set them; device.
+        resources: most workers, and memory of each node, where the user set them; `cuda` for plans with GPUs.
         address: see `cluster.connect`.
         workers: that run already, and go on running; default: as many as fit, ended after `run`.
     """
@@ -59,10 +59,6 @@ class RayExecutor:
         workers: Dispatcher | None = None,
     ) -> None:
         del inputs, writers
-        if ":" in resources.device:
-            raise RecipeError(
-                f"Ray gives every worker a GPU of its own; found the device '{resources.device}'. Write --device cuda."
-            )
         self._resources = resources
         self._address = address
         self._given = workers
@@ -100,7 +96,7 @@ class RayExecutor:
         import ray
 
         places = {id(item): (p, n) for p, plan in enumerate(spec.plans) for n, item in enumerate(plan.items)}
-        units = [Unit(((places[id(item)],),), item.name, item.cost.read_bytes, item.cost.host_bytes) for item in items]
+        units = [_observed(item, places[id(item)]) for item in items]
         workers = self._opened(spec, plan_units(spec.plans, [()] * len(spec.plans), spec.observers))
         state = ray.put(fork())
 
@@ -113,11 +109,7 @@ class RayExecutor:
 
     def _batches(self, spec: SessionSpec, units: Sequence[Unit]) -> list[Batch]:
         assert self._workers is not None
-        return make_batches(units, self._needs(spec, units), len(self._workers))
-
-    def _needs(self, spec: SessionSpec, units: Sequence[Unit]) -> list[bool]:
-        """Per unit, whether it needs an accelerator."""
-        return [self._resources.device == "cuda" and uses_device(spec.plans, unit) for unit in units]
+        return make_batches(units, _needs(units), len(self._workers))
 
     def _opened(self, spec: SessionSpec, units: Sequence[Unit]) -> Dispatcher:
         """Workers with an open session for the spec; its surveys may be missing there."""
@@ -147,9 +139,9 @@ class RayExecutor:
         resources = self._resources
         if resources.memory_given:
             nodes = [dataclasses.replace(n, memory=min(n.memory, resources.memory)) for n in nodes]
-        process = max(plan.process_bytes for plan in spec.plans)
+        process = max(plan.process_bytes for plan in spec.plans) + STAGING_BYTES * (resources.device != "cpu")
         most = resources.workers if resources.workers_given else len(units)
-        return plan_offers(list(nodes), units, self._needs(spec, units), process, min(most, len(units)))
+        return plan_offers(list(nodes), units, _needs(units), process, min(most, len(units)))
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
@@ -170,6 +162,17 @@ class RayExecutor:
         except BaseException:  # Ctrl-C too
             with self._stack, self._ending():
                 raise
+
+
+def _needs(units: Sequence[Unit]) -> list[bool]:
+    """Per unit, whether it needs an accelerator."""
+    return [unit.device_bytes > 0 for unit in units]
+
+
+def _observed(item: Item, member: Member) -> Unit:
+    """An item as a unit of a survey."""
+    cost = item.cost
+    return Unit(((member,),), item.name, cost.read_bytes, cost.host_bytes, device_bytes=cost.device_bytes)
 
 
 def _released(answer: Answer, workers: Dispatcher) -> Iterator[UnitResult]:

@@ -160,7 +160,7 @@ class Worker:
         _check_versions(spec, self.where)
         if opening.device:
             check_device(spec.device)
-        spec = dataclasses.replace(spec, room=opening.room)
+        spec = dataclasses.replace(spec, room=opening.room, device=spec.device if opening.device else "cpu")
         try:
             session = self._stack.enter_context(Session.open(spec, synchronous=opening.synchronous))
         except MergeError as error:

@@ -1,0 +1,56 @@
+"""Runs on simulated devices, of tensors that are larger than the chunks of the host."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from actmat.engine.devices.device import Device
+from actmat.engine.executors.conformance import _opened, _Run
+from actmat.engine.executors.devices import DeviceExecutor
+from actmat.engine.executors.samples import Samples
+from actmat.engine.resources import Resources
+
+__all__ = ["executor_of", "large", "opened", "plain"]
+
+
+def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) -> Samples:
+    """A base and three experts in bfloat16; a method that streams on the host holds its deltas on a device."""
+
+    def save(name: str, tensors: dict[str, torch.Tensor]) -> Path:
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
+        return folder / name
+
+    rng = torch.Generator().manual_seed(0)
+    names = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(layers)]
+    base = {n: torch.randn(rows, columns, generator=rng).bfloat16() for n in names}
+    experts = [
+        {n: (x.float() + 0.02 * torch.randn(x.shape, generator=rng)).bfloat16() for n, x in base.items()}
+        for _ in range(3)
+    ]
+    return Samples(folder, save("base", base), tuple(save(f"e{t}", e) for t, e in enumerate(experts)))
+
+
+def executor_of(run: _Run, *devices: Device, threads: int = 1) -> DeviceExecutor:
+    names = ",".join(str(n) for n in range(len(devices)))
+    return DeviceExecutor(run.inputs, run.writers, Resources(threads, 1 << 33, f"cpu:{names}"), devices)
+
+
+@contextlib.contextmanager
+def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> Iterator[_Run]:
+    with _opened(samples, variants, name, None, "cpu:0") as run:
+        yield run
+
+
+def plain(run: _Run) -> Any:
+    records = {key: dataclasses.replace(record, seconds=0.0) for key, record in run.records.items()}
+    return run.files(), records, run.findings.problems()
