@@ -43,7 +43,7 @@ def print_plan(plan: MergePlan, *, every: bool) -> None:
 
 
 def _devices(plan: MergePlan) -> str:
-    """Who merges what, and the memory of a device."""
+    """Number of tensors that devices merge, and the memory for them."""
     from actmat.cli.screen import escape
     from actmat.errors import format_size
     from actmat.plan.placement import STAGING_BYTES
