@@ -88,7 +88,7 @@ def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str]
 
 
 def _devices(plan: MergePlan) -> str:
-    """Who merges what, and the memory of a device."""
+    """Number of tensors that devices merge, and the memory for them."""
     from actmat.cli.screen import escape
     from actmat.errors import format_size
     from actmat.plan.placement import STAGING_BYTES

@@ -319,7 +319,7 @@ class Session:
         return next((i for i in items if i.call is not None), items[0])
 
     def _readers(self, unit: Unit) -> tuple[Findings, list[TensorReader]]:
-        """What a unit finds, and the readers of its tensors; none for modules and tensors of adapters."""
+        """The findings of a unit, empty, and the readers of its tensors; none for modules and tensors of adapters."""
         findings = Findings(tolerated=self._tolerant)
         groups = [[self._item(member) for member in group] for group in unit.groups]
         first = groups[0][0]

@@ -168,7 +168,7 @@ class CudaDevice(Device):
         return int(torch.cuda.mem_get_info(self.torch_device)[1])
 
     def free_bytes(self) -> int:
-        """What the driver says, and what torch holds without using it."""
+        """The driver's number, and memory that torch holds without using it."""
         unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + unused
 
@@ -254,7 +254,7 @@ def _are_here(names: DeviceNames) -> bool:
 
 
 def device_room(names: str, memory: str | int | None = None) -> DeviceRoom:
-    """What a plan needs to know of the devices; they need not be on this machine.
+    """The room for items that plans count on; the devices need not be on this machine.
 
     Args:
         names: see `parse_devices`.
