@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
+from actmat.checkpoints.writing.upload import UploadStaging, check_upload_url, staging_folder
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis
@@ -54,9 +55,9 @@ class StagedOutput:
         return cls(plan, NoWriter(), done=frozenset(skip))
 
     @property
-    def out(self) -> Path:
-        """The final folder."""
-        return self._staging.out
+    def out(self) -> Path | str:
+        """The final folder, or its URL."""
+        return self._staging.place
 
     @property
     def folder(self) -> Path | None:
@@ -98,15 +99,20 @@ class StagedOutput:
                 copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype)
             (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
             manifest = build_manifest(
-                self.plan, self.records, inputs.experts, out=stage.out, seconds=seconds, files=copied
+                self.plan,
+                self.records,
+                inputs.experts,
+                out=None if isinstance(self.out, str) else self.out,
+                seconds=seconds,
+                files=copied,
             )
-            write_manifest(stage.path, manifest, sha256=sha256)
+            write_manifest(stage.path, manifest, sha256=stage.sha256 if sha256 else None)
         return manifest
 
     def write_report(self, seconds: float) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
         stage = self._staging
-        diagnosis = build_diagnosis(self.plan, self.records, out=str(stage.out), seconds=seconds)
+        diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out), seconds=seconds)
         with disk_errors(stage.path):
             write_report(diagnosis, stage.path)
         return diagnosis
@@ -123,7 +129,7 @@ class StagedOutput:
 
 @contextlib.contextmanager
 def staged_outputs(
-    outs: Sequence[Path], plans: Sequence[MergePlan], settings: RunSettings
+    outs: Sequence[Path | str], plans: Sequence[MergePlan], settings: RunSettings
 ) -> Iterator[list[StagedOutput]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
@@ -134,7 +140,7 @@ def staged_outputs(
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
     """
     with contextlib.ExitStack() as stack:
-        stages = [Staging(o, p.fingerprint(), overwrite=settings.overwrite) for o, p in zip(outs, plans, strict=True)]
+        stages = [_staging(o, p, settings) for o, p in zip(outs, plans, strict=True)]
         journals = []
         try:
             for stage in stages:
@@ -145,7 +151,8 @@ def staged_outputs(
             for stage, plan, journal in zip(stages, plans, journals, strict=True):
                 writer = ShardWriter(stage.path, plan.shards, durable=settings.durable)
                 stack.callback(writer.close)
-                records = dict(_intact(plan, journal, writer, observed=settings.diagnose))
+                records = dict(_intact(plan, journal, _holds(writer, stage.uploaded), observed=settings.diagnose))
+                stage.resume(journal[name] for name in records)
                 outputs.append(StagedOutput(plan, writer, records, stage, frozenset(records)))
             yield outputs
             for stage in stages:
@@ -153,6 +160,14 @@ def staged_outputs(
         except BaseException as error:  # Ctrl-C and bugs too: whatever stops a run, what is finished is kept
             _leave(stages, plans, error)
             raise
+
+
+def _staging(out: Path | str, plan: MergePlan, settings: RunSettings) -> Staging:
+    """Staging of an output in a folder, or at a URL."""
+    if isinstance(out, Path):
+        return Staging(out, plan.fingerprint(), overwrite=settings.overwrite)
+    folder = staging_folder(out, settings.staging)
+    return UploadStaging(out, folder, plan.fingerprint(), plan.shards, overwrite=settings.overwrite)
 
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
@@ -169,7 +184,7 @@ def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseExc
 
 
 def _intact(
-    plan: MergePlan, journal: dict[str, dict[str, Any]], writer: ShardWriter, *, observed: bool
+    plan: MergePlan, journal: dict[str, dict[str, Any]], holds: Callable[[str, str], bool], *, observed: bool
 ) -> Iterator[tuple[str, Record]]:
     """Records of items that an earlier run finished and whose bytes are as they were; measured ones if wanted."""
     for name, entry in journal.items():
@@ -179,8 +194,13 @@ def _intact(
         measured = record.observed is not None and is_observation(record.observed)
         if observed and not measured and item.call is not None and item.is_observed:
             continue
-        if all(writer.holds(n, digest) for n, digest in record.hashes.items()):
+        if all(holds(n, digest) for n, digest in record.hashes.items()):
             yield name, record
+
+
+def _holds(writer: ShardWriter, uploaded: Mapping[str, str]) -> Callable[[str, str], bool]:
+    """True for a tensor and a content hash if its bytes are on the disk, or in a shard that was sent."""
+    return lambda name, digest: uploaded[name] == digest if name in uploaded else writer.holds(name, digest)
 
 
 def _is_record_of(record: Record, item: Item) -> bool:
@@ -190,7 +210,7 @@ def _is_record_of(record: Record, item: Item) -> bool:
 
 
 def check_outputs(
-    recipes: Sequence[Recipe], outs: Sequence[Path], *, overwrite: bool, finished: Container[Path] = ()
+    recipes: Sequence[Recipe], outs: Sequence[Path | str], *, overwrite: bool, finished: Container[Path | str] = ()
 ) -> None:
     """Refuse folders that outputs may not be written to; those in `finished` may hold an output.
 
@@ -200,10 +220,15 @@ def check_outputs(
     inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
     inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
     existing = {k: p for k, p in inputs.items() if os.path.exists(p)}
-    problems = [
-        p for out in outs for p in check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
+    problems = [p for out in outs if isinstance(out, str) for p in check_upload_url(out)]
+    problems += [
+        p
+        for out in outs
+        if isinstance(out, Path)
+        for p in check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
     ]
-    twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
+    places = [o.resolve() if isinstance(o, Path) else o.rstrip("/") for o in outs]
+    twice = sorted({str(o) for o, place in zip(outs, places, strict=True) if places.count(place) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
     if problems:
         raise OutputError("The output cannot be written there.", problems)
@@ -224,7 +249,7 @@ def _check_room(stages: Sequence[Staging], plans: Sequence[MergePlan]) -> None:
             free = shutil.disk_usage(rows[0][0].path).free
         needed = sum(nbytes for _, nbytes in rows)
         if free + there < needed:
-            names = ", ".join(str(stage.out) for stage, _ in rows)
+            names = ", ".join(str(stage.place) for stage, _ in rows)
             raise OutputError(
                 f"{names}: needs {format_size(needed)}, but the disk has only {format_size(free + there)} free. "
                 "Free some space or choose another place with --out; the inputs are untouched."

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actmat.bounds import is_url
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
@@ -21,7 +22,7 @@ from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_errors
-from actmat.finished import finished_manifest, has_manifest_of
+from actmat.finished import finished_manifest, has_manifest_of, present_output
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.plan import MergePlan
@@ -42,7 +43,7 @@ class MergeReport:
     """Result of one merge.
 
     Args:
-        out: directory of the merged model.
+        out: directory of the merged model, or its URL.
         plan: what was planned.
         manifest: contents of `actmat_manifest.json`.
         seconds: wall time of this run.
@@ -51,7 +52,7 @@ class MergeReport:
         was_finished: an earlier call finished the output; it was only verified.
     """
 
-    out: Path
+    out: Path | str
     plan: MergePlan
     manifest: Mapping[str, Any]
     seconds: float
@@ -118,26 +119,31 @@ def run_recipes(
     return [reports[out] for out in outs]
 
 
-def _finished(plan: MergePlan, out: Path, settings: RunSettings) -> MergeReport:
+def _finished(plan: MergePlan, out: Path | str, settings: RunSettings) -> MergeReport:
     """Report of an output that an earlier run finished.
 
     Raises:
         OutputError: it is not what the plan gives now.
     """
     began = time.perf_counter()
-    manifest = finished_manifest(plan, out, settings)
-    diagnosis = read_diagnosis(out) if settings.diagnose else None
+    with present_output(out) as folder:
+        manifest = finished_manifest(plan, out, folder, settings)
+        diagnosis = read_diagnosis(folder) if settings.diagnose else None
     items = sum(i.action != "tie" for i in plan.items)
     return MergeReport(out, plan, manifest, time.perf_counter() - began, items, diagnosis, was_finished=True)
 
 
 def _merge(
-    plans: Mapping[Path, MergePlan], inputs: Inputs, settings: RunSettings, progress: Progress, began: float
+    plans: Mapping[Path | str, MergePlan], inputs: Inputs, settings: RunSettings, progress: Progress, began: float
 ) -> list[MergeReport]:
     """Carry out plans over the same inputs; `began`: start of the run on the performance counter."""
     (recipe, *_) = (p.recipe for p in plans.values())
     observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
-    resources = share_resources(list(plans.values()), settings.device, settings.max_memory, settings.threads, observers)
+    resources = share_resources(
+        list(plans.values()), settings.device, settings.max_memory, settings.threads, observers, inputs.buffer_bytes
+    )
+    if any(isinstance(out, str) for out in plans):  # shards that are finished can be sent
+        resources = dataclasses.replace(resources, in_order=True)
     with staged_outputs(list(plans), list(plans.values()), settings) as outputs:
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
@@ -171,7 +177,9 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     with opened_inputs([recipe], problems) as inputs:
         (plan,) = plans_of([recipe], inputs, settings.device, problems)
         observers = Observers(recipe.seed, settings.exact)
-        resources = share_resources([plan], settings.device, settings.max_memory, settings.threads, observers)
+        resources = share_resources(
+            [plan], settings.device, settings.max_memory, settings.threads, observers, inputs.buffer_bytes
+        )
         copies = [i.name for i in plan.items if i.call is None]  # nothing to measure
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
@@ -265,8 +273,10 @@ def _without_weights(value: Any) -> Any:
     return [(e.path, e.label, e.statistics) for e in value] if isinstance(value, tuple) else value
 
 
-def _out_path(recipe: Recipe) -> Path:
+def _out_path(recipe: Recipe) -> Path | str:
     if recipe.out is None:
         raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
+    if is_url(recipe.out):
+        return recipe.out.rstrip("/")
     out = Path(recipe.out)
     return out if out.name not in ("", "..") else out.resolve()  # '.' and '..' have no siblings to build in

@@ -143,6 +143,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def prefetch(self, names: Iterable[str]) -> None:
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Most memory that each thread which reads takes for reading ahead; 0 for local files."""
+        return 0
+
     def handle(self) -> CheckpointHandle:
         """Address from which another process can open this checkpoint again; an error if in memory."""
         raise CheckpointError(

@@ -29,11 +29,13 @@ class Resources:
         workers: tensors at work at the same time.
         memory: budget of all workers together, in bytes, see `plan.cost`.
         device: where matrix methods compute ("cpu", "cuda:0", "mps").
+        in_order: begin units in the order of the output, so that its files are finished one after another.
     """
 
     workers: int
     memory: int
     device: str = "cpu"
+    in_order: bool = False
 
 
 def check_device_name(device: str) -> None:
@@ -73,6 +75,7 @@ def share_resources(
     max_memory: str | int | None,
     threads: int | None,
     observers: ObserverFactory | None = None,
+    buffer_bytes: int = 0,
 ) -> Resources:
     """Workers and memory for these plans.
 
@@ -82,6 +85,7 @@ def share_resources(
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.
+        buffer_bytes: what each worker takes to read inputs ahead.
 
     Raises:
         RecipeError: the largest tensor alone does not fit.
@@ -96,7 +100,7 @@ def share_resources(
         for i in p.items
     ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
-    process = BASELINE_BYTES + sum(p.process_bytes - BASELINE_BYTES for p in plans)
+    process = BASELINE_BYTES + sum(p.process_bytes - BASELINE_BYTES for p in plans) + workers * buffer_bytes
     if max_memory is None:
         return Resources(workers, max(int(0.9 * available_memory()) - process, largest), device)
     limit = parse_size(max_memory)

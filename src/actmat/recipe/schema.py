@@ -218,7 +218,7 @@ class Recipe(_Strict):
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(_listed), Flag()] = Field(
         default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
     )
-    out: Annotated[str | None, Flag(type=Path)] = Field(
+    out: Annotated[str | None, Flag()] = Field(
         default=None, description="directory of the merged model; in a file, relative to the file's folder"
     )
 

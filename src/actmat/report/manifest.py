@@ -6,12 +6,12 @@ import datetime
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
@@ -41,7 +41,7 @@ def build_manifest(
     records: Mapping[str, Record],
     experts: Sequence[Expert],
     *,
-    out: Path,
+    out: Path | None,
     seconds: float,
     files: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -54,6 +54,7 @@ def build_manifest(
         records: item -> its record; tied tensors have that of the tensor they are tied to.
         experts: opened; adapters are recorded with the hashes of all that they store.
         out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
+            None for an output in a bucket.
         seconds: wall time of the run that finished it.
         files: copied from the inputs.
     """
@@ -158,7 +159,7 @@ def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dic
     return [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "hash": hashes[s.name]} for s in plan.specs]
 
 
-def _expert(plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expert, out: Path) -> dict[str, Any]:
+def _expert(plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expert, out: Path | None) -> dict[str, Any]:
     row, hashes = _input(plan.experts[t], out), expert.hashes()
     if plan.output == "model":
         row["content"] = _content(plan, records, t)
@@ -167,9 +168,9 @@ def _expert(plan: MergePlan, records: Mapping[str, Record], t: int, expert: Expe
     return row
 
 
-def _input(summary: InputSummary, out: Path) -> dict[str, Any]:
+def _input(summary: InputSummary, out: Path | None) -> dict[str, Any]:
     row = summary.to_json()
-    if os.path.exists(summary.location):
+    if out is not None and os.path.exists(summary.location):
         row["from_here"] = os.path.relpath(summary.location, out)
     return row
 
@@ -186,14 +187,14 @@ def _content(plan: MergePlan, records: Mapping[str, Record], expert: int | None)
     return hash_names(pairs)
 
 
-def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = False) -> None:
+def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: Callable[[str], str] | None = None) -> None:
     """Add the hashes of all other files in `directory`, and its own, to a manifest, and write it there.
 
-    With `sha256`, the SHA-256 of every weight file is added (one more reading). Nothing is written there afterwards.
+    `sha256` gives the SHA-256 of a weight file, where it is wanted. Nothing is written there afterwards.
     """
     output = manifest["output"]
-    if sha256:
-        output["sha256"] = {f: sha256_file(directory / f) for f in output["files"]}
+    if sha256 is not None:
+        output["sha256"] = {f: sha256(f) for f in output["files"]}
     known = {MANIFEST_NAME, JOURNAL_NAME, *output["files"]}
     rows = {
         p.name: {"size": p.stat().st_size, "hash": hash_file(p)}

@@ -28,7 +28,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
 from actmat.checkpoints.header import read_header
-from actmat.checkpoints.ranges import RangeReader
+from actmat.checkpoints.ranges import BLOCK_BYTES, BLOCKS_PER_THREAD, RangeReader
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
@@ -85,6 +85,11 @@ class SafetensorsCheckpoint(StoredCheckpoint):
                     self._ranges.prefetch(spec.file, spec.offset)
             else:
                 self._reader.prefetch(spec.file, spec.offset, spec.nbytes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Blocks of remote files."""
+        return 0 if self._ranges is None else BLOCKS_PER_THREAD * BLOCK_BYTES
 
     def close(self) -> None:
         """Close the files, and end requests."""

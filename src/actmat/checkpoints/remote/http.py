@@ -109,7 +109,8 @@ def _size(answer: Any, url: str, offset: int, length: int) -> int:
         fix = "Fix: correct the address" + ("" if status in (404, 410) else ", or put a login into ~/.netrc")
         raise MissingFileError(f"{url}: {MISSING[status]} (HTTP {status}). {fix}.")
     if status == 416:
-        raise CheckpointError(f"{url}: has no bytes from {offset} on (HTTP 416): it is empty, or became shorter")
+        reason = "the file changed since it was opened" if offset else "expected a file with content"
+        raise CheckpointError(f"{url}: {reason}: the server has no bytes from {offset} on (HTTP 416)")
     raise CheckpointError(f"{url}: expected bytes of a file, found HTTP {status}")
 
 

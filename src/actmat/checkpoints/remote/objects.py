@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,14 +41,14 @@ class ObjectStore(Store):
     def __init__(self, url: str, *, error: type[MergeError] = CheckpointError) -> None:
         self.url = url
         self._scheme = url.partition("://")[0]
-        # instances of its own: fsspec shares them by default, with listings that others make old
+        # fsspec keeps one instance for each set of arguments, so that connections are shared
         self._listed, self._root = _file_system(url, error, use_listings_cache=True)
         self._fresh, _ = _file_system(url, error, use_listings_cache=False)
 
     def list(self) -> dict[str, RemoteFile]:
         """Files of the folder; sizes and etags come with the listing."""
         with self._explained(""):
-            self._listed.invalidate_cache()
+            self._listed.invalidate_cache(self._root)
             rows = self._listed.ls(self._root, detail=True)
         files = {}
         for row in rows:
@@ -100,7 +101,8 @@ class ObjectStore(Store):
         return posixpath.join(self._root, name)
 
     def _file(self, name: str, row: Mapping[str, Any]) -> RemoteFile:
-        version = next((str(row[key]) for key in VERSIONS if row.get(key)), "")
+        found = next((row[key] for key in VERSIONS if row.get(key)), "")
+        version = str(found.timestamp() if isinstance(found, datetime.datetime) else found)
         if row.get("size") is None or not version:
             raise CheckpointError(
                 f"{self.url}/{name}: its store states no size or no version, so that a change during the merge would "
@@ -145,7 +147,7 @@ def _file_system(url: str, error: type[MergeError], *, use_listings_cache: bool)
 
     scheme = url.partition("://")[0]
     try:
-        found, path = url_to_fs(url, use_listings_cache=use_listings_cache, skip_instance_cache=True)
+        found, path = url_to_fs(url, use_listings_cache=use_listings_cache)
     except ImportError as problem:
         package, extra = PACKAGES.get(scheme, ("", ""))
         fix = f"pip install 'actmat[{extra}]' (or {package})" if package else "install the package that fsspec names"

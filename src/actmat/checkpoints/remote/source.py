@@ -23,13 +23,13 @@ from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, read_config, read_index
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.remote.retry import retried
+from actmat.checkpoints.remote.schemes import open_store
 from actmat.checkpoints.remote.store import (
     FIRST_RANGE,
     MissingFileError,
     RemoteFile,
     Store,
     check_url,
-    open_store,
     split_url,
 )
 from actmat.checkpoints.source import SIDECAR_SUFFIXES, Source

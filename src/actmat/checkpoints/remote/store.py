@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from actmat.bounds import URL
 from actmat.checkpoints.folder import is_plain_name
-from actmat.errors import CheckpointError, MergeError
+from actmat.errors import CheckpointError
 
-__all__ = ["FIRST_RANGE", "MissingFileError", "RemoteFile", "Store", "check_url", "open_store", "split_url"]
+__all__ = ["FIRST_RANGE", "MissingFileError", "RemoteFile", "Store", "check_url", "split_url"]
 
 FIRST_RANGE = 256 * 1024
 """Bytes of the first request for a file: nearly every safetensors header is shorter."""
@@ -116,18 +116,3 @@ def split_url(url: str) -> tuple[str, str | None]:
     folder, _, name = url.rpartition("/")
     is_file = name.endswith(FILE_SUFFIXES) and not folder.endswith(":/")
     return (folder, name) if is_file and is_plain_name(name) else (url, None)
-
-
-def open_store(url: str, *, error: type[MergeError] = CheckpointError) -> Store:
-    """The store of a folder's URL, which passed `check_url`; makes no request.
-
-    Raises:
-        MergeError: an unknown scheme, or its package is not installed; of the type `error`.
-    """
-    if url.startswith(("http://", "https://")):
-        from actmat.checkpoints.remote.http import HttpStore
-
-        return HttpStore(url)
-    from actmat.checkpoints.remote.objects import ObjectStore
-
-    return ObjectStore(url, error=error)

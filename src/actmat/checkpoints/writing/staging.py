@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from actmat.bounds import kind_of_file, list_folder, local_path, parse_object, read_bytes
+from actmat.checkpoints.hashing import sha256_file
 from actmat.errors import OutputError, format_size
 
 __all__ = ["JOURNAL_NAME", "MANIFEST_NAME", "Staging", "check_output_path", "disk_errors"]
@@ -159,6 +160,23 @@ class Staging:
         self._made: list[Path] = []
         self._names: set[str] = set()
         self._mutex = threading.Lock()
+
+    @property
+    def place(self) -> Path | str:
+        """The output's final place, as a user calls it."""
+        return self.out
+
+    @property
+    def uploaded(self) -> Mapping[str, str]:
+        """Content hash of tensors that are safe in another place than `path`."""
+        return {}
+
+    def resume(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Receive the entries of the journal whose bytes are intact; called once, before the first `record`."""
+
+    def sha256(self, file: str) -> str:
+        """SHA-256 of a finished file of the output."""
+        return sha256_file(self.path / file)
 
     @property
     def finished(self) -> int:

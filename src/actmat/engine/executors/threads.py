@@ -61,7 +61,9 @@ class ThreadExecutor:
         """See `Executor`."""
         units = list(units)
         workers = self._resources.workers
-        if workers > 1:  # a large unit that comes last, as heads do, would leave the other workers idle
+        if (
+            workers > 1 and not self._resources.in_order
+        ):  # a large unit that comes last, as heads do, would leave the other workers idle
             units.sort(key=lambda unit: unit.traffic, reverse=True)
         spec = dataclasses.replace(spec, room=self._room(units))
         budget = Budget(self._resources.memory)
