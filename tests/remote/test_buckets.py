@@ -273,6 +273,37 @@ def test_places_that_cannot_be_written_are_told_before_the_work(family: Family, 
     assert "Cannot write" in missing.err
 
 
+def test_an_output_in_a_bucket_is_verified(family: Family, memory: str) -> None:
+    url = f"{memory}/out"
+    assert merge(family, url, "--sha256").code == 0
+    found = actmat(["verify", url])
+    assert found.code == 0, found.out
+    assert "intact" in found.out
+    shard = next(n for n in sorted(names(url)) if n.endswith(".safetensors"))
+    content = bytearray(read(f"{url}/{shard}"))
+    content[-1] ^= 1
+    write(f"{url}/{shard}", bytes(content))
+    write(f"{url}/config.json", b"{}")
+    write(f"{url}/extra.txt", b"?")
+    said = actmat(["verify", url, "--no-inputs"]).out.replace("\n", " ")
+    for part in (
+        "has changed since the merge",
+        "another SHA-256",
+        "'config.json' of the output has 2 bytes",
+        "extra.txt",
+    ):
+        assert part in said, said
+    again = merge(family, url, "--sha256")
+    assert again.code == 1
+    assert "config.json" in again.err
+    missing = actmat(["verify", f"{memory}/none"])
+    assert missing.code == 1
+    assert "not found" in missing.err
+    found, path = opened(f"{url}/{MANIFEST_NAME}")
+    found.rm_file(path)
+    assert "has no actmat_manifest.json" in actmat(["verify", url]).err
+
+
 def test_uploads_are_tried_again(
     family: Family, local: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
