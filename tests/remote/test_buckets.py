@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +229,25 @@ def test_another_recipe_replaces_an_unfinished_upload(
     assert weights(download(url, tmp_path / "got")) == weights(tmp_path / "other")
 
 
+def test_a_finished_output_whose_notes_are_left_is_not_replaced_unasked(
+    family: Family, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: ObjectStore, names: Sequence[str]) -> None:
+        raise CheckpointError("no more")
+
+    url = f"{memory}/out"
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "delete", fail)
+        assert merge(family, url).code == 1
+    assert {MANIFEST_NAME, MARK_NAME} <= names(url)
+    refused = merge(family, url, "--method", "average")
+    assert refused.code == 1
+    assert "holds a finished output" in refused.err
+    done = merge(family, url)
+    assert done.code == 0, done.err
+    assert not any(n.startswith(".actmat") for n in names(url))
+
+
 def test_only_outputs_of_actmat_are_replaced(family: Family, memory: str, tmp_path: Path) -> None:
     url = f"{memory}/out"
     write(f"{url}/thesis.txt", b"years of work")
@@ -285,7 +304,7 @@ def test_an_output_in_a_bucket_is_verified(family: Family, memory: str) -> None:
     write(f"{url}/{shard}", bytes(content))
     write(f"{url}/config.json", b"{}")
     write(f"{url}/extra.txt", b"?")
-    said = actmat(["verify", url, "--no-inputs"]).out.replace("\n", " ")
+    said = " ".join(actmat(["verify", url, "--no-inputs"]).out.split())
     for part in (
         "has changed since the merge",
         "another SHA-256",

@@ -1,4 +1,4 @@
-"""Commands on remote inputs: the bytes of a local merge, few requests, stopped and resumed merges, adapters, the hub."""
+"""Commands on remote inputs: the bytes of a local merge, few requests, resumed merges, adapters, the hub."""
 
 from __future__ import annotations
 

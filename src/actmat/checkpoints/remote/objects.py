@@ -147,7 +147,8 @@ def _file_system(url: str, error: type[MergeError], *, use_listings_cache: bool)
 
     scheme = url.partition("://")[0]
     try:
-        found, path = url_to_fs(url, use_listings_cache=use_listings_cache)
+        more = {"auto_mkdir": True} if scheme in ("file", "local") else {}  # buckets have no folders to make
+        found, path = url_to_fs(url, use_listings_cache=use_listings_cache, **more)
     except ImportError as problem:
         package, extra = PACKAGES.get(scheme, ("", ""))
         fix = f"pip install 'actmat[{extra}]' (or {package})" if package else "install the package that fsspec names"

@@ -142,15 +142,16 @@ class UploadStaging(Staging):
         done = super().open()
         files = self._call(lambda: _listed(self._store), self.url)
         mark = self._read(files, MARK_NAME)
-        if mark is None and files:
-            if MANIFEST_NAME not in files:
-                raise OutputError(
-                    f"{self.url} is not empty and was not written by actmat (it has no {MANIFEST_NAME}), so nothing "
-                    "is written there; choose another place, or empty it"
-                )
-            if not self.overwrite:
-                raise OutputError(f"{self.url} holds a finished output; choose another place or pass --overwrite")
-        elif mark is not None and mark.get("fingerprint") == self.fingerprint and not mark.get("clearing"):
+        clearing = mark is not None and bool(mark.get("clearing"))
+        is_ours = mark is not None and mark.get("fingerprint") == self.fingerprint and not clearing
+        if files and mark is None and MANIFEST_NAME not in files:
+            raise OutputError(
+                f"{self.url} is not empty and was not written by actmat (it has no {MANIFEST_NAME}), so nothing "
+                "is written there; choose another place, or empty it"
+            )
+        if MANIFEST_NAME in files and not (clearing or is_ours or self.overwrite):
+            raise OutputError(f"{self.url} holds a finished output; choose another place or pass --overwrite")
+        if is_ours:
             self._marked = True
             self._read_notes(files)
         noted = {e["name"]: dict(e) for note in self._notes.values() for e in note.entries}
