@@ -4,8 +4,8 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `methods-short`, `method NAME`, `flags COMMAND`, `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`.
-Nothing outside the marks is touched.
+overview table), `methods-short`, `method NAME`, `flags COMMAND`, `settings SUITE`, `recipe MODEL`, `exits`, `families`,
+`fuzz`, `chaos`. Nothing outside the marks is touched.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
@@ -31,8 +32,6 @@ from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, get_method
 from actmat.recipe import ExpertRef, Postprocess, Recipe, RoleRule, Rule
-
-from docs.searches import chaos_table, fuzz_table
 
 __all__ = ["filled", "pages"]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.staging import disk_errors
@@ -23,7 +24,7 @@ from actmat.diagnostics.observer import Observers, check_mutes
 from actmat.engine.executors import find_executor
 from actmat.engine.resources import check_device, share_resources
 from actmat.engine.shares import Part, plan_part
-from actmat.errors import MergeError, OutputError, memory_errors
+from actmat.errors import MergeError, OutputError, RecipeError, memory_errors
 from actmat.finished import check_same_merge, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import JournalRecords, StagedOutput, check_outputs, check_room, intact_items
@@ -87,6 +88,8 @@ def run_part(
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
     out, problems = out_path(recipe), Problems()
+    if isinstance(out, str):
+        raise RecipeError(f"The parts of a merge write into one folder that all machines see; {out} is a URL.")
     if settings.diagnose:
         check_mutes([recipe])
     for check in (lambda: check_device(settings.device), lambda: find_executor(executor_of(settings, recipe))):
@@ -119,8 +122,12 @@ class PartStage:
     """The folder of a `StagedOutput`: the shared one, with a journal of its own while a part is merged."""
 
     def __init__(self, stage: SharedStage, journal: Journal | None = None) -> None:
-        self.out, self.path = stage.out, stage.path
+        self.place, self.path = stage.out, stage.path
         self._journal = journal
+
+    def sha256(self, file: str) -> str:
+        """SHA-256 of a finished file of the output."""
+        return sha256_file(self.path / file)
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append a finished item."""
@@ -159,7 +166,7 @@ def _staged_part(
         done: set[str] = set()
         for attempt in attempts:
             entries = {name: attempt[name] for name in attempt.keys() & mine - done}
-            done |= set(intact_items(plan, entries, writer, observed=settings.diagnose))
+            done |= set(intact_items(plan, entries, writer.holds, observed=settings.diagnose))
         journal = stage.begin(part.number)
         stack.callback(journal.close)
         others = frozenset(i.name for i in plan.items) - mine

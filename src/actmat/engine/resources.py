@@ -31,6 +31,7 @@ class Resources:
         device: where matrix methods compute ("cpu", "cuda:0", "mps").
         workers_given, memory_given: whether the user set the limit; else it is what this machine has, which tells
             nothing about other machines.
+        in_order: begin units in the order of the output, so that its files are finished one after another.
     """
 
     workers: int
@@ -38,6 +39,7 @@ class Resources:
     device: str = "cpu"
     workers_given: bool = True
     memory_given: bool = True
+    in_order: bool = False
 
 
 def check_device_name(device: str) -> None:
@@ -77,6 +79,7 @@ def share_resources(
     max_memory: str | int | None,
     threads: int | None,
     observers: ObserverFactory | None = None,
+    buffer_bytes: int = 0,
 ) -> Resources:
     """Workers and memory for these plans.
 
@@ -86,6 +89,7 @@ def share_resources(
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.
+        buffer_bytes: what each worker takes to read inputs ahead.
 
     Raises:
         RecipeError: the largest tensor alone does not fit.
@@ -100,7 +104,7 @@ def share_resources(
         for i in p.items
     ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
-    process = BASELINE_BYTES + sum(p.process_bytes - BASELINE_BYTES for p in plans)
+    process = BASELINE_BYTES + sum(p.process_bytes - BASELINE_BYTES for p in plans) + workers * buffer_bytes
     if max_memory is None:
         memory = max(int(0.9 * available_memory()) - process, largest)
         return Resources(workers, memory, device, workers_given=threads is not None, memory_given=False)

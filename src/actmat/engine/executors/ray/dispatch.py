@@ -141,8 +141,9 @@ class Dispatcher:
         self._workers = []
 
     def _hire(self, offer: Offer) -> _Hired:
-        import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        import ray
 
         actor = ray.remote(
             num_cpus=1,
