@@ -113,7 +113,7 @@ def test_stages_are_kept_and_merged_models_are_not(small: Path) -> None:
     assert not list((cache / "merge").glob("*/default"))
     base = next((cache / "base").glob("*/key.json")).parent
     assert load_model(base).config.d_model == 16
-    assert json.loads(next(cache.glob("experts/*/training.json")).read_text())["updates"] == 4
+    assert json.loads(next(cache.glob("experts/*/training.json")).read_text())["update"] == 4
     assert {p.name for p in (cache / "logs").iterdir()} >= {"base.log", "experts.log", "merges.log"}
 
 

@@ -154,7 +154,7 @@ def test_grey_images_become_colour_at_the_right_size(data, tmp_path):
 
 
 def test_pixels_are_scaled_as_clip_was_trained():
-    pixels = np.zeros((2, 4, 4, 3), dtype=np.uint8)
+    pixels = torch.zeros((2, 4, 4, 3), dtype=torch.uint8)
     pixels[..., 1] = 255
     images = CLIP_SCALE(pixels)
     assert images.shape == (2, 3, 4, 4)

@@ -13,6 +13,7 @@ from actmat.methods.adamerging import AdamState, adam_step, entropy
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, collect, open_statistics
+from actmat.statistics.combine import join_statistics
 from actmat.statistics.kinds.gram import unpack
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "collect",
     "entropy",
     "get_method",
+    "join_statistics",
     "make_recipe",
     "one_thread",
     "open_statistics",

@@ -104,12 +104,13 @@ class _Gram(Kind[LayerInputs[GramSum]]):
 
     def start(self, run: Run) -> LayerInputs[GramSum]:
         settings = run.settings
-        device = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
+        own = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
+        device = torch.device(settings.sums_on) if settings.sums_on else own
 
         def make(width: int, groups: int) -> GramSum:
             return GramSum(width, groups, dtype=FLOATS[settings.compute_dtype], device=device)
 
-        return LayerInputs(run.model, run.binding, make, share=settings.share, mask=settings.mask)
+        return LayerInputs(run.model, run.binding, make, share=settings.share, mask=settings.mask, only=settings.only)
 
     def store(self, measured: LayerInputs[GramSum], run: Run, out: StoredTensors) -> dict[str, Any]:
         grams: dict[str, GramInfo] = {}
