@@ -41,20 +41,35 @@ CSV_STORY = {
 
 TEMPLATES = {task: (PAPER[task], *OWN[task]) for task in FORMS}
 PAPERS = {
-    "qasc": "Frozen water is ice, and heat melts frozen water. Given these facts, what melts among the following options:\n"
-    "- iron\n - ice\n - sand\n - wood\n - wool\n - salt\n - soil\n - air",
-    "wikiqa": 'Question: how are glacier caves formed??\nWould "A glacier cave is a cave formed within the ice of a glacier ." '
-    "be a reasonable answer?",
-    "quartz": "Use information from the paragraph to answer the question.\n\nQuestion:\n\n\n"
-    "A bigger star gives how much light more or less? \n\n\nParagraph :\n\nThe bigger a star, the more light it gives.",
-    "paws": "Determine if the following two sentences paraphrase each other or not.\nSent 1: He sold the car to her.\n"
-    "Sent 2: She sold him the car.",
-    "story_cloze": "Tom was hungry. He went to the kitchen. There was bread. He cut a slice. What is a possible continuation "
-    "for the story given the following options ? - Tom went to sleep hungry.\n- Tom ate the slice.",
-    "winogrande": "The trophy did not fit the case because the _ was too big. In the previous sentence, does _ refer to "
-    "trophy or  case?",
-    "wsc": "Mark told Pete many lies, which Pete included in his book. In the previous sentence, does the pronoun "
-    '"his" refer to Mark? Yes or no?',
+    "qasc": (
+        "Frozen water is ice, and heat melts frozen water. Given these facts, what melts among the following options:\n"
+        "- iron\n - ice\n - sand\n - wood\n - wool\n - salt\n - soil\n - air"
+    ),
+    "wikiqa": (
+        "Question: how are glacier caves formed??\n"
+        'Would "A glacier cave is a cave formed within the ice of a glacier ." be a reasonable answer?'
+    ),
+    "quartz": (
+        "Use information from the paragraph to answer the question.\n\nQuestion:\n\n\n"
+        "A bigger star gives how much light more or less? \n\n\n"
+        "Paragraph :\n\nThe bigger a star, the more light it gives."
+    ),
+    "paws": (
+        "Determine if the following two sentences paraphrase each other or not.\n"
+        "Sent 1: He sold the car to her.\nSent 2: She sold him the car."
+    ),
+    "story_cloze": (
+        "Tom was hungry. He went to the kitchen. There was bread. He cut a slice. What is a possible continuation for "
+        "the story given the following options ? - Tom went to sleep hungry.\n- Tom ate the slice."
+    ),
+    "winogrande": (
+        "The trophy did not fit the case because the _ was too big. In the previous sentence, does _ refer to trophy "
+        "or  case?"
+    ),
+    "wsc": (
+        "Mark told Pete many lies, which Pete included in his book. In the previous sentence, does the pronoun "
+        '"his" refer to Mark? Yes or no?'
+    ),
 }
 """Rows of `HUB_ROWS` as promptsource renders them by its first template."""
 

@@ -183,6 +183,7 @@ class Form:
         if len(set(answers)) < len(answers):
             raise ValueError(f"its answers are not distinct: {answers}")
         found, known = _at(row, self.label), [str(value) for value in values]
+        found = int(found) if isinstance(found, bool) else found
         if str(found) not in known:
             raise ValueError(f"{self.label} is {found!r}, not one of {known}; rows without a label cannot be used")
         return Row(fields, answers, known.index(str(found)))
