@@ -219,7 +219,8 @@ class Exam:
                     counts.setdefault(name, [0] * len(problems))[place] += int(right)
             (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
 
-        full = {"answers": digest(key), "problems": digest(list(problems)), "version": _VERSION}
+        full = {"benchmark": benchmark.name, "answers": digest(key), "problems": digest(list(problems))}
+        full |= {"version": _VERSION}
         folder = self.cache.get("reasoning-marks", full, make)
         found: Counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
         return found
