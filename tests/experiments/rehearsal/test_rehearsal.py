@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,7 +114,7 @@ def test_language_from_download_to_table(paper: PaperHub, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_reasoning_from_download_to_table(paper: PaperHub, tmp_path: Path) -> None:
     publish_reasoning(paper)
-    tiny = settings(samples=2, max_tokens=4, measured=4, engine__longest=4096, statistics_memory=1e-4)
+    tiny = settings(samples=2, max_tokens=4, measured=4, engine__longest=4096, statistics_memory=1e-6)
     shown = experiment(paper.hub, tmp_path, "run", "reasoning", "--methods", METHODS, *tiny)
     found = scores(tmp_path, "reasoning")
     assert {s.method for s in found} == {
@@ -122,6 +123,6 @@ def test_reasoning_from_download_to_table(paper: PaperHub, tmp_path: Path) -> No
     }
     assert {s.task.partition("@")[0] for s in found} >= {"humaneval", "humaneval_plus", "aime24", "aime25", "ifeval"}
     assert "45.9" in shown
-    assert "2 passes over 4 prompts" in shown or "passes over 4 prompts" in shown
+    assert re.search(r"\b([2-9]|\d\d) passes over 4 prompts", shown)
     key = next(json.loads(p.read_text()) for p in (tmp_path / "cache" / "reasoning-answers").glob("*/key.json"))
     assert key["tokenizer"] is None or len(key["tokenizer"]) == 64

@@ -74,17 +74,22 @@ def gram_bytes(width: int) -> int:
 def passes_of(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[frozenset[str]]:
     """Weights to measure in each pass over the data, in the order of the model, by layers.
 
-    Layers that read the same input share one sum; counting one for each weight is on the safe side.
+    Layers that read the same input share one sum; counting one for each weight is on the safe side. What comes before
+    the first layer, tables of embeddings as a rule, is measured with it, as tables alone have no input to measure.
 
     Args:
         shapes: of the matrices, `O I`, by name.
         most: bytes of the sums of one pass, at least one layer's.
     """
     layers: dict[str, list[str]] = {}
+    before: list[str] = []
     for name in shapes:
         number = next((i for i, part in enumerate(name.split(".")) if part.isdigit()), None)
-        key = ".".join(name.split(".")[: number + 1]) if number is not None else name
-        layers.setdefault(key, []).append(name)
+        if number is None and not layers:
+            before.append(name)
+            continue
+        key = name if number is None else ".".join(name.split(".")[: number + 1])
+        layers.setdefault(key, before if not layers else []).append(name)
     passes: list[list[str]] = []
     used = 0
     for names in layers.values():
