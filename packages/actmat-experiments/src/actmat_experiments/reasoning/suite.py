@@ -262,13 +262,7 @@ def _statistics(exam: Exam, places: Places, prompts: Mapping[str, Sequence[str]]
                     stage.log(plan)
                     exam.watch.note([f"statistics: {skill}: {plan}"])
 
-                measure(
-                    str(folder),
-                    texts,
-                    out / "statistics",
-                    how,
-                    say,
-                )
+                measure(str(folder), texts, out / "statistics", how, say)
 
         found[skill] = exam.cache.get("reasoning-statistics", key, make) / "statistics"
     return found
