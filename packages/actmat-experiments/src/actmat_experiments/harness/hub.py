@@ -141,7 +141,7 @@ def _identity(files: dict[str, list[str]]) -> str:
 
 
 def kept_rows(rows: Sequence[Any], read: Callable[[Any], Read], where: str) -> tuple[list[Read], list[str]]:
-    """What `read` makes of the rows, without malformed ones, and a line for each of those.
+    """Rows as `read` makes them, without malformed ones, and a line for each of those.
 
     Args:
         read: raises `ValueError` with what is wrong with a row.

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Asking = Literal["paper", "own", "cycled"]
-"""How items are asked: by the paper's template, by the first of this project's, or, in training, by all of these in
+"""Wording of items: by the paper's template, by the first of this project's, or, in training, by all of these in
 turn."""
 
 
@@ -156,7 +156,7 @@ class Form:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What a row must have."""
+        """Columns that a row must have."""
         named = [*self.fields.values(), self.options, self.values if isinstance(self.values, str) else (), self.label]
         flat = [column for some in named for column in ((some,) if isinstance(some, str) else some)]
         return tuple(dict.fromkeys(flat))

@@ -64,7 +64,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a model continues.
+    """Text that a model continues.
 
     Args:
         text: the user's message, or, without a chat, all of it.

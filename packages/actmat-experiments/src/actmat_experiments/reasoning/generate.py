@@ -235,7 +235,7 @@ def in_template(folder: Path, prompts: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """How statistics are measured.
+    """Settings of a measurement of statistics.
 
     Args:
         batch_size: prompts of a batch.

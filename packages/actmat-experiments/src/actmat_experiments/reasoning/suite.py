@@ -111,7 +111,7 @@ def _places(settings: ReasoningSettings, watch: Watch) -> dict[str, tuple[Path, 
 
 
 def _tokenizer(settings: ReasoningSettings, folders: Mapping[str, Path]) -> Path | None:
-    """Where tokenizer and chat template of base and merged models are; None: in their own folders.
+    """Folder of the tokenizer and chat template of base and merged models; None: their own folders.
 
     Raises:
         RecipeError: prompts go into a chat template, and there is none.
