@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actmat.errors import CheckpointError
-from actmat.foreign import in_one_line
+from actmat_experiments.core import in_one_line
 from actmat_experiments.harness.cache import file_digest
 
 __all__ = ["WEIGHTS", "check_malformed", "kept_rows", "load_splits", "model_folder"]

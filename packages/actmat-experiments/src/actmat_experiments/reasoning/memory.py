@@ -66,7 +66,7 @@ def host_memory() -> int:
 
 def gram_bytes(width: int) -> int:
     """Bytes of the float64 sum of one Gram matrix, of which blocks on and below the diagonal are kept."""
-    from actmat.statistics.kinds.gram import BLOCK
+    from actmat_experiments.core import BLOCK
 
     return sum(8 * min(BLOCK, width - start) * min(start + BLOCK, width) for start in range(0, width, BLOCK))
 
