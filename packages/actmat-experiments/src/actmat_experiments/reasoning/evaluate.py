@@ -219,7 +219,7 @@ class Exam:
                     counts.setdefault(name, [0] * len(problems))[place] += int(right)
             (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
 
-        full = {"benchmark": benchmark.name, "answers": digest(key), "problems": digest(list(problems))}
+        full: dict[str, Any] = {"benchmark": benchmark.name, "answers": digest(key), "problems": digest(list(problems))}
         full |= {"version": _VERSION}
         folder = self.cache.get("reasoning-marks", full, make)
         found: Counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
