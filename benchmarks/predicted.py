@@ -86,7 +86,7 @@ def main() -> None:
         )
         print(markdown(rows[-1:], COLUMNS), flush=True)
     for kind in ("cpu", "wall"):
-        mean, low, high = interval([r[f"{kind}_ratio"] for r in rows])
+        mean, low, high = interval([r[f"{kind}_ratio"] for r in rows[: len(MERGES)]])
         rows.append({"merge": f"all: measured / predicted {kind}", f"{kind}_ratio": mean, "low": low, "high": high})
     columns = (*COLUMNS, "low", "high")
     rows = [dict.fromkeys(columns) | row for row in rows]

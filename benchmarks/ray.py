@@ -6,9 +6,8 @@
 
 Both run on the same two cores, in turn, pair by pair; the ratio is the median over the pairs. The Ray cluster is one
 node of two cores that runs before; the workers start within the measured time. `wall_s` is the whole command, `merge_s`
-the run as its manifest tells; `cpu` is processor time of all processes, the cluster's as well, which other work on the
-machine disturbs less. The outputs must be the same bytes. `driver_ms` is the processor time of the driver's process,
-with its start, per tensor: the workers are not its children.
+the run as its manifest tells. The outputs must be the same bytes. `driver_ms` is the user and system time of the
+driver's process, with its start, per tensor: the workers are not its children.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import HERE, WORK, Run, actmat_command, family, fresh, markdown, measure, write_result
+from benchmarks.common import HERE, WORK, Run, actmat_command, fresh, markdown, measure, write_result
 from benchmarks.make_llama import Size, add_size_arguments, home, make_family, size_from
 from benchmarks.threads import weights_digest
 
@@ -37,7 +36,6 @@ COLUMNS = (
     "ray_wall_s",
     "wall_ratio",
     "merge_ratio",
-    "cpu_ratio",
     "driver_ms",
     "load",
 )
@@ -71,23 +69,12 @@ def cluster() -> Iterator[str]:
         running.shutdown()
 
 
-def processor_seconds() -> float:
-    """User and system time of this process, its descendants (the cluster's too), and those that have ended."""
-    ticks = 0
-    for pid in family(os.getpid()):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, after_name[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def pairs(case: str, base: Path, experts: list[Path], method: str, address: str, repeats: int) -> dict[str, Any]:
     """Alternate both executors; one row of the table."""
     executors = {"threads": "threads", "ray": f"ray={address}"}
     outs = {name: WORK / "out" / f"{case}-{name}" for name in executors}
     found: dict[str, list[Run]] = {name: [] for name in executors}
     merged: dict[str, list[float]] = {name: [] for name in executors}
-    cpu: dict[str, list[float]] = {name: [] for name in executors}
     loads, count = [], 0
     for repeat in range(repeats):
         loads.append(round(os.getloadavg()[0], 2))
@@ -97,14 +84,12 @@ def pairs(case: str, base: Path, experts: list[Path], method: str, address: str,
                 command += ["--expert", expert]
             command += ["--out", fresh(outs[name]), "--executor", executor, "--threads", str(CORES), "--quiet"]
             os.sync()
-            before = processor_seconds()
             run = measure(command, None, PYTHONPATH=str(HERE.parent / "src"))
             manifest = json.loads((outs[name] / "actmat_manifest.json").read_text())
             found[name].append(run)
-            cpu[name].append(processor_seconds() - before)
             merged[name].append(manifest["timing"]["seconds"])
             count = len(manifest["tensors"])
-            seconds = f"{run.wall_s:8.2f} s, merge {merged[name][-1]:8.2f} s, processor {cpu[name][-1]:8.2f} s"
+            seconds = f"{run.wall_s:8.2f} s, merge {merged[name][-1]:8.2f} s"
             print(f"  {repeat + 1}/{repeats} {case} {name:8} {seconds}", flush=True)
     if len({weights_digest(out) for out in outs.values()}) > 1:
         raise SystemExit(f"{case}: the bytes depend on the executor")
@@ -116,12 +101,10 @@ def pairs(case: str, base: Path, experts: list[Path], method: str, address: str,
         "ray_wall_s": statistics.median(walls["ray"]),
         "wall_ratio": statistics.median(r / t for r, t in zip(walls["ray"], walls["threads"], strict=True)),
         "merge_ratio": statistics.median(r / t for r, t in zip(merged["ray"], merged["threads"], strict=True)),
-        "cpu_ratio": statistics.median(r / t for r, t in zip(cpu["ray"], cpu["threads"], strict=True)),
         "driver_ms": 1000 * statistics.median(r.cpu_s for r in found["ray"]) / count,
         "load": max(loads),
         "loads": loads,
         "all_wall_s": {name: [round(s, 3) for s in of] for name, of in walls.items()},
-        "all_cpu_s": {name: [round(s, 3) for s in of] for name, of in cpu.items()},
         "all_merge_s": {name: [round(s, 3) for s in of] for name, of in merged.items()},
     }
 

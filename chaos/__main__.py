@@ -15,11 +15,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from chaos.results import Record, read_record, write_record
 from chaos.runs import KINDS, Chaos
 from chaos.sorts import SORTS
+
+
+def kth(k: int, sorts: Sequence[str]) -> tuple[str, str]:
+    """Sort of output and kind of fault of run `k`: all pairs, before any comes again."""
+    turn, sort = divmod(k, len(sorts))
+    return sorts[sort], KINDS[(turn + sort) % len(KINDS)]
 
 
 def main() -> int:
@@ -43,7 +50,7 @@ def main() -> int:
         chaos = Chaos(Path(folder) / "chaos", sorts)
         while record.runs < args.runs:
             k, began = record.runs, time.monotonic()
-            sort, kind = sorts[k % len(sorts)], KINDS[(k // len(sorts) + k) % len(KINDS)]
+            sort, kind = kth(k, sorts)
             disturbances, found = chaos.run(sort, kind, random.Random(f"{record.seed} {k}"))
             record.add(sort, kind, disturbances, [f"run {k}: {p}" for p in found], time.monotonic() - began)
             if args.record:

@@ -4,8 +4,8 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `methods-short`, `method NAME`, `flags COMMAND`, `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`.
-Nothing outside the marks is touched.
+overview table), `methods-short`, `method NAME`, `flags COMMAND`, `settings SUITE`, `recipe MODEL`, `exits`, `families`,
+`fuzz`, `chaos`. Nothing outside the marks is touched.
 """
 
 from __future__ import annotations

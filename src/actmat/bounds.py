@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ __all__ = [
     "MAX_BYTES",
     "MAX_VALUES",
     "MAX_WRITTEN_VALUES",
+    "URL",
     "check_values",
+    "is_url",
     "kind_of_file",
     "list_folder",
     "local_path",
@@ -50,6 +53,8 @@ MAX_PATH_BYTES = 4095
 
 CHUNK = 1 << 20
 
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+
 KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
@@ -68,6 +73,15 @@ def kind_of_file(mode: int) -> str:
     'a directory'
     """
     return KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def is_url(location: object) -> bool:
+    """True for text of the form `scheme://...`.
+
+    >>> is_url("s3://bucket/model"), is_url("./model"), is_url("org/name")
+    (True, False, False)
+    """
+    return isinstance(location, str) and URL.match(location) is not None
 
 
 def local_path(text: str | Path, *, error: type[MergeError] = CheckpointError) -> Path:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.writing.staging import Staging
+from actmat.bounds import read_object
+from actmat.checkpoints.remote.retry import retried
+from actmat.checkpoints.remote.schemes import open_store
+from actmat.checkpoints.remote.source import open_remote
+from actmat.checkpoints.writing.staging import MANIFEST_NAME, Staging
+from actmat.checkpoints.writing.upload import MARK_NAME, UploadStaging, check_upload_url, clear_upload, staging_folder
 from actmat.diagnostics.model import REPORT_NAME
-from actmat.errors import MergeError, OutputError
+from actmat.errors import CheckpointError, MergeError, OutputError
 from actmat.plan import MergePlan
 from actmat.plan.model import InputSummary
 from actmat.recipe import Recipe
@@ -18,26 +24,55 @@ from actmat.report import read_manifest, verify
 from actmat.report.manifest import input_location
 from actmat.settings import RunSettings
 
-__all__ = ["check_finished", "check_same_merge", "has_manifest_of"]
+__all__ = ["check_finished", "check_same_merge", "has_manifest_of", "present_output"]
 
 
-def has_manifest_of(recipe: Recipe, out: Path) -> bool:
+def has_manifest_of(recipe: Recipe, out: Path | str) -> bool:
     """True if `out` has the manifest of a merge by this recipe; decided without the inputs."""
     try:
-        return bool(read_manifest(out).get("recipe") == _recipe_json(recipe))
+        with present_output(out) as folder:
+            return bool(read_manifest(folder).get("recipe") == _recipe_json(recipe))
     except (MergeError, OSError):
         return False
 
 
-def check_finished(plan: MergePlan, out: Path, settings: RunSettings) -> None:
-    """Compare the tensors of `out` and its inputs with its manifest, and that with the plan; remove leftovers.
+@contextlib.contextmanager
+def present_output(out: Path | str) -> Iterator[Path]:
+    """Local folder with the manifest and the report of an output; copies, if the output is at a URL.
+
+    Raises:
+        CheckpointError: nothing is there.
+    """
+    if isinstance(out, Path):
+        yield out
+        return
+    if problems := check_upload_url(out):  # no request: another check tells them
+        raise CheckpointError(problems[0])
+    source = open_remote(out)
+    names = [n for n in (MANIFEST_NAME, REPORT_NAME) if n in source.names]
+    clears = MARK_NAME in source.names and read_object(source.fetch(MARK_NAME)).get("clearing")
+    if clears or MANIFEST_NAME not in names:  # while an output is replaced, its manifest is the old one
+        raise CheckpointError(f"{out} has no {MANIFEST_NAME}")
+    folders = [source.fetch(name).parent for name in names]
+    yield folders[0]
+
+
+def check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: RunSettings) -> None:
+    """Compare an output and its inputs with its manifest, and that with the plan; remove leftovers.
+
+    Tensors and inputs of an output in a folder are hashed again; of one at a URL, the sizes of its files are compared.
+
+    Args:
+        folder: with its manifest, see `present_output`.
 
     Raises:
         OutputError: it is not what this plan would give now, or another process builds there.
     """
     try:
-        manifest = read_manifest(out)
-        problems = list(_differences(plan, manifest, out, settings)) or list(verify(out).problems)
+        manifest = read_manifest(folder)
+        problems = list(_differences(plan, manifest, folder, settings))
+        if not problems:
+            problems = list(verify(out).problems) if isinstance(out, Path) else list(_other_sizes(manifest, out))
     except MergeError as error:
         problems = list(error.problems)
     if problems:
@@ -46,7 +81,14 @@ def check_finished(plan: MergePlan, out: Path, settings: RunSettings) -> None:
             f"{out} exists and is not empty; choose another place or pass --overwrite. It was made by the same "
             f"recipe, but is not what the recipe gives now: {said}"
         )
-    Staging(out, plan.fingerprint()).sweep()
+    if isinstance(out, Path):
+        Staging(out, plan.fingerprint()).sweep()
+        return
+    store = open_store(out)
+    retried(lambda: clear_upload(store), out)
+    staged = staging_folder(out, settings.staging)
+    if staged.parent.is_dir():
+        UploadStaging(out, staged, plan.fingerprint(), plan.shards).sweep()
 
 
 def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
@@ -58,6 +100,17 @@ def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
     problems = list(_differences(plan, read_manifest(out), out, settings))
     if problems:
         raise OutputError(f"{out} is finished, but is not what the recipe gives now.", problems)
+
+
+def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
+    """Files of an output at a URL that are missing, or of another size than the merge wrote."""
+    there = retried(open_store(url).list, url) or {}
+    side = {n: row["size"] for n, row in (manifest["output"].get("side_files") or {}).items()}
+    for name, size in {**manifest["output"]["files"], **side}.items():
+        if name not in there:
+            yield f"file '{name}' is missing"
+        elif there[name].size != size:
+            yield f"file '{name}' has {there[name].size} bytes, the merge wrote {size}"
 
 
 def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:

@@ -208,6 +208,7 @@ def _first_intact(
 ) -> Journal | None:
     """The first of an item's journals whose record fits the item, and the bytes on the disk."""
     for journal in journals:
-        if any(intact_items(plan, {name: journal[name]}, writer, observed=False)):
+        holds = (lambda name, digest: True) if writer is None else writer.holds
+        if any(intact_items(plan, {name: journal[name]}, holds, observed=False)):
             return journal
     return None

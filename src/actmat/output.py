@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
+from actmat.checkpoints.writing.upload import UploadStaging, check_upload_url, staging_folder
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis
@@ -35,6 +36,10 @@ __all__ = ["JournalRecords", "StagedOutput", "check_outputs", "check_room", "int
 
 Entries = Mapping[str, Mapping[str, Any]]
 """Journal entries by the name of their item."""
+
+
+Holds = Callable[[str, str], bool]
+"""True for a tensor and a content hash if those bytes are there."""
 
 
 class JournalRecords(Mapping[str, Record]):
@@ -59,8 +64,14 @@ class JournalRecords(Mapping[str, Record]):
 class Stage(Protocol):
     """Folder in which an output is built."""
 
-    out: Path
     path: Path
+
+    @property
+    def place(self) -> Path | str:
+        """The output's final place, as a user calls it."""
+
+    def sha256(self, file: str) -> str:
+        """SHA-256 of a finished file of the output."""
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append the record of a finished item to the journal."""
@@ -90,9 +101,9 @@ class StagedOutput:
         return cls(plan, NoWriter(), done=frozenset(skip))
 
     @property
-    def out(self) -> Path:
-        """The final folder."""
-        return self._staging.out
+    def out(self) -> Path | str:
+        """The final folder, or its URL."""
+        return self._staging.place
 
     @property
     def folder(self) -> Path | None:
@@ -136,14 +147,19 @@ class StagedOutput:
                 copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype)
             (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
             manifest = build_manifest(
-                self.plan, self.records, inputs.experts, out=stage.out, seconds=seconds, files=copied
+                self.plan,
+                self.records,
+                inputs.experts,
+                out=None if isinstance(self.out, str) else self.out,
+                seconds=seconds,
+                files=copied,
             )
-            write_manifest(stage.path, manifest, sha256=sha256)
+            write_manifest(stage.path, manifest, sha256=stage.sha256 if sha256 else None)
 
     def write_report(self, seconds: float) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
         stage = self._staging
-        diagnosis = build_diagnosis(self.plan, self.records, out=str(stage.out), seconds=seconds)
+        diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out), seconds=seconds)
         with disk_errors(stage.path):
             write_report(diagnosis, stage.path)
         return diagnosis
@@ -160,7 +176,7 @@ class StagedOutput:
 
 @contextlib.contextmanager
 def staged_outputs(
-    outs: Sequence[Path], plans: Sequence[MergePlan], settings: RunSettings, inputs: Inputs
+    outs: Sequence[Path | str], plans: Sequence[MergePlan], settings: RunSettings, inputs: Inputs
 ) -> Iterator[list[StagedOutput]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
@@ -171,16 +187,7 @@ def staged_outputs(
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
     """
     with contextlib.ExitStack() as stack:
-        stages = [
-            Staging(
-                out,
-                plan.fingerprint(),
-                overwrite=settings.overwrite,
-                lasting=plan.fingerprint(times=False),
-                same_inputs=functools.partial(has_same_inputs, plan, inputs=inputs),
-            )
-            for out, plan in zip(outs, plans, strict=True)
-        ]
+        stages = [_staging(o, p, settings, inputs) for o, p in zip(outs, plans, strict=True)]
         journals = []
         try:
             for stage in stages:
@@ -191,9 +198,11 @@ def staged_outputs(
             for stage, plan, journal in zip(stages, plans, journals, strict=True):
                 writer = ShardWriter(stage.path, plan.shards, durable=settings.durable)
                 stack.callback(writer.close)
-                intact = frozenset(intact_items(plan, journal, writer, observed=settings.diagnose))
+                holds = _holds(writer, stage.uploaded)
+                intact = frozenset(intact_items(plan, journal, holds, observed=settings.diagnose))
                 for name in journal.keys() - intact:
                     journal.drop(name)
+                stage.resume(journal.values())
                 outputs.append(StagedOutput(plan, writer, JournalRecords(journal), stage, intact))
             yield outputs
             for stage in stages:
@@ -201,6 +210,20 @@ def staged_outputs(
         except BaseException as error:  # Ctrl-C and bugs too: whatever stops a run, what is finished is kept
             _leave(stages, plans, error)
             raise
+
+
+def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, inputs: Inputs) -> Staging:
+    """Staging of an output in a folder, or at a URL."""
+    if isinstance(out, Path):
+        return Staging(
+            out,
+            plan.fingerprint(),
+            overwrite=settings.overwrite,
+            lasting=plan.fingerprint(times=False),
+            same_inputs=functools.partial(has_same_inputs, plan, inputs=inputs),
+        )
+    folder = staging_folder(out, settings.staging)
+    return UploadStaging(out, folder, plan.fingerprint(), plan.shards, overwrite=settings.overwrite)
 
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
@@ -216,11 +239,8 @@ def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseExc
         error.add_note(f"{kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
-def intact_items(plan: MergePlan, journal: Entries, writer: ShardWriter | None, *, observed: bool) -> Iterator[str]:
-    """Items that an earlier run finished and whose bytes are as they were; measured ones if wanted.
-
-    Without a writer the bytes are not looked at.
-    """
+def intact_items(plan: MergePlan, journal: Entries, holds: Holds, *, observed: bool) -> Iterator[str]:
+    """Items that an earlier run finished and whose bytes are as they were; measured ones if wanted."""
     for name, entry in journal.items():
         record, item = Record.from_json(entry), plan.by_name.get(name)
         if record is None or item is None or not _is_record_of(record, item):
@@ -228,8 +248,13 @@ def intact_items(plan: MergePlan, journal: Entries, writer: ShardWriter | None, 
         measured = record.observed is not None and is_observation(record.observed)
         if observed and not measured and item.call is not None and item.is_observed:
             continue
-        if writer is None or all(writer.holds(n, digest) for n, digest in record.hashes.items()):
+        if all(holds(n, digest) for n, digest in record.hashes.items()):
             yield name
+
+
+def _holds(writer: ShardWriter, uploaded: Mapping[str, str]) -> Holds:
+    """True for a tensor and a content hash if its bytes are on the disk, or in a shard that was sent."""
+    return lambda name, digest: uploaded[name] == digest if name in uploaded else writer.holds(name, digest)
 
 
 def _is_record_of(record: Record, item: Item) -> bool:
@@ -240,10 +265,10 @@ def _is_record_of(record: Record, item: Item) -> bool:
 
 def check_outputs(
     recipes: Sequence[Recipe],
-    outs: Sequence[Path],
+    outs: Sequence[Path | str],
     *,
     overwrite: bool,
-    finished: Container[Path] = (),
+    finished: Container[Path | str] = (),
     parts: bool = False,
 ) -> None:
     """Refuse folders that outputs may not be written to.
@@ -261,12 +286,17 @@ def check_outputs(
     inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
     inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
     existing = {k: p for k, p in inputs.items() if os.path.exists(p)}
-    problems = [
-        p for out in outs for p in check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
+    problems = [p for out in outs if isinstance(out, str) for p in check_upload_url(out)]
+    problems += [
+        p
+        for out in outs
+        if isinstance(out, Path)
+        for p in check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
     ]
-    twice = sorted({str(o) for o in outs if [x.resolve() for x in outs].count(o.resolve()) > 1})
+    places = [o.resolve() if isinstance(o, Path) else o.rstrip("/") for o in outs]
+    twice = sorted({str(o) for o, place in zip(outs, places, strict=True) if places.count(place) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
-    for stage in (SharedStage(out) for out in outs if not parts):
+    for stage in (SharedStage(out) for out in outs if isinstance(out, Path) and not parts):
         if stage.is_open:
             problems.append(
                 f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat finish {stage.out}), "

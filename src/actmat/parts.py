@@ -15,22 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import Observers, check_mutes
 from actmat.engine.shares import Part, plan_part
-from actmat.errors import MergeError, OutputError, memory_errors
+from actmat.errors import MergeError, OutputError, RecipeError, memory_errors
 from actmat.finished import check_same_merge, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import JournalRecords, StagedOutput, check_outputs, check_room, intact_items
-from actmat.places import checked_room, executor_of, resources_of
+from actmat.places import checked_room, executor_of, out_path, resources_of
 from actmat.plan import MergePlan
 from actmat.plan.differences import plan_differences
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
-from actmat.run import execute_units, out_path
+from actmat.run import execute_units
 from actmat.settings import RunSettings
 
 __all__ = ["PartReport", "PartStage", "run_part"]
@@ -86,6 +87,8 @@ def run_part(
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
     out, problems = out_path(recipe), Problems()
+    if isinstance(out, str):
+        raise RecipeError(f"The parts of a merge write into one folder that all machines see; {out} is a URL.")
     if settings.diagnose:
         check_mutes([recipe])
     executor = executor_of(settings, recipe)
@@ -104,7 +107,7 @@ def run_part(
                 part, out, len(plan_part(plan, part).names), 0, time.perf_counter() - began, was_finished=True
             )
         observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
-        resources = resources_of([plan], settings, observers)
+        resources = resources_of([plan], settings, inputs, observers)
         with _staged_part(plan, stage, part, settings, command) as (output, mine, resumed):
             progress.started([_only(plan, mine)], resumed, resources.workers)
             check_values(inputs)
@@ -117,8 +120,12 @@ class PartStage:
     """The folder of a `StagedOutput`: the shared one, with a journal of its own while a part is merged."""
 
     def __init__(self, stage: SharedStage, journal: Journal | None = None) -> None:
-        self.out, self.path = stage.out, stage.path
+        self.place, self.path = stage.out, stage.path
         self._journal = journal
+
+    def sha256(self, file: str) -> str:
+        """SHA-256 of a finished file of the output."""
+        return sha256_file(self.path / file)
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append a finished item."""
@@ -157,7 +164,7 @@ def _staged_part(
         done: set[str] = set()
         for attempt in attempts:
             entries = {name: attempt[name] for name in attempt.keys() & mine - done}
-            done |= set(intact_items(plan, entries, writer, observed=settings.diagnose))
+            done |= set(intact_items(plan, entries, writer.holds, observed=settings.diagnose))
         journal = stage.begin(part.number)
         stack.callback(journal.close)
         others = frozenset(i.name for i in plan.items) - mine

@@ -1,22 +1,26 @@
-"""Where a run computes: its executor, its devices and its limits, from the settings and the recipe."""
+"""Where a run computes and writes: its executor, devices, limits and output, from the settings and the recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from actmat.bounds import is_url
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.devices.device import device_room
 from actmat.engine.devices.names import check_device, check_device_name
 from actmat.engine.executors import AUTO, computes_here, find_executor
+from actmat.engine.inputs import Inputs
 from actmat.engine.observer import ObserverFactory
 from actmat.engine.resources import Resources, share_resources
+from actmat.errors import RecipeError
 from actmat.inputs import Problems
 from actmat.plan import MergePlan
 from actmat.plan.placement import HOST, DeviceRoom
 from actmat.recipe import Recipe
 from actmat.settings import RunSettings
 
-__all__ = ["checked_room", "executor_of", "resources_of"]
+__all__ = ["checked_room", "executor_of", "out_path", "resources_of"]
 
 
 def executor_of(settings: RunSettings, recipe: Recipe) -> str:
@@ -45,8 +49,24 @@ def checked_room(settings: RunSettings, executor: str, problems: Problems) -> De
 
 
 def resources_of(
-    plans: Sequence[MergePlan], settings: RunSettings, observers: ObserverFactory | None = None
+    plans: Sequence[MergePlan], settings: RunSettings, inputs: Inputs, observers: ObserverFactory | None = None
 ) -> Resources:
-    """Workers and memory for these plans, see `share_resources`."""
+    """Workers and memory for these plans over opened inputs, see `share_resources`."""
     limit = None if settings.device_memory is None else parse_size(settings.device_memory)
-    return share_resources(plans, settings.device, settings.max_memory, settings.threads, observers, limit)
+    return share_resources(
+        plans, settings.device, settings.max_memory, settings.threads, observers, limit, inputs.buffer_bytes
+    )
+
+
+def out_path(recipe: Recipe) -> Path | str:
+    """Final directory of a recipe's output, or its URL.
+
+    Raises:
+        RecipeError: it names none.
+    """
+    if recipe.out is None:
+        raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
+    if is_url(recipe.out):
+        return recipe.out.rstrip("/")
+    out = Path(recipe.out)
+    return out if out.name not in ("", "..") else out.resolve()  # '.' and '..' have no siblings to build in

@@ -22,10 +22,10 @@ from actmat.engine.session import SessionSpec
 from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_errors
-from actmat.finished import check_finished, has_manifest_of
+from actmat.finished import check_finished, has_manifest_of, present_output
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
-from actmat.places import checked_room, executor_of, resources_of
+from actmat.places import checked_room, executor_of, out_path, resources_of
 from actmat.plan import MergePlan
 from actmat.plan.placement import HOST
 from actmat.progress import NoProgress, Progress
@@ -37,7 +37,6 @@ __all__ = [
     "MergeReport",
     "diagnose_recipe",
     "execute_units",
-    "out_path",
     "plan_recipe",
     "run_recipes",
 ]
@@ -48,7 +47,7 @@ class MergeReport:
     """Result of one merge.
 
     Args:
-        out: directory of the merged model.
+        out: directory of the merged model, or its URL.
         plan: what was planned.
         seconds: wall time of this run.
         resumed: items taken over from an interrupted run.
@@ -57,7 +56,7 @@ class MergeReport:
         totals: sums over all tensors; zeros where `was_finished`.
     """
 
-    out: Path
+    out: Path | str
     plan: MergePlan
     seconds: float
     resumed: int = 0
@@ -68,7 +67,8 @@ class MergeReport:
     @functools.cached_property
     def manifest(self) -> Mapping[str, Any]:
         """Contents of `actmat_manifest.json`, read when they are first asked for: about 2 kB per tensor."""
-        return read_manifest(self.out)
+        with present_output(self.out) as folder:
+            return read_manifest(folder)
 
 
 def plan_recipe(recipe: Recipe, *, device: str = "cpu", device_memory: str | int | None = None) -> MergePlan:
@@ -131,26 +131,29 @@ def run_recipes(
     return [reports[out] for out in outs]
 
 
-def _finished(plan: MergePlan, out: Path, settings: RunSettings) -> MergeReport:
+def _finished(plan: MergePlan, out: Path | str, settings: RunSettings) -> MergeReport:
     """Report of an output that an earlier run finished.
 
     Raises:
         OutputError: it is not what the plan gives now.
     """
     began = time.perf_counter()
-    check_finished(plan, out, settings)
-    diagnosis = read_diagnosis(out) if settings.diagnose else None
+    with present_output(out) as folder:
+        check_finished(plan, out, folder, settings)
+        diagnosis = read_diagnosis(folder) if settings.diagnose else None
     items = sum(i.action != "tie" for i in plan.items)
     return MergeReport(out, plan, time.perf_counter() - began, items, diagnosis, was_finished=True)
 
 
 def _merge(
-    plans: Mapping[Path, MergePlan], inputs: Inputs, settings: RunSettings, progress: Progress, began: float
+    plans: Mapping[Path | str, MergePlan], inputs: Inputs, settings: RunSettings, progress: Progress, began: float
 ) -> list[MergeReport]:
     """Carry out plans over the same inputs; `began`: start of the run on the performance counter."""
     (recipe, *_) = (p.recipe for p in plans.values())
     observers = Observers(recipe.seed, settings.exact) if settings.diagnose else None
-    resources = resources_of(list(plans.values()), settings, observers)
+    resources = resources_of(list(plans.values()), settings, inputs, observers)
+    if any(isinstance(out, str) for out in plans):  # shards that are finished can be sent
+        resources = replace(resources, in_order=True)
     with staged_outputs(list(plans), list(plans.values()), settings, inputs) as outputs:
         resumed = [len(o.done) for o in outputs]
         progress.started(list(plans.values()), sum(resumed), resources.workers)
@@ -184,7 +187,7 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     with opened_inputs([recipe], problems) as inputs:
         (plan,) = plans_of([recipe], inputs, room, problems)
         observers = Observers(recipe.seed, settings.exact)
-        resources = resources_of([plan], settings, observers)
+        resources = resources_of([plan], settings, inputs, observers)
         copies = [i.name for i in plan.items if i.call is None]  # nothing to measure
         output = StagedOutput.unwritten(plan, skip=copies)
         progress.started([plan], 0, resources.workers)
@@ -281,15 +284,3 @@ def _check_shared(recipes: Sequence[Recipe]) -> None:
 
 def _without_weights(value: Any) -> Any:
     return [(e.path, e.label, e.statistics) for e in value] if isinstance(value, tuple) else value
-
-
-def out_path(recipe: Recipe) -> Path:
-    """Final directory of a recipe's output.
-
-    Raises:
-        RecipeError: it names none.
-    """
-    if recipe.out is None:
-        raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
-    out = Path(recipe.out)
-    return out if out.name not in ("", "..") else out.resolve()  # '.' and '..' have no siblings to build in

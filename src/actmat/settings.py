@@ -35,6 +35,9 @@ class RunSettings:
     sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
     diagnose: Annotated[bool, Flag(help="Measure and check while merging; a report goes into the output.")] = False
     exact: Annotated[bool, Flag(help="Measure without random probes: no sampling error, slower.")] = False
+    staging: Annotated[
+        str | None, Flag(help="Local folder where an output for a URL is built; default: in ~/.cache/actmat.")
+    ] = None
     executor: Annotated[
         str | None,
         Flag(

@@ -121,6 +121,9 @@ def test_dataclasses_and_tuples_are_plain_data():
             "weight_decay": 0.0,
             "warm_up_steps": None,
             "micro_batches": 1,
+            "constant": False,
+            "optimiser": "adamw",
+            "clip": 1.0,
         },
     }
 

@@ -13,9 +13,7 @@ from tests.tolerances import F32_PRODUCT, relative_error
 from actmat.engine.resources import one_thread
 from actmat.statistics import open_statistics
 from actmat_experiments.harness.merging import Candidate, needs_statistics
-from actmat_experiments.language.exams import Exam
 from actmat_experiments.language.models import load_model, measure
-from actmat_experiments.language.questions import Item, TextTask
 
 LAYERS = (
     "encoder.block.0.layer.0.SelfAttention.q",
@@ -33,10 +31,8 @@ def measured(tmp_path_factory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("measure")
     tiny_model(1).save_pretrained(root / "expert")
     written_tokenizer(root / "expert")
-    words = [Item("x", ("a", "b"), 0)]
-    exam = Exam(TextTask("t", words, words, words), ITEMS, [], [], 16)
     with one_thread():
-        measure(root / "expert", root / "expert", exam, root / "statistics", samples=4, seed=0)
+        measure(root / "expert", root / "expert", ITEMS[:4], root / "statistics", source="t", seed=0)
     return root / "expert", root / "statistics"
 
 

@@ -10,10 +10,10 @@ from tests.helpers.language import HUB_ROWS
 from actmat.errors import CheckpointError
 from actmat_experiments.language.questions import (
     FORMS,
-    TEMPLATES,
+    OWN,
+    PAPER,
     Row,
     Template,
-    get_template,
     read_rows,
     render,
     to_items,
@@ -39,6 +39,41 @@ CSV_STORY = {
 }
 
 
+TEMPLATES = {task: (PAPER[task], *OWN[task]) for task in FORMS}
+PAPERS = {
+    "qasc": (
+        "Frozen water is ice, and heat melts frozen water. Given these facts, what melts among the following options:\n"
+        "- iron\n - ice\n - sand\n - wood\n - wool\n - salt\n - soil\n - air"
+    ),
+    "wikiqa": (
+        "Question: how are glacier caves formed??\n"
+        'Would "A glacier cave is a cave formed within the ice of a glacier ." be a reasonable answer?'
+    ),
+    "quartz": (
+        "Use information from the paragraph to answer the question.\n\nQuestion:\n\n\n"
+        "A bigger star gives how much light more or less? \n\n\n"
+        "Paragraph :\n\nThe bigger a star, the more light it gives."
+    ),
+    "paws": (
+        "Determine if the following two sentences paraphrase each other or not.\n"
+        "Sent 1: He sold the car to her.\nSent 2: She sold him the car."
+    ),
+    "story_cloze": (
+        "Tom was hungry. He went to the kitchen. There was bread. He cut a slice. What is a possible continuation for "
+        "the story given the following options ? - Tom went to sleep hungry.\n- Tom ate the slice."
+    ),
+    "winogrande": (
+        "The trophy did not fit the case because the _ was too big. In the previous sentence, does _ refer to trophy "
+        "or  case?"
+    ),
+    "wsc": (
+        "Mark told Pete many lies, which Pete included in his book. In the previous sentence, does the pronoun "
+        '"his" refer to Mark? Yes or no?'
+    ),
+}
+"""Rows of `HUB_ROWS` as promptsource renders them by its first template."""
+
+
 def wrong(task: str, *rows: dict) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         read_rows(task, rows, "somewhere")
@@ -52,28 +87,27 @@ def test_every_task_has_rows_and_templates() -> None:
 
 @pytest.mark.parametrize(("task", "template"), [(t, x) for t, some in TEMPLATES.items() for x in some])
 def test_a_row_of_the_hub_is_asked_by_every_template(task: str, template: Template) -> None:
-    (row,) = read_rows(task, [HUB_ROWS[task]], task)
+    ((row,), _) = read_rows(task, [HUB_ROWS[task]], task)
     item = render(template, row)
     assert item.target == TARGETS[task]
     assert len(item.choices) >= 2
     assert all(choice.strip() for choice in item.choices)
     assert len(set(item.choices)) == len(item.choices)
-    for text in row.fields.values():  # what a template mentions is there, whole
-        assert text in item.prompt or not {n for n, t in row.fields.items() if t == text} & template.fields
-    for option in row.options:
-        assert option in item.prompt
+    for text in row.fields.values():  # what a template mentions is there, whole but for its first letter and last stop
+        inner = text[1:].strip(".?!")
+        assert inner in item.prompt or not {n for n, t in row.fields.items() if t == text} & template.fields
+    assert all(option in item.prompt for option in row.options) or not {"choices", "options"} & template.fields
     assert "{" not in item.prompt
 
 
 @pytest.mark.parametrize("task", TEMPLATES)
 def test_templates_mention_known_fields_and_have_names_of_their_own(task: str) -> None:
-    (row,) = read_rows(task, [HUB_ROWS[task]], task)
+    ((row,), _) = read_rows(task, [HUB_ROWS[task]], task)
     templates = TEMPLATES[task]
     assert len({t.name for t in templates}) == len({t.prompt for t in templates}) == len(templates)
     for template in templates:
-        assert template.fields <= {*row.fields, "options"}
+        assert template.fields <= {*row.fields, "options", "choices"}
         assert bool(template.answers) is not bool(row.options)
-        assert get_template(task, template.name) is template
 
 
 @pytest.mark.parametrize(
@@ -86,25 +120,49 @@ def test_templates_mention_known_fields_and_have_names_of_their_own(task: str) -
 )
 def test_real_rows_are_read(file: str, first: str) -> None:
     task = file.split(".")[0]
-    items = to_items(task, read_rows(task, load_rows_file(DATA / file), file), cycle=False)
+    items = to_items(task, read_rows(task, load_rows_file(DATA / file), file)[0], "own")
     assert len(items) == 3
     assert items[0].target == first
     assert {len(item.choices) for item in items} == {8 if task == "qasc" else 2}
 
 
-def test_the_authors_csv_of_story_cloze_and_the_hub_say_the_same() -> None:
-    assert read_rows("story_cloze", [CSV_STORY], "csv") == read_rows("story_cloze", [HUB_ROWS["story_cloze"]], "hub")
+def test_both_csv_files_of_story_cloze_and_the_hub_say_the_same() -> None:
+    paper = {
+        "input_storyid": "s1",
+        **{f"input_sentence{n}": HUB_ROWS["story_cloze"][f"input_sentence_{n}"] for n in range(1, 5)},
+        "random_fifth_sentence_quiz1": "Tom went to sleep hungry.",
+        "random_fifth_sentence_quiz2": "Tom ate the slice.",
+        "answer_right_ending": "2",
+    }
+    read = [read_rows("story_cloze", [row], "x") for row in (CSV_STORY, paper, HUB_ROWS["story_cloze"])]
+    assert read[0] == read[1] == read[2]
 
 
 def test_templates_go_round_in_training_and_stand_still_in_tests() -> None:
-    rows = read_rows("paws", [HUB_ROWS["paws"]] * 4, "paws")
-    assert len({item.prompt for item in to_items("paws", rows, cycle=True)}) == 3
-    assert len({item.prompt for item in to_items("paws", rows, cycle=False)}) == 1
+    rows, _ = read_rows("paws", [HUB_ROWS["paws"]] * 4, "paws")
+    assert len({item.prompt for item in to_items("paws", rows, "cycled", train=True)}) == 3
+    for asking in ("paper", "own", "cycled"):
+        assert len({item.prompt for item in to_items("paws", rows, asking)}) == 1
+
+
+@pytest.mark.parametrize("task", PAPERS)
+def test_the_papers_templates_ask_as_its_code_does(task: str) -> None:
+    rows, _ = read_rows(task, [HUB_ROWS[task]], task)
+    assert to_items(task, rows, "paper")[0].prompt == PAPERS[task]
+
+
+def test_malformed_rows_are_left_out_and_counted_one_in_a_hundred_at_most() -> None:
+    good, bad = HUB_ROWS["paws"], {**HUB_ROWS["paws"], "sentence1": " "}
+    rows, malformed = read_rows("paws", [*[good] * 99, bad], "paws, train")
+    assert len(rows) == 99
+    assert malformed == ["paws, train, row 100: sentence1 is ' ', not a text"]
+    with pytest.raises(CheckpointError, match="2 of 100 rows cannot be used; at most 1 % may be"):
+        read_rows("paws", [*[good] * 98, bad, bad], "paws, train")
 
 
 def test_braces_in_a_row_are_text() -> None:
     row = {**HUB_ROWS["paws"], "sentence1": "a {sentence2} b", "sentence2": "{0.__class__}"}
-    (item,) = to_items("paws", read_rows("paws", [row], "x"), cycle=False)
+    (item,) = to_items("paws", read_rows("paws", [row], "x")[0], "own")
     assert "a {sentence2} b" in item.prompt
     assert "{0.__class__}" in item.prompt
 
@@ -124,8 +182,8 @@ def test_wrong_column_names_are_an_error_and_no_empty_choices() -> None:
         ("story_cloze", {"sentence_quiz1": " "}, "answer 1 is ' ', not a text"),
         ("story_cloze", {"sentence_quiz2": None}, "answer 2 is None"),
         ("story_cloze", {"sentence_quiz2": " Tom went to sleep hungry."}, "not distinct"),
-        ("story_cloze", {"answer_right_ending": 3}, "answer_right_ending is '3'"),
-        ("story_cloze", {"input_sentence_1": 7}, "row 1"),
+        ("story_cloze", {"answer_right_ending": 3}, "answer_right_ending is 3"),
+        ("story_cloze", {"input_sentence_1": 7}, "row 1: story is 7"),
         ("winogrande", {"answer": ""}, "answer is ''"),
         ("wsc", {"label": -1}, "label is -1"),
         ("wsc", {"span2_text": ""}, "pronoun is ''"),
@@ -146,5 +204,5 @@ def test_all_problems_of_a_source_come_at_once() -> None:
 
 
 def test_spaces_around_texts_go() -> None:
-    (row,) = read_rows("winogrande", [{**HUB_ROWS["winogrande"], "option1": " trophy "}], "x")
+    ((row,), _) = read_rows("winogrande", [{**HUB_ROWS["winogrande"], "option1": " trophy "}], "x")
     assert row == Row(row.fields, ("trophy", "case"), 0)

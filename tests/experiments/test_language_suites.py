@@ -113,7 +113,7 @@ def test_stages_are_kept_and_merged_models_are_not(small: Path) -> None:
     assert not list((cache / "merge").glob("*/default"))
     base = next((cache / "base").glob("*/key.json")).parent
     assert load_model(base).config.d_model == 16
-    assert json.loads(next(cache.glob("experts/*/training.json")).read_text())["updates"] == 4
+    assert json.loads(next(cache.glob("experts/*/training.json")).read_text())["update"] == 4
     assert {p.name for p in (cache / "logs").iterdir()} >= {"base.log", "experts.log", "merges.log"}
 
 
@@ -235,7 +235,7 @@ def seven(tmp_path_factory) -> tuple[Path, str]:
     (root / "data").mkdir()
     for task, splits in {"story_cloze": ("validation", "test"), "wikiqa": ("train", "dev", "test")}.items():
         for split in splits:
-            write_rows(root / "data" / f"{task}.{split}.jsonl", numbered(task, split, 40 if split != "test" else 6))
+            write_rows(root / "data" / f"{task}.{split}.jsonl", numbered(task, split, 40))
     get_suite("language").run(seven_request(root))
     return root, str(root / "base")
 
@@ -291,6 +291,9 @@ def test_default_settings_are_the_protocol() -> None:
         assert (training.learning_rate, training.batch_size, training.max_updates) == (1e-4, 1024, 75_000)
         assert (training.validate_every, training.patience, training.max_length) == (100, 5, 128)
         assert training.precision == "bf16"
+        assert training.clip is None
+    assert settings.asking == "paper"
+    assert (settings.samples, settings.measured) == (320, "train")
     assert (settings.experts.rank, settings.experts.alpha) == (16, 16)
 
 

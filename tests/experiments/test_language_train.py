@@ -14,9 +14,10 @@ from tests.helpers.language import some_items, tiny_model
 from tests.tolerances import F32_PRODUCT, relative_error
 
 from actmat.engine.resources import one_thread
+from actmat_experiments.harness.training import Progress
 from actmat_experiments.language.exams import chosen
-from actmat_experiments.language.models import add_lora, is_adapter_folder, load_model, trained
-from actmat_experiments.language.train import FineTuning, Progress, batch_at, finetune, summed_loss
+from actmat_experiments.language.models import add_lora, is_adapter_folder, load_model
+from actmat_experiments.language.train import FineTuning, batch_at, finetune, summed_loss
 
 SETTINGS = FineTuning(
     learning_rate=1e-2,
@@ -128,19 +129,21 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, dropout: float,
 def test_patience_ends_a_run_and_the_best_weights_are_kept(tmp_path, monkeypatch) -> None:
     import actmat_experiments.language.train as module
 
-    judged = iter([0.5, 0.7, 0.6, 0.7])
+    judged = iter([0.5, 0.75, 0.625, 0.75])
     kept = []
 
-    def accuracy(model, *rest) -> float:
+    def answers(model, items, **rest) -> torch.Tensor:
         kept.append(copy.deepcopy(model.state_dict()))
-        return next(judged)
+        labels = torch.tensor([item.label for item in items])
+        wrong = round((1 - next(judged)) * len(items))
+        return torch.where(torch.arange(len(items)) < wrong, 1 - labels, labels)
 
-    monkeypatch.setattr(module, "_accuracy", accuracy)
+    monkeypatch.setattr(module, "chosen", answers)
     settings = FineTuning(
         learning_rate=1e-2, batch_size=4, max_updates=99, validate_every=1, patience=2, precision="no"
     )
     model, done = fit(tmp_path, settings=settings)
-    assert done == Progress(update=4, best=0.7, best_update=2, stale=2)
+    assert done == Progress(update=4, best=0.75, best_update=2, stale=2)
     assert all(torch.equal(model.state_dict()[n], t) for n, t in kept[1].items())
 
 
@@ -160,7 +163,9 @@ def test_lora_adapts_all_linear_layers_but_the_output_and_leaves_the_base(tmp_pa
     torch.manual_seed(0)
     model = add_lora(tiny_model(), rank=2, alpha=2, base=str(tmp_path / "base"))
     fit(tmp_path / "run", model)
-    assert {n.split(".lora_")[0].removeprefix("base_model.model.") for n in trained(model)} == linear
+    assert {
+        n.split(".lora_")[0].removeprefix("base_model.model.") for n, p in model.named_parameters() if p.requires_grad
+    } == linear
     left = {n.removeprefix("base_model.model.").replace(".base_layer", ""): t for n, t in model.state_dict().items()}
     assert all(torch.equal(left[n], t) for n, t in before.items())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -32,10 +34,12 @@ def train(net: nn.Linear, schedule: Schedule, *, stop: int | None = None, **more
         for step in range(first, steps_of(schedule, len(X))):
             if step == stop:
                 raise KeyboardInterrupt
-            start = step % 3 * schedule.batch_size
-            for piece in range(schedule.micro_batches):
-                at = slice(start + piece * per_step, start + (piece + 1) * per_step)
-                yield nn.functional.mse_loss(net(X[at]), Y[at])
+            yield terms(step % 3 * schedule.batch_size)
+
+    def terms(start):
+        for piece in range(schedule.micro_batches):
+            at = slice(start + piece * per_step, start + (piece + 1) * per_step)
+            yield nn.functional.mse_loss(net(X[at]), Y[at]) / schedule.micro_batches
 
     descend(list(net.parameters()), losses, steps_of(schedule, len(X)), schedule, **more)
 
@@ -44,7 +48,7 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(tmp_path):
     schedule = Schedule(4, 8, 0.05, weight_decay=0.1)
     whole, broken, again = model(), model(), model()
     train(whole, schedule)
-    resume = Resume(tmp_path / "state.safetensors", every=5)
+    resume = Resume(tmp_path / "state.pt", every=5)
     with pytest.raises(KeyboardInterrupt):
         train(broken, schedule, stop=7, resume=resume)
     steps = []
@@ -59,6 +63,36 @@ def test_pieces_of_a_batch_give_the_gradient_of_the_batch():
     train(whole, Schedule(2, 8, 0.05))
     train(pieces, Schedule(2, 8, 0.05, micro_batches=4))
     assert torch.allclose(whole.weight, pieces.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "adafactor"])
+def test_a_run_of_either_optimiser_goes_on(optimiser, tmp_path):
+    schedule = Schedule(4, 8, 0.05, constant=True, optimiser=optimiser, clip=None)
+    whole, broken = model(), model()
+    train(whole, schedule)
+    for stop in (7, None):
+        with contextlib.suppress(KeyboardInterrupt):
+            train(broken, schedule, stop=stop, resume=Resume(tmp_path / "state.pt", every=3))
+    assert torch.equal(whole.weight, broken.weight)
+
+
+def test_a_run_ends_with_its_stream():
+    net, steps = model(), []
+    few = ((net(X[:8]) - Y[:8]).square().mean() for _ in range(2))
+    descend(list(net.parameters()), lambda first: few, 9, Schedule(1, 8, 0.05), lambda: steps.append(1))
+    assert len(steps) == 2
+
+
+def test_rates_and_gradients_are_those_of_the_schedule():
+    assert Schedule(1, 1, 0.5, constant=True).rate(0, 100) == 0.5
+    assert Schedule(1, 1, 0.5).rate(0, 100) == 0.05
+    seen = {}
+    for clip in (1e-3, None):
+        net = model()
+        watch = Seen(net)
+        train(net, Schedule(1, 8, 0.05, clip=clip), callbacks=[watch])
+        seen[clip] = float(sum(p.grad.square().sum() for p in net.parameters()) ** 0.5)
+    assert seen[1e-3] < 1.001e-3 < seen[None]
 
 
 class Seen:

@@ -11,13 +11,14 @@ from transformers import AutoTokenizer, CLIPModel, CLIPVisionModel
 
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision import suite
 from actmat_experiments.vision.backbones import ClipHead, load_head, read_tensors
-from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert, source_of
+from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert
 from actmat_experiments.vision.images import HubSet, ImageTask, load_task
 
 TASKS = ("mnist", "svhn", "eurosat")
@@ -166,12 +167,12 @@ def test_unknown_models_and_settings_are_told(request_of):
 
 def test_local_files_are_known_by_their_content(tmp_path):
     write_clip(tmp_path / "clip")
-    before = source_of(str(tmp_path / "clip"))
+    before = model_folder(str(tmp_path / "clip"))
     assert before[0] == tmp_path / "clip"
     (tmp_path / "clip" / "config.json").write_text((tmp_path / "clip" / "config.json").read_text() + "\n")
-    assert source_of(str(tmp_path / "clip"))[1] != before[1]
+    assert model_folder(str(tmp_path / "clip"))[1] != before[1]
     with pytest.raises(CheckpointError, match="no folder"):
-        source_of("not a hub id at all")
+        model_folder("not a hub id at all")
 
 
 def test_pixels_are_shared_between_models(finished):

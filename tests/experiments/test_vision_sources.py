@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tests.helpers.vision import arrays, write_tasks
+from transformers import ViTConfig, ViTModel
 
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.vision.backbones import CLIP_SCALE
+from actmat_experiments.vision.backbones import CLIP_SCALE, PLAIN_SCALE, Backbone, features
 from actmat_experiments.vision.clip import class_words, clip_tasks
 from actmat_experiments.vision.images import (
+    Examples,
     HubSet,
     Limits,
     local_task,
@@ -109,11 +113,12 @@ def test_a_data_set_of_the_hub(tmp_path):
 
 
 def test_a_data_set_of_another_shape_is_refused_with_all_problems(tmp_path):
-    folder = hub_stand_in(tmp_path / "set", splits=("train",), columns=("img", "fine_label"))
+    with pytest.raises(CheckpointError, match="no split 'test'; it has train"):
+        open_hub("pets", HubSet(str(hub_stand_in(tmp_path / "part", splits=("train",)))))
+    folder = hub_stand_in(tmp_path / "set", columns=("img", "fine_label"))
     with pytest.raises(CheckpointError) as caught:
         open_hub("pets", HubSet(str(folder)))
     text = "\n".join(caught.value.problems)
-    assert "no split 'test'" in text
     assert "no column 'image'" in text
     assert "no column 'label'" in text
     right = hub_stand_in(tmp_path / "other", names=("cat", "dog", "bird"))
@@ -154,7 +159,7 @@ def test_grey_images_become_colour_at_the_right_size(data, tmp_path):
 
 
 def test_pixels_are_scaled_as_clip_was_trained():
-    pixels = np.zeros((2, 4, 4, 3), dtype=np.uint8)
+    pixels = torch.zeros((2, 4, 4, 3), dtype=torch.uint8)
     pixels[..., 1] = 255
     images = CLIP_SCALE(pixels)
     assert images.shape == (2, 3, 4, 4)
@@ -205,3 +210,66 @@ def test_the_papers_tasks_have_their_prompts():
 )
 def test_names_become_words(name, words):
     assert class_words(name) == words
+
+
+def test_images_that_cannot_be_read_are_left_out_one_in_a_hundred_at_most(tmp_path):
+    raw = open_npz(write_tasks(tmp_path / "data", ("only",), n=240) / "only.npz")
+    whole, broken = raw.train.image, set()
+
+    def image(i):
+        if i in broken:
+            raise OSError("broken data stream")
+        return whole(i)
+
+    raw = replace(raw, train=replace(raw.train, image=image))
+    fit, _ = split_indices(240, "only")
+    broken.add(fit[7])
+    task = prepare_task(Cache(tmp_path / "cache"), raw, 32, Watch())
+    assert len(task.train) == len(fit) - 1
+    assert task.train.labels_N.tolist() == [raw.train.labels[i] for i in fit if i not in broken]
+    assert task.train.pixels_NSSC.shape[0] == len(task.train)
+    assert np.array_equal(task.train.pixels_NSSC[7], np.asarray(whole(fit[8])))
+    (line,) = task.malformed
+    assert line == f"train, image {fit[7]} cannot be read: broken data stream"
+    broken.update(fit[:5])
+    with pytest.raises(CheckpointError, match="only, train: 6 of 216 rows cannot be used"):
+        prepare_task(Cache(tmp_path / "other"), raw, 32, Watch())
+    streamed = prepare_task(Cache(tmp_path / "third"), raw, 32, Watch(), stream=2)
+    with pytest.raises(CheckpointError, match="images=stored"):
+        streamed.train.pixels_NSSC[:8]
+
+
+def test_streamed_images_are_the_stored_ones(tmp_path):
+    raw = local_task(write_tasks(tmp_path / "data", ("a", "b")), "b")
+    cache = Cache(tmp_path / "cache")
+    stored, streamed = (prepare_task(cache, raw, 48, Watch(), Limits(9, 3, 8), stream=s) for s in (None, 2))
+    for part in ("train", "validation", "test"):
+        one, other = getattr(stored, part), getattr(streamed, part)
+        assert torch.equal(one.labels_N, other.labels_N)
+        assert all(torch.equal(a, b) for a, b in zip(one.batches(4), other.batches(4), strict=True))
+        index = torch.tensor([2, 0])
+        for a, b in zip(one.batch(index, CLIP_SCALE, "cpu"), other.batch(index, CLIP_SCALE, "cpu"), strict=True):
+            assert torch.equal(a, b)
+    assert len(list((cache.root / "pixels").glob("*"))) == 2, "one folder and its lock"
+
+
+def test_images_are_read_once_for_all_models(tmp_path):
+    task = prepare_task(Cache(tmp_path), local_task(write_tasks(tmp_path / "data", ("a",)), "a"), 32, Watch())
+    read = []
+
+    class Counting:
+        def __getitem__(self, index):
+            read.append(index)
+            return task.test.pixels_NSSC[index]
+
+    backbone = Backbone("vit", 32, PLAIN_SCALE)
+    config = ViTConfig(image_size=32, patch_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    config.num_attention_heads = 2
+    models = [ViTModel(config, add_pooling_layer=False).eval() for _ in range(3)]
+    examples = Examples(Counting(), task.test.labels_N)
+    together = features(backbone, models, examples)
+    assert len(read) == 1
+    assert all(torch.equal(a, features(backbone, [m], examples)[0]) for a, m in zip(together, models, strict=True))
+    half = features(backbone, models, examples, precision="bfloat16")
+    assert half[0].dtype == torch.float32
+    assert 0 < (half[0] - together[0]).abs().max() < 0.1

@@ -1,8 +1,13 @@
-"""A stand-in for the Hugging Face hub on 127.0.0.1: the three endpoints that reading a model needs.
+"""A stand-in for the Hugging Face hub on 127.0.0.1: the endpoints that reading models and data sets needs.
 
     GET  /api/models/<org>/<name>[/revision/<revision>]   commit and files with sizes and hashes
     HEAD /<org>/<name>/resolve/<revision>/<file>          size, ETag and commit
     GET  /<org>/<name>/resolve/<revision>/<file>          content; honours Range
+    GET  /api/datasets/<org>/<name>/tree/<revision>[/...] files and folders below a folder
+    POST /api/datasets/<org>/<name>/paths-info/<revision> the same of given paths
+
+The first three also serve data sets, below /api/datasets and /datasets; the id of such a repository is
+"datasets/<org>/<name>".
 
 Every request is recorded, so that a test can say what was transferred.
 """
@@ -11,17 +16,20 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
-INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<revision>.+))?")
+REPO = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)"
+RESOLVE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+INFO = re.compile(rf"/api/(?:models/)?{REPO}(?:/revision/(?P<revision>[^/]+))?")
+TREE = re.compile(rf"/api/(?:models/)?{REPO}/tree/(?P<revision>[^/]+)(?:/(?P<file>.+))?")
+PATHS = re.compile(rf"/api/(?:models/)?{REPO}/paths-info/(?P<revision>[^/]+)")
 
 
 @dataclass
@@ -35,9 +43,9 @@ class HubStandIn:
     honours_ranges: bool = True
     requests: list[tuple[str, str, int]] = field(default_factory=list)
 
-    def add(self, repo_id: str, folder: Path, *, branch: str = "main") -> str:
+    def add(self, repo_id: str, folder: Path, *, branch: str = "main", commit: str | None = None) -> str:
         """Publish a folder as a new commit of a branch."""
-        commit = hashlib.sha1(f"{repo_id}{folder}{len(self.branches)}".encode()).hexdigest()
+        commit = commit or hashlib.sha1(f"{repo_id}{folder}{len(self.branches)}".encode()).hexdigest()
         self.repositories.setdefault(repo_id, {})[commit] = folder
         self.branches[repo_id, branch] = commit
         return commit
@@ -52,19 +60,29 @@ def hub_stand_in(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[HubSt
     """Serve a stand-in and point the hub library at it, with its own cache and no token."""
     from huggingface_hub import close_session, constants
 
+    with served() as hub:
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        close_session()  # a client made before may carry a proxy
+        try:
+            yield hub
+        finally:
+            close_session()
+
+
+@contextmanager
+def served() -> Iterator[HubStandIn]:
+    """Serve a stand-in, for processes of their own that are pointed at its endpoint."""
     hub = HubStandIn()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    close_session()  # a client made before may carry a proxy
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -73,7 +91,6 @@ def hub_stand_in(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[HubSt
         server.shutdown()
         server.server_close()
         thread.join()
-        close_session()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -91,14 +108,40 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Keep the test output clean."""
 
+    def do_POST(self) -> None:
+        given = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        match = PATHS.fullmatch(urlsplit(self.path).path)
+        if match is None:
+            self._refuse(404, "EntryNotFound")
+            return
+        fields = json.loads(given) if given.startswith("{") else parse_qs(given)
+        self._tree(match["repo"], unquote(match["revision"]), lambda path: path in fields["paths"])
+
     def _answer(self, *, body: bool) -> None:
-        path = unquote(urlsplit(self.path).path)
-        if match := INFO.fullmatch(path):
-            self._info(match["repo"], match["revision"] or "main")
+        path = urlsplit(self.path).path
+        if match := TREE.fullmatch(path):
+            below = f"{unquote(match['file'])}/" if match["file"] else ""
+            self._tree(match["repo"], unquote(match["revision"]), lambda path: path.startswith(below))
+        elif match := INFO.fullmatch(path):
+            self._info(match["repo"], unquote(match["revision"] or "main"))
         elif match := RESOLVE.fullmatch(path):
-            self._file(match["repo"], match["revision"], match["file"], body=body)
+            self._file(match["repo"], unquote(match["revision"]), unquote(match["file"]), body=body)
         else:
             self._refuse(404, "EntryNotFound")
+
+    def _tree(self, repo: str, revision: str, wanted: Callable[[str], bool]) -> None:
+        commit = self._commit(repo, revision)
+        if commit is None:
+            return
+        folder = self.hub.repositories[repo][commit]
+        found = []
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if wanted(name):
+                kind = "directory" if path.is_dir() else "file"
+                size = 0 if path.is_dir() else path.stat().st_size
+                found.append({"type": kind, "oid": "0" * 40, "size": size, "path": name})
+        self._send(200, json.dumps(found).encode(), {})
 
     def _info(self, repo: str, revision: str) -> None:
         commit = self._commit(repo, revision)
@@ -112,7 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
             if len(digest) == 64:
                 entry["lfs"] = {"size": path.stat().st_size, "sha256": digest, "pointerSize": 130}
             siblings.append({**entry, "blobId": digest if len(digest) == 40 else "0" * 40})
-        self._send(200, json.dumps({"id": repo, "sha": commit, "siblings": siblings}).encode(), {})
+        name = repo.removeprefix("datasets/")
+        self._send(200, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode(), {})
 
     def _file(self, repo: str, revision: str, name: str, *, body: bool) -> None:
         commit = self._commit(repo, revision)

@@ -53,10 +53,11 @@ LAZY = {"demo"}  # imported by commands inside functions
 
 
 def layer_of_file(path: Path) -> str:
-    """`src/actmat/plan/x.py` -> plan; `src/actmat/errors.py` -> errors; `src/actmat/__init__.py` -> api."""
+    """Layer of a file by its first folder; `src/actmat/__init__.py` is in the last layer that it offers names of."""
     if path.is_relative_to(EXPERIMENTS):
         return EXPERIMENTS.name
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py").replace("__main__", "cli")
+    first = first.replace("__init__", "tune")
     return first if first in LAYERS or (PACKAGE / first).is_dir() else "api"
 
 

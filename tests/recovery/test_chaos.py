@@ -7,7 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from chaos.__main__ import kth
+from chaos.runs import KINDS
+from chaos.sorts import SORTS
 from tests.helpers.repository import ROOT
+
+from actmat.engine.executors import EXECUTORS
 
 
 def chaos(*flags: str, startup: str = "", folder: Path) -> subprocess.CompletedProcess[str]:
@@ -23,6 +29,19 @@ def test_a_dozen_runs(tmp_path: Path) -> None:
     done = chaos("--runs", "18", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "18 runs, 0 problems" in done.stdout
+
+
+@pytest.mark.parametrize("count", [1, 6, 9, 10, 18])
+def test_every_sort_meets_every_kind_of_fault(count: int) -> None:
+    sorts = [f"sort {i}" for i in range(count)]
+    pairs = [kth(k, sorts) for k in range(count * len(KINDS))]
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_every_executor_makes_every_sort() -> None:
+    names = {s.name for s in SORTS.values()}
+    assert len(SORTS) == len(names) * len(EXECUTORS)
+    assert {s.executor for s in SORTS.values()} == set(EXECUTORS)
 
 
 STRAY = """

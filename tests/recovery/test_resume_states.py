@@ -16,7 +16,7 @@ import actmat as library
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
-from actmat.run import opened_inputs
+from actmat.inputs import opened_inputs
 from actmat.touched import has_same_inputs
 
 

@@ -35,10 +35,10 @@ def merge(
     """Merge checkpoints into one: `W* = W_0 + scale * D*`, tensor by tensor.
 
     Args:
-        base: directory, file or hub id `org/name[@revision]` of the checkpoint that all experts come from; None
+        base: directory, file, hub id `org/name[@revision]` or URL of the checkpoint that all experts come from; None
             merges adapters into an adapter.
         experts: likewise; a mapping may give `path`, `name` and `weight`.
-        out: directory to write; must not exist, or be empty, unless `overwrite`.
+        out: directory to write, or its URL; must not exist, or be empty, unless `overwrite`.
         method: merge method, see `actmat methods`.
         weights: one per expert, for methods that take weights.
         statistics: output of `actmat statistics collect`, by the experts' names or one each in their order, for

@@ -82,7 +82,7 @@ class FileIdentity:
     """Size and times of a file, which tell two states of it apart without reading it.
 
     `change_ns` (ctime) cannot be set by a user, so an edit that keeps size and modification time still shows.
-    Files of a hub repository have their content hash as `etag` instead of times.
+    Remote files have an `etag` instead of times: the content hash on the hub, elsewhere what the server states.
     """
 
     path: str
@@ -94,12 +94,14 @@ class FileIdentity:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHandle:
-    """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Strings only."""
+    """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Plain data."""
 
-    address: str  # absolute path of a folder or file, or `hf://org/name@commit`
+    address: str  # absolute path of a folder or file, `hf://org/name@commit`, or a URL
     format: str
     location: str  # what the user called it, for messages
     cache_dir: str = ""  # folder of downloads; empty for local files
+    streams: bool = False  # remote tensors are read by ranges
+    etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -140,6 +142,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Most memory that each thread which reads takes for reading ahead; 0 for local files."""
+        return 0
 
     def handle(self) -> CheckpointHandle:
         """Address from which another process can open this checkpoint again; an error if in memory."""

@@ -16,7 +16,7 @@ from actmat.bounds import kind_of_file, read_object
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import CheckpointError
 
-__all__ = ["INDEX_SUFFIX", "join_shards", "member", "read_config", "read_index", "shown"]
+__all__ = ["INDEX_SUFFIX", "is_plain_name", "join_shards", "member", "read_config", "read_index", "shown"]
 
 INDEX_SUFFIX = ".index.json"
 
@@ -37,7 +37,7 @@ def read_index(path: Path) -> dict[str, str]:
             "Fix: save the checkpoint again, or remove the index when the folder holds one weight file."
         )
     files = {str(file): file for file in weight_map.values()}  # few; judged once each
-    bad = {text[:200] for text, file in files.items() if not _is_plain_name(file)}
+    bad = {text[:200] for text, file in files.items() if not is_plain_name(file)}
     if bad:
         raise CheckpointError(
             f"{path}: the weight_map names files outside its folder; do not trust this download",
@@ -48,7 +48,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 def member(folder: Path, name: str) -> Path:
     """Path of a file of the folder; a link may lead out of it only to the blobs of the hub cache it lies in."""
-    if not _is_plain_name(name):
+    if not is_plain_name(name):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a plain file name")
     path = folder / name
     try:
@@ -105,7 +105,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:120]}..."
 
 
-def _is_plain_name(name: object) -> bool:
+def is_plain_name(name: object) -> bool:
+    """True for the name of a file in a folder: no path, no control characters.
+
+    >>> is_plain_name("model.safetensors"), is_plain_name("../secret")
+    (True, False)
+    """
     return (
         isinstance(name, str)
         and name not in ("", ".", "..")

@@ -1,8 +1,9 @@
 """One commit of a model repository on the Hugging Face hub: its files, pinned, and the cached ones among them.
 
 Opening a checkpoint there lists the files and reads the header of every safetensors shard through two small requests
-at most, so that a merge can be planned before a weight is downloaded. Torch files have no header to read: they are
-downloaded when they are opened.
+at most, so that a merge can be planned before a weight is downloaded. After that a shard is downloaded into the hub's
+cache when a tensor of it is first read, or, if the repository was named by its URL (`hf://`), read by ranges and kept
+nowhere. Torch files have no header to read: they are downloaded when they are opened.
 
 Everything goes through `huggingface_hub`: its endpoint, token, cache, offline switch and HTTP client. The revision is
 pinned to a commit before anything else, so that two files are never of two commits.
@@ -25,17 +26,15 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type:
 
 from actmat.checkpoints.base import FileIdentity
 from actmat.checkpoints.folder import INDEX_SUFFIX, read_index
-from actmat.checkpoints.source import Source
+from actmat.checkpoints.remote.http import CONTENT_RANGE, HTTP_ERROR, TRANSIENT, pause_of, read_body
+from actmat.checkpoints.remote.retry import TransientError, retried
+from actmat.checkpoints.remote.store import FIRST_RANGE
+from actmat.checkpoints.source import SIDECAR_SUFFIXES, Source
 from actmat.errors import CheckpointError
 
 __all__ = ["HubFile", "HubRepository", "open_repository"]
 
-FIRST_RANGE = 256 * 1024
-"""Bytes of the first request for a header: nearly every safetensors header is shorter."""
-
-SIDECAR_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 TIMEOUT = 30.0  # seconds
-HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
 
 REFUSALS: dict[type[Exception], str] = {
     errors.GatedRepoError: "the hub repository is gated. Fix: accept its terms on its page, then log in (hf auth login "
@@ -66,12 +65,22 @@ class HubRepository(Source):
 
     cache_dir: Path
 
-    def __init__(self, repo_id: str, location: str, commit: str, files: Mapping[str, HubFile], cache_dir: Path) -> None:
+    def __init__(
+        self,
+        repo_id: str,
+        location: str,
+        commit: str,
+        files: Mapping[str, HubFile],
+        cache_dir: Path,
+        *,
+        streams: bool = False,
+    ) -> None:
         self.repo_id = repo_id
         self.location = location
         self.commit = commit
         self.files = files
         self.cache_dir = cache_dir
+        self.streams = streams
         self.names = sorted(name for name in files if "/" not in name)
 
     @property
@@ -114,14 +123,21 @@ class HubRepository(Source):
     def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
         """`read_at(offset, length)` over HTTP ranges, and the size; the first request suffices for most headers."""
         size = self.files[name].size
-        start = self._range(name, 0, min(FIRST_RANGE, size))
+        start = self.read_range(name, 0, min(FIRST_RANGE, size))
 
         def read_at(offset: int, length: int) -> bytes:
             if offset + length <= len(start):
                 return start[offset : offset + length]
-            return self._range(name, offset, length)
+            return self.read_range(name, offset, length)
 
         return read_at, size
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of a file of the commit, with retries."""
+        if length == 0:
+            return b""
+        with explained(self.location):
+            return retried(lambda: self._range(name, offset, length), f"{self.location}: {name}")
 
     def fetch_sidecars(self) -> Path | None:
         """Download tokenizer, processor and other small files; their folder, or None if there are none."""
@@ -135,27 +151,41 @@ class HubRepository(Source):
         return folder
 
     def _range(self, name: str, offset: int, length: int) -> bytes:
-        if length == 0:
-            return b""
         url = hf_hub_url(self.repo_id, name, revision=self.commit, endpoint=constants.ENDPOINT)
         span = f"bytes={offset}-{offset + length - 1}"
         headers = {**build_hf_headers(), "Range": span, "Accept-Encoding": "identity"}
-        out = bytearray()
-        with explained(self.location), get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
-            hf_raise_for_status(response)
-            if response.status_code != 206 and offset > 0:
-                raise CheckpointError(f"{self.location}: the hub ignored a range request for {name}; download it first")
-            for chunk in response.iter_bytes():  # stop early: a server may send the whole file
-                out += chunk
-                if len(out) >= length:
-                    break
-        if len(out) < length:
-            raise CheckpointError(f"{self.location}: {name} ended after {offset + len(out)} bytes. Fix: try again.")
-        return bytes(out[:length])
+        try:
+            with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
+                if response.status_code in TRANSIENT:
+                    raise TransientError(f"HTTP {response.status_code}", pause_of(response))
+                hf_raise_for_status(response)
+                if response.status_code != 206 and offset > 0:
+                    raise CheckpointError(
+                        f"{self.location}: the hub ignored a range request for {name}; download it first"
+                    )
+                found = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+                if found is not None and int(found[3]) != self.files[name].size:
+                    raise CheckpointError(
+                        f"{self.location}: {name} is not what the hub announced: it has {found[3]} bytes, expected "
+                        f"{self.files[name].size} at commit {self.commit}. Fix: run again."
+                    )
+                return read_body(response, length)
+        except tuple(REFUSALS):
+            raise
+        except errors.HfHubHTTPError:
+            raise
+        except HTTP_ERROR as error:
+            raise TransientError(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
-def open_repository(repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None) -> HubRepository:
-    """Pin the revision (default `main`) and list its files, from the hub or, offline, from the cache."""
+def open_repository(
+    repo_id: str, revision: str | None, *, cache_dir: str | Path | None = None, streams: bool = False
+) -> HubRepository:
+    """Pin the revision (default `main`) and list its files, from the hub or, offline, from the cache.
+
+    Args:
+        streams: read tensors by ranges; else shards are downloaded when they are first read.
+    """
     location = repo_id if revision is None else f"{repo_id}@{revision}"
     wanted = revision or constants.DEFAULT_REVISION
     if ".." in wanted:
@@ -164,7 +194,8 @@ def open_repository(repo_id: str, revision: str | None, *, cache_dir: str | Path
     home = cache / f"models--{repo_id.replace('/', '--')}"
     if constants.is_offline_mode():
         commit = _cached_commit(home, wanted, location)
-        return HubRepository(repo_id, location, commit, _cached_files(home / "snapshots" / commit), cache)
+        return HubRepository(repo_id, location, commit, _cached_files(home / "snapshots" / commit), cache,
+                             streams=streams)  # fmt: skip
     with explained(location):
         info = HfApi().model_info(repo_id, revision=wanted, files_metadata=True, timeout=TIMEOUT)
     if info.sha is None or info.siblings is None:
@@ -174,7 +205,7 @@ def open_repository(repo_id: str, revision: str | None, *, cache_dir: str | Path
         for s in info.siblings
     }
     _remember_commit(home, wanted, info.sha)
-    return HubRepository(repo_id, location, info.sha, files, cache)
+    return HubRepository(repo_id, location, info.sha, files, cache, streams=streams)
 
 
 def _cached_commit(home: Path, wanted: str, location: str) -> str:

@@ -1,6 +1,7 @@
-"""Open what a user named: a folder, a weight file, a hub id `org/name[@revision]`, or a mapping of tensors.
+"""Open what a user named: a folder, a weight file, a hub id `org/name[@revision]`, a URL, or a mapping of tensors.
 
-A local path wins over a hub id of the same text, unless that is written `hf://org/name`.
+A local path wins over a hub id of the same text, unless that is written `hf://org/name`. Weights of a plain hub id are
+downloaded into the hub's cache; those of `hf://`, as of every URL, are read by ranges.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from actmat.bounds import list_folder, local_path
+from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.memory import MemoryCheckpoint
@@ -47,18 +48,22 @@ def open_checkpoint(
 
 def open_handle(handle: CheckpointHandle) -> Checkpoint:
     """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage."""
-    source = find_source(handle.address, cache_dir=handle.cache_dir or None)
+    source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
     return format_named(handle.format).open(source)
 
 
-def find_source(location: str | Path, *, cache_dir: str | Path | None = None) -> Source:
-    """The folder, file or hub repository that `location` names."""
+def find_source(
+    location: str | Path, *, cache_dir: str | Path | None = None, handle: CheckpointHandle | None = None
+) -> Source:
+    """The folder, file, hub repository or URL that `location` names; that of a `handle` is as it was."""
     text = str(location)
     if not text or "\0" in text:
-        raise CheckpointError(f"expected a folder, a weight file or a hub id, found {text!r}")
+        raise CheckpointError(f"expected a folder, a weight file, a hub id or a URL, found {text!r}")
     path = local_path(text)
     hub_id = HUB_ID.fullmatch(text) if isinstance(location, str) else None
+    if hub_id is None and is_url(location):
+        return _open_url(text, handle)
     if hub_id is None or not hub_id["scheme"]:
         if os.path.exists(path):
             return LocalSource(path, text)
@@ -67,7 +72,17 @@ def find_source(location: str | Path, *, cache_dir: str | Path | None = None) ->
             raise _not_found(path, text)
     from actmat.checkpoints.hub import open_repository
 
-    return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir)
+    streams = bool(hub_id["scheme"]) if handle is None else handle.streams
+    return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
+
+
+def _open_url(url: str, handle: CheckpointHandle | None) -> Source:
+    if url.startswith("hf://"):
+        raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
+    from actmat.checkpoints.remote.source import open_remote
+
+    pinned = {} if handle is None else {name: (size, etag) for name, size, etag in handle.etags}
+    return open_remote(url, pinned=pinned)
 
 
 def _not_found(path: Path, text: str) -> CheckpointError:

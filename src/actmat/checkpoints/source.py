@@ -1,7 +1,8 @@
 """`Source`: the files of one location by name, wherever they are; checkpoints in such files, and their formats.
 
-A location is a local folder, a local file, or a commit of a hub repository (`hub.HubRepository`). A format opens a
-checkpoint from a source without asking which of them it is.
+A location is a local folder, a local file, a commit of a hub repository (`hub.HubRepository`), or a folder or file at a
+URL (`remote.source.RemoteSource`). A format opens a checkpoint from a source without asking which of them it is. A file
+that is not local is either downloaded when a tensor of it is first read, or, if the source `streams`, read by ranges.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX, member, read_config, read_index
 from actmat.errors import CheckpointError
 
-__all__ = ["Format", "LocalSource", "Source", "StoredCheckpoint"]
+__all__ = ["SIDECAR_SUFFIXES", "Format", "LocalSource", "Source", "StoredCheckpoint"]
+
+SIDECAR_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+"""Endings of config, tokenizer and processor files, and of their code."""
 
 
 class Source(abc.ABC):
@@ -31,13 +35,15 @@ class Source(abc.ABC):
         location: what the user called it, for messages.
         names: names of the files at the top level, sorted.
         named: the file, where the user named a file; None for a folder or a repository.
-        cache_dir: folder of downloads; None where all files are local.
+        cache_dir: folder of downloads that outlives the process, or None.
+        streams: tensors of files that are not local are read by ranges, through `read_range`.
     """
 
     location: str
     names: Sequence[str]
     named: str | None = None
     cache_dir: Path | None = None
+    streams: bool = False
 
     @property
     def weights(self) -> list[str]:
@@ -72,6 +78,14 @@ class Source(abc.ABC):
 
     def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
         """`read_at(offset, length)` and the size of a file that is not local, to read its header."""
+        raise NotImplementedError(f"{self.location}: {name} is local")
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of a file that is not local, with retries; the same version of the file as in `identity`.
+
+        Raises:
+            CheckpointError: the file changed, or is out of reach; names it.
+        """
         raise NotImplementedError(f"{self.location}: {name} is local")
 
     def fetch_sidecars(self) -> Path | None:
@@ -163,8 +177,12 @@ class StoredCheckpoint(Checkpoint):
         return self.source.fetch_sidecars()
 
     def handle(self) -> CheckpointHandle:
-        """Address of the source, and the format."""
-        return CheckpointHandle(self.source.address, self.format, self.location, str(self.source.cache_dir or ""))
+        """Address of the source, the format, and the versions of remote files."""
+        source = self.source
+        etags = tuple((f.path.rpartition("/")[2], f.size, f.etag) for f in self.identity() if f.etag)
+        return CheckpointHandle(
+            source.address, self.format, self.location, str(source.cache_dir or ""), source.streams, etags
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="Directory, file or hub id.")],
+    checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", help="One line per tensor.")] = False,
 ) -> None:

@@ -142,9 +142,10 @@ def print_summary(report: MergeReport) -> None:
     of = "adapters into an adapter" if to_adapter else "experts"
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(plan.recipe.method)}; {len(plan.experts)} {of})")
     if report.was_finished:
-        console.print(
-            "  is complete: an earlier run of the same command finished it; all its tensors, and its inputs, are intact"
-        )
+        checked = "all its tensors, and its inputs, are intact"
+        if isinstance(report.out, str):
+            checked = "its files have their sizes ('actmat verify' reads them)"
+        console.print(f"  is complete: an earlier run of the same command finished it; {checked}")
         return
     for line in _adapter_lines(report) if to_adapter else _model_lines(report):
         console.print(f"  {line}")

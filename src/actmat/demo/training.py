@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class Resumed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One training run: AdamW, linear warm-up, then half a cosine down to zero.
+    """One training run: linear warm-up, then half a cosine down to zero, or the same rate throughout.
 
     Args:
         epochs: passes over the training examples.
@@ -55,6 +55,9 @@ class Schedule:
         weight_decay: decoupled, per unit of learning rate.
         warm_up_steps: length of the warm-up; a tenth of the steps unless given.
         micro_batches: pieces in which a batch goes through the model, where it does not fit as a whole.
+        constant: no warm-up and no decay.
+        optimiser: AdamW, or Adafactor, whose steps are relative to the size of each tensor.
+        clip: longest gradient; None: as it is.
     """
 
     epochs: int
@@ -63,6 +66,20 @@ class Schedule:
     weight_decay: float = 0.0
     warm_up_steps: int | None = None
     micro_batches: int = 1
+    constant: bool = False
+    optimiser: Literal["adamw", "adafactor"] = "adamw"
+    clip: float | None = _LONGEST_GRADIENT
+
+    def rate(self, step: int, n_steps: int) -> float:
+        """Learning rate of a step."""
+        share = 1.0 if self.constant else warm_cosine(step, n_steps, self.warm_up_steps)
+        return self.learning_rate * share
+
+    def optimiser_of(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimiser, without a state."""
+        if self.optimiser == "adafactor":
+            return torch.optim.Adafactor(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay, fused=True)
 
 
 def generator_for(seed: int, purpose: str) -> torch.Generator:
@@ -85,34 +102,39 @@ def warm_cosine(step: int, n_steps: int, warm_up_steps: int | None = None) -> fl
 
 def descend(
     parameters: Sequence[nn.Parameter],
-    losses: Callable[[int], Iterator[Tensor]],
+    losses: Callable[[int], Iterator[Tensor | Iterable[Tensor]]],
     n_steps: int,
     schedule: Schedule,
     on_step: OnStep = lambda: None,
     callbacks: Sequence[Callback] = (),
     resume: Resumed | None = None,
 ) -> None:
-    """AdamW on a stream of losses, each computed when it is asked for, at the weights of that moment.
+    """Minimise a stream of losses, each computed when it is asked for, at the weights of that moment.
 
     Args:
-        losses: the stream from a given step on, `schedule.micro_batches` losses per step; their gradients are averaged.
+        losses: the stream from a given step on, one per step: a loss, or the terms that add up to it, for batches that
+            do not fit the memory; each term is computed, and its gradient taken, before the next one. The run ends with
+            the stream, if that ends first.
         on_step: called after every step, for progress.
     """
-    optimiser = torch.optim.AdamW(parameters, lr=schedule.learning_rate, weight_decay=schedule.weight_decay, fused=True)
+    optimiser = schedule.optimiser_of(parameters)
     first = resume.load(parameters, optimiser) if resume else 0
     for _ in range(first):
         on_step()
     stream = losses(first)
     for step in range(first, n_steps):
-        for group in optimiser.param_groups:
-            group["lr"] = schedule.learning_rate * warm_cosine(step, n_steps, schedule.warm_up_steps)
         optimiser.zero_grad()
+        terms = next(stream, None)
+        if terms is None:
+            return
+        for group in optimiser.param_groups:
+            group["lr"] = schedule.rate(step, n_steps)
         total = torch.zeros(())
-        for _ in range(schedule.micro_batches):
-            loss = next(stream)
-            torch.autograd.backward(loss / schedule.micro_batches)
-            total = total + loss.detach().cpu() / schedule.micro_batches
-        nn.utils.clip_grad_norm_(parameters, _LONGEST_GRADIENT)
+        for term in (terms,) if isinstance(terms, Tensor) else terms:
+            torch.autograd.backward(term)
+            total = total + term.detach().cpu()
+        if schedule.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, schedule.clip)
         for callback in callbacks:
             callback.before_step(step, total)
         optimiser.step()

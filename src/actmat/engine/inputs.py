@@ -29,6 +29,12 @@ class Inputs:
     experts: Sequence[Expert]
     statistics: ExpertStatistics
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that one worker takes to read the inputs ahead: those in remote storage."""
+        held = sum(expert.buffer_bytes for expert in self.experts)
+        return held + (0 if self.base is None else self.base.buffer_bytes)
+
     def prefetch(self, item: Item) -> None:
         """Ask the system to read ahead what the item needs."""
         if self.base is not None:

@@ -33,6 +33,7 @@ class Resources:
         device_memory: bytes that each of them may use; None: what it has.
         workers_given, memory_given: whether the user set the limit; else it is what this machine has, which tells
             nothing about other machines.
+        in_order: begin units in the order of the output, so that its files are finished one after another.
     """
 
     workers: int
@@ -41,6 +42,7 @@ class Resources:
     device_memory: int | None = None
     workers_given: bool = True
     memory_given: bool = True
+    in_order: bool = False
 
 
 def share_resources(
@@ -50,6 +52,7 @@ def share_resources(
     threads: int | None,
     observers: ObserverFactory | None = None,
     device_memory: int | None = None,
+    buffer_bytes: int = 0,
 ) -> Resources:
     """Workers and memory for these plans.
 
@@ -60,6 +63,7 @@ def share_resources(
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.
         device_memory: bytes that each device may use.
+        buffer_bytes: what each worker takes to read inputs ahead.
 
     Raises:
         RecipeError: the largest tensor alone does not fit.
@@ -74,8 +78,9 @@ def share_resources(
         for i in p.items
     ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
-    staging = sum(d.staging_bytes for d in open_devices(device))
-    process = BASELINE_BYTES + staging + sum(p.process_bytes - BASELINE_BYTES for p in plans)
+    devices = open_devices(device)
+    buffers = sum(d.staging_bytes for d in devices) + (workers + len(devices)) * buffer_bytes
+    process = BASELINE_BYTES + buffers + sum(p.process_bytes - BASELINE_BYTES for p in plans)
     if max_memory is None:
         memory = max(int(0.9 * available_memory()) - process, largest)
         return Resources(workers, memory, device, device_memory, workers_given=threads is not None, memory_given=False)

@@ -117,6 +117,11 @@ class Expert(abc.ABC):
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
 
+    @property
+    def buffer_bytes(self) -> int:
+        """See `Checkpoint.buffer_bytes`."""
+        return 0
+
     def fetch_sidecars(self) -> Path | None:
         """Local folder of config, tokenizer and processor files of a full model, else None."""
         return None

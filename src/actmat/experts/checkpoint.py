@@ -56,6 +56,11 @@ class CheckpointExpert(Expert):
         """Pass the hint on."""
         self.checkpoint.prefetch(names)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the checkpoint."""
+        return self.checkpoint.buffer_bytes
+
     def fetch_sidecars(self) -> Path | None:
         """Local folder of config, tokenizer and processor files."""
         return self.checkpoint.fetch_sidecars()

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from actmat.bounds import local_path, read_bytes
+from actmat.bounds import is_url, local_path, read_bytes
 from actmat.errors import RecipeError
 from actmat.foreign import terminal
 from actmat.recipe.schema import Recipe, make_recipe
@@ -139,7 +139,7 @@ def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     def local(value: Any) -> Any:
         if isinstance(value, dict):  # an expert
             return {k: local(v) if k in ("path", "statistics") else v for k, v in value.items()}
-        if not isinstance(value, str) or Path(value).is_absolute():
+        if not isinstance(value, str) or is_url(value) or Path(value).is_absolute():
             return value
         found = value.startswith(("./", "../")) or os.path.exists(folder / value)
         return str(folder / value) if found else value
@@ -151,6 +151,7 @@ def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         fields["base"] = local(fields["base"])
     if isinstance(fields.get("experts"), list):
         fields["experts"] = [local(e) for e in fields["experts"]]
-    if isinstance(fields.get("out"), str) and not Path(fields["out"]).is_absolute():
+    out = fields.get("out")
+    if isinstance(out, str) and not is_url(out) and not Path(out).is_absolute():
         fields["out"] = str(folder / fields["out"])
     return fields

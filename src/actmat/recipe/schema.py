@@ -75,7 +75,7 @@ class _Strict(BaseModel):
 class ExpertRef(_Strict):
     """One expert: its location, name and weight."""
 
-    path: str = Field(description="directory, file or hub id org/name[@revision]")
+    path: str = Field(description="directory, file, hub id org/name[@revision], or URL")
     name: str = Field(default="", description="short name for plans and records; default: last part of the path")
     weight: Annotated[
         Factor, Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True)
@@ -155,7 +155,7 @@ class Recipe(_Strict):
 
     base: Annotated[str, Flag(("--base", "-b"))] = Field(
         default="",
-        description="the checkpoint that all experts come from: directory, file or hub id; adapters need none",
+        description="the checkpoint that all experts come from: directory, file, hub id or URL; adapters need none",
     )
     experts: Annotated[
         tuple[ExpertRef, ...],
@@ -232,8 +232,8 @@ class Recipe(_Strict):
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(_listed), Flag()] = Field(
         default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
     )
-    out: Annotated[str | None, Flag(type=Path)] = Field(
-        default=None, description="directory of the merged model; in a file, relative to the file's folder"
+    out: Annotated[str | None, Flag()] = Field(
+        default=None, description="directory of the merged model, or a URL; in a file, relative to the file's folder"
     )
 
     executor: str | None = Field(

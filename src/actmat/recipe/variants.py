@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actmat.bounds import is_url
 from actmat.errors import RecipeError
 from actmat.recipe.schema import Recipe
 from actmat.recipe.text import MAX_BITS, UnreadableError, parse_yaml
@@ -43,8 +45,8 @@ def variants(
             recipes.append(recipe.model_copy(update={"method": method, "options": {**kept, **chosen}}))
     if len(recipes) == 1 or recipe.out is None:
         return recipes
-    out = Path(recipe.out)
-    return [r.model_copy(update={"out": str(out / label)}) for r, label in zip(recipes, labels, strict=True)]
+    out = recipe.out.rstrip("/") if is_url(recipe.out) else str(Path(recipe.out))
+    return [r.model_copy(update={"out": os.path.join(out, label)}) for r, label in zip(recipes, labels, strict=True)]
 
 
 def parse_option(text: str) -> tuple[str, list[Any]]:

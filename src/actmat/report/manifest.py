@@ -6,12 +6,12 @@ import datetime
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names
 from actmat.checkpoints.writing.staging import BOOKKEEPING, MANIFEST_NAME, PLAN_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
@@ -43,7 +43,7 @@ def build_manifest(
     records: Mapping[str, Record],
     experts: Sequence[Expert],
     *,
-    out: Path,
+    out: Path | None,
     seconds: float,
     files: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -56,6 +56,7 @@ def build_manifest(
         records: item -> its record; tied tensors have that of the tensor they are tied to.
         experts: opened; adapters are recorded with the hashes of all that they store.
         out: final directory; inputs on the same disk are also listed relative to it, so that they are found again.
+            None for an output in a bucket.
         seconds: wall time of the run that finished it.
         files: copied from the inputs.
     """
@@ -164,7 +165,7 @@ def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dic
     return [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "hash": hashes[s.name]} for s in plan.specs]
 
 
-def _expert(summary: InputSummary, content: str | None, expert: Expert, out: Path) -> dict[str, Any]:
+def _expert(summary: InputSummary, content: str | None, expert: Expert, out: Path | None) -> dict[str, Any]:
     """One expert; `content`: hash over its tensors that were read for a model."""
     row, hashes = _input(summary, out), expert.hashes()
     if content is not None:
@@ -174,25 +175,25 @@ def _expert(summary: InputSummary, content: str | None, expert: Expert, out: Pat
     return row
 
 
-def _input(summary: InputSummary, out: Path) -> dict[str, Any]:
+def _input(summary: InputSummary, out: Path | None) -> dict[str, Any]:
     return _located(summary.to_json(), out)
 
 
-def _located(row: dict[str, Any], out: Path) -> dict[str, Any]:
-    """A row with the place of its `location` relative to the output, where it is on this machine."""
-    if os.path.exists(row["location"]):
+def _located(row: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """A row with the place of its `location` relative to the output, where both are on this machine."""
+    if out is not None and os.path.exists(row["location"]):
         row["from_here"] = os.path.relpath(row["location"], out)
     return row
 
 
-def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = False) -> None:
+def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: Callable[[str], str] | None = None) -> None:
     """Add the hashes of all other files in `directory`, and its own, to a manifest, and write it there, row by row.
 
-    With `sha256`, the SHA-256 of every weight file is added (one more reading). Nothing is written there afterwards.
+    `sha256` gives the SHA-256 of a weight file, where it is wanted. Nothing is written there afterwards.
     """
     output = manifest["output"]
-    if sha256:
-        output["sha256"] = {f: sha256_file(directory / f) for f in output["files"]}
+    if sha256 is not None:
+        output["sha256"] = {f: sha256(f) for f in output["files"]}
     known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", *BOOKKEEPING, *output["files"]}
     rows = {
         p.name: {"size": p.stat().st_size, "hash": hash_file(p)}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.folder import member
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_names
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.statistics.header import header_hash
 from actmat.statistics.store import open_statistics
@@ -57,26 +56,27 @@ def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda 
     """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
 
     Args:
-        out: directory of a merged model.
+        out: directory of a merged model, or its URL.
         inputs: also check base and experts, where they can still be found.
         progress: called with a tensor's name and size after it was hashed.
 
     Raises:
         CheckpointError: no manifest, a damaged one, or the output is not a readable checkpoint.
     """
-    directory = Path(out)
+    output = open_output(out)
+    directory, location = output.manifest_folder, str(out)
     manifest = read_manifest(directory)
     if manifest["hash"] != HASH_NAME:
         found = repr(manifest["hash"])[:80]
-        raise CheckpointError(f"{directory}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
-    with _opened(directory) as checkpoint:
+        raise CheckpointError(f"{location}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
+    with _opened(location) as checkpoint:
         problems = _form_problems(checkpoint, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
         problems += _compare(checkpoint, expected, "the output", progress)
     problems += _edits(manifest)
     files = _recorded_files(manifest)
-    problems += _file_problems(directory, manifest, files)
-    unchecked = list(_unchecked(directory, manifest))
+    problems += _file_problems(output, manifest, files)
+    unchecked = list(_unchecked(output, manifest))
     checked = []
     if not inputs:
         unchecked.append(f"inputs {', '.join(label for label, _, _ in _inputs(manifest, directory))}: not asked for")
@@ -140,19 +140,20 @@ def _recorded_files(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]
     return {**(manifest["output"].get("side_files") or {}), **manifest.get("timing", {}).get("reports", {})}
 
 
-def _file_problems(directory: Path, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _file_problems(
+    output: OutputFiles, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
     """Missing, extra and changed files of the output; extra ones only where all files were recorded."""
     weights, sha256 = manifest["output"]["files"], manifest["output"].get("sha256", {})
     problems = []
     for name, size in {**weights, **{n: f["size"] for n, f in files.items()}}.items():
         try:
-            path = member(directory, name) if "/" not in name else directory / name
-            found = path.stat().st_size
+            found = output.size(name)
             if found != size:
                 problems.append(f"file '{name}' of the output has {found} bytes, the merge wrote {size}")
-            elif name in files and hash_file(path) != files[name]["hash"]:
+            elif name in files and output.content(name) != files[name]["hash"]:
                 problems.append(f"file '{name}' of the output has changed since the merge")
-            elif name in sha256 and sha256_file(path) != sha256[name]:
+            elif name in sha256 and output.sha256(name) != sha256[name]:
                 problems.append(f"file '{name}' of the output has another SHA-256 than after the merge")
         except CheckpointError as error:
             problems.append(f"file '{name}' of the output: {error.problems[0]}")
@@ -160,28 +161,19 @@ def _file_problems(directory: Path, manifest: Mapping[str, Any], files: Mapping[
             problems.append(f"file '{name}' of the output cannot be read: {error.strerror}")
     if manifest["output"].get("side_files") is not None:
         known = {MANIFEST_NAME, *weights, *files}
-        extra = [n for n in _stored_files(directory) if n not in known and n.split("/")[0] not in VERSIONING]
+        extra = [n for n in output.names() if n not in known and n.split("/")[0] not in VERSIONING]
         problems += [f"the output has an extra file '{n}'" for n in extra]
     return problems
 
 
-def _stored_files(directory: Path) -> list[str]:
-    """Relative path of everything in the output that is not a folder; links to folders are not followed."""
-    found = []
-    for folder, folders, names in os.walk(directory):
-        links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
-        found += [os.path.relpath(os.path.join(folder, n), directory) for n in (*names, *links)]
-    return sorted(found)
-
-
-def _unchecked(directory: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+def _unchecked(output: OutputFiles, manifest: Mapping[str, Any]) -> Iterator[str]:
     """Parts of the output, and of its record, that no hash covers."""
     if manifest.get("content") is None:
         yield "recipe, options and notes of the manifest: its own content hash is not recorded (an earlier layout)"
     if manifest["output"].get("side_files") is None:
         yield "config, tokenizer and other files of the output: their hashes are not recorded (an earlier layout)"
     else:
-        for name in sorted(VERSIONING & {p.name for p in directory.iterdir()}):
+        for name in sorted(VERSIONING & {n.split("/")[0] for n in output.names()}):
             yield f"{name} of the output: git and hubs change it"
 
 

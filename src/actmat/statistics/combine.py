@@ -18,7 +18,7 @@ from actmat.statistics.kinds import KINDS, get_kind
 from actmat.statistics.kinds.base import added_fields
 from actmat.statistics.store import Statistics, open_statistics, write_statistics
 
-__all__ = ["merge_statistics"]
+__all__ = ["join_statistics", "merge_statistics"]
 
 
 def merge_statistics(
@@ -45,6 +45,32 @@ def merge_statistics(
         hashes = {name: content_hash(total(name)) for name in specs}
         header = _header([f.header for f in opened], hashes)
         write_statistics(Path(out), header, list(specs.values()), total, overwrite=overwrite)
+    return header
+
+
+def join_statistics(inputs: Sequence[str | Path], out: str | Path) -> Header:
+    """Write the statistics of different layers of one model, measured on the same data, as one file.
+
+    Raises:
+        StatisticsError: they are of different models or data, or have tensors in common; all problems.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(open_statistics(p)) for p in inputs]
+        first = opened[0]
+        problems = list(_differences(opened))
+        for other in opened[1:]:
+            if [d.fingerprint for d in other.header.data] != [d.fingerprint for d in first.header.data]:
+                problems.append(f"{other.location} is of other data than {first.location}")
+            if twice := sorted(first.specs.keys() & other.specs.keys()):
+                problems.append(f"{other.location} and {first.location} both hold '{twice[0]}'")
+        if problems:
+            raise StatisticsError("The statistics cannot be joined.", problems)
+        specs = {name: TensorSpec(name, s.shape, s.dtype, "") for f in opened for name, s in f.specs.items()}
+        owner = {name: file for file in opened for name in file.specs}
+        hashes = {name: content_hash(owner[name].raw(name)) for name in specs}
+        headers = [f.header for f in opened]
+        header = headers[0].model_copy(update=added_fields(k.add_up(headers, hashes) for k in KINDS.values()))
+        write_statistics(Path(out), header, list(specs.values()), lambda name: owner[name].raw(name), overwrite=False)
     return header
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -38,6 +38,8 @@ class CollectOptions(TypedDict, total=False):
     share: bool
     seed: int
     source: str
+    only: Collection[str] | None
+    sums_on: str | None
     details: Mapping[str, str] | None
 
 
@@ -56,6 +58,8 @@ class Settings:
     share: bool = True  # store one sum for layers that read the same input
     seed: int = 0  # seed of the labels that are drawn
     source: str = "batches"
+    only: Collection[str] | None = None  # parameters to measure, by their names in the model; None: all
+    sums_on: str | None = None  # device of the float64 sums of Gram matrices; None: the model's
     details: Mapping[str, str] | None = None
 
     @property

@@ -32,7 +32,7 @@ __all__ = ["QUICK", "Effort", "busy_shares", "compute_rates", "device_rates", "e
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured; the defaults take a minute on a usual machine.
+    """Amount of measuring; the defaults take a minute on a usual machine.
 
     Args:
         sizes: sides of the matrices that are multiplied and factorised.

@@ -22,7 +22,7 @@ __all__ = ["Cluster", "Simulation", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Who does the work.
+    """Machines that do the work.
 
     Args:
         nodes, workers: machines, and workers on each.
@@ -135,7 +135,7 @@ class _Stage:
         heapq.heappush(self._ends, (self._done + amount, number, work))
 
     def next_end(self) -> float:
-        """When the next unit will have done its part, at this speed."""
+        """Time at which the next unit will have done its part, at this speed."""
         return self._at + max(0.0, self._ends[0][0] - self._done) / self.speed if self._ends else math.inf
 
     def pop(self) -> tuple[int, Work]:

@@ -62,7 +62,7 @@ class Merges:
             return plans_of([recipe], inputs)[0]
 
     def folder_of(self, choice: MergeChoice) -> Path:
-        """Where the merge of a choice is, or will be."""
+        """Folder of the merge of a choice, made or not."""
         return self._folder / f"{choice.method}-{hashlib.sha256(choice.key.encode()).hexdigest()[:12]}"
 
     def make(self, choices: Sequence[MergeChoice]) -> list[MergeChoice]:

@@ -1,4 +1,4 @@
-"""What a search found: the chosen merge, how sure that is, and everything that was tried."""
+"""The result of a search: the chosen merge, how sure the choice is, and everything that was tried."""
 
 from __future__ import annotations
 

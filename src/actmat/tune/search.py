@@ -71,7 +71,7 @@ def parse_budget(text: str | int | None) -> Budget:
 
 @dataclass(frozen=True)
 class Around:
-    """What a search has to know besides its space.
+    """Surroundings of a search: its inputs and what else is varied.
 
     Args:
         samples: inputs per expert.

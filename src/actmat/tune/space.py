@@ -25,7 +25,7 @@ SCALES = (0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
 
 @dataclass(frozen=True)
 class MergeChoice:
-    """What has to be merged anew: a method with options, and weights of the experts."""
+    """A merge at scale 1: a method with options, and weights of the experts."""
 
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -41,7 +41,7 @@ BATCH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """How a search runs.
+    """Settings of a search.
 
     Args:
         score: see `evaluate.Score`.
@@ -341,7 +341,7 @@ class _Search:
 
 
 def _moved(statistics: str, work: Path) -> str:
-    """Where statistics of the search are kept after it."""
+    """Place of statistics after the search."""
     path = Path(statistics)
     return str(work / "kept-statistics" / path.name) if path.parent == work / "statistics" else statistics
 

@@ -93,7 +93,7 @@ def test_tests_of_the_extended_benchmark_may_use_numpy(body: str, passes: bool) 
     except MergeError as error:
         pytest.skip(str(error))
     problem = {"prompt": "def mean(xs):\n", "entry_point": "mean", "test": PLUS}
-    assert plus.mark(problem, f"    return {body}\n") == {"humaneval_plus": passes}
+    assert plus.mark(problem, f"    return {body}\n", "olmes") == {"humaneval_plus": passes}
 
 
 def test_unknown_benchmarks_are_named_together() -> None:
@@ -112,27 +112,30 @@ def test_the_published_solution_passes_and_a_wrong_one_does_not(place: int) -> N
         pytest.skip(str(error))
     problem = humaneval.load(DATA)[place]
     right = problem["canonical_solution"]
-    assert humaneval.mark(problem, right) == {"humaneval": True}
-    assert humaneval.mark(problem, right + "\n\ndef more():\n    left unfinished (") == {"humaneval": True}
-    assert humaneval.mark(problem, f"```python\n{problem['prompt']}{right}```") == {"humaneval": True}
-    assert humaneval.mark(problem, "    return None\n") == {"humaneval": False}
-    assert humaneval.mark(problem, "    import os; os._exit(0)\n") == {"humaneval": False}
-    assert humaneval.mark(problem, "") == {"humaneval": False}
+    assert humaneval.mark(problem, right, "plain") == {"humaneval": True}
+    assert humaneval.mark(problem, right + "\n\ndef more():\n    left unfinished (", "plain") == {"humaneval": True}
+    assert humaneval.mark(problem, f"```python\n{problem['prompt']}{right}```", "plain") == {"humaneval": True}
+    assert humaneval.mark(problem, "    return None\n", "plain") == {"humaneval": False}
+    assert humaneval.mark(problem, "    import os; os._exit(0)\n", "plain") == {"humaneval": False}
+    assert humaneval.mark(problem, "", "plain") == {"humaneval": False}
 
 
 def test_aime_is_marked_with_either_spelling_of_its_fields() -> None:
     first, second = BY_NAME["aime24"].load(DATA)
-    assert BY_NAME["aime24"].mark(first, r"\boxed{001}") == {"aime24": True}
-    assert BY_NAME["aime24"].mark(second, r"\boxed{33}") == {"aime24": True}
-    assert BY_NAME["aime24"].mark(second, r"33") == {"aime24": False}
+    assert BY_NAME["aime24"].mark(first, r"\boxed{001}", "olmes") == {"aime24": True}
+    assert BY_NAME["aime24"].mark(second, r"\boxed{33}", "olmes") == {"aime24": True}
+    assert BY_NAME["aime24"].mark(second, r"33", "olmes") == {"aime24": False}
     (third,) = BY_NAME["aime25"].load(DATA)
-    assert BY_NAME["aime25"].mark(third, r"the answer is 12") == {"aime25": True}
+    assert BY_NAME["aime25"].mark(third, r"the answer is 12", "plain") == {"aime25": True}
     assert "Find $3" in BY_NAME["aime25"].prompt(third)
 
 
 def test_gsm8k_is_marked_strictly_and_flexibly() -> None:
     problem = BY_NAME["gsm8k"].load(DATA)[0]
-    mark = BY_NAME["gsm8k"].mark
+
+    def mark(problem: dict, answer: str) -> dict:
+        return BY_NAME["gsm8k"].mark(problem, answer, "chat")
+
     assert mark(problem, problem["answer"]) == {"gsm8k": True, "gsm8k-strict": True}
     assert mark(problem, "that makes $18.00") == {"gsm8k": True, "gsm8k-strict": False}
     assert mark(problem, "#### 18 and not 17") == {"gsm8k": False, "gsm8k-strict": True}
@@ -141,9 +144,56 @@ def test_gsm8k_is_marked_strictly_and_flexibly() -> None:
 
 def test_ifeval_counts_whole_prompts_loosely_and_strictly() -> None:
     problem = next(p for p in BY_NAME["ifeval"].load(DATA) if p["key"] == 1001)
-    assert BY_NAME["ifeval"].mark(problem, "Yes, here:\nno comma") == {"ifeval": True, "ifeval-strict": False}
+    assert BY_NAME["ifeval"].mark(problem, "Yes, here:\nno comma", "olmes") == {"ifeval": True, "ifeval-strict": False}
 
 
 def test_every_benchmark_belongs_to_an_expert() -> None:
     assert {b.skill for b in BENCHMARKS} == {"math", "code", "instructions"}
     assert json.dumps([b.hub for b in BENCHMARKS])
+
+
+def test_the_papers_format_asks_as_its_configurations_say() -> None:
+    problem = {"prompt": "def f(x):\n", "entry_point": "f", "test": "def check(f):\n    assert f(1) == 2\n"}
+    code = BY_NAME["humaneval"]
+    asked, sampled = code.prompt_in("olmes", problem), code.sampling_in("olmes")
+    assert asked.chat
+    assert asked.text.endswith(problem["prompt"])
+    assert asked.begun == "Here is the completed function:\n\n```python\ndef f(x):\n"
+    assert (sampled.n, sampled.temperature, sampled.top_p) == (20, 0.8, 0.95)
+    assert sampled.stops == ("\nclass", "\nif", "\nprint", "\n#", "\n```", "\n```\n\n", "<|eot_id|>")
+    (aime,) = BY_NAME["aime25"].load(DATA)
+    assert BY_NAME["aime25"].prompt_in("olmes", aime).text.endswith("put your final answer within \\boxed{}.")
+    assert BY_NAME["aime25"].sampling_in("olmes").stops == ()
+    ifeval = BY_NAME["ifeval"]
+    assert ifeval.prompt_in("olmes", {"prompt": "Say hello."}).text == "Say hello."
+    assert ifeval.sampling_in("olmes").max_tokens == 2048
+
+
+def test_an_answer_in_the_papers_format_continues_the_function() -> None:
+    code = BY_NAME["humaneval"]
+    try:
+        code.ready([])
+    except MergeError as error:
+        pytest.skip(str(error))
+    problem = {"prompt": "def f(x):\n", "entry_point": "f", "test": "def check(f):\n    assert f(1) == 2\n"}
+    assert code.mark(problem, "    return x + 1", "olmes") == {"humaneval": True}
+    fenced = "Sure:\n\n```python\ndef f(x):\n    return x + 1\n```\nDone."
+    assert code.mark(problem, fenced, "chat") == {"humaneval": True}
+    assert code.mark(problem, fenced, "olmes") == {"humaneval": False}
+
+
+@pytest.mark.parametrize("form", ["olmes", "plain", "chat"])
+def test_only_text_that_is_continued_ends_at_stop_strings(form: str) -> None:
+    for benchmark in BENCHMARKS:
+        stops = benchmark.sampling_in(form).stops
+        assert form != "chat" or stops == ()
+        assert form != "plain" or stops == benchmark.sampling.stops
+        assert form == "plain" or "\ndef" not in stops, "a fenced answer would end before its function"
+
+
+def test_problems_of_a_year_are_chosen_by_column_or_address() -> None:
+    chosen = BY_NAME["aime24"].chosen
+    page = "https://artofproblemsolving.com/wiki/index.php/{}_AIME_I_Problems/Problem_1"
+    assert chosen({"year": 2024})
+    assert not chosen({"year": 2025})
+    assert [y for y in (2023, 2024, 2025) if chosen({"url": page.format(y)})] == [2024]

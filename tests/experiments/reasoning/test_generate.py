@@ -11,8 +11,8 @@ import pytest
 
 from actmat.errors import MergeError
 from actmat_experiments.reasoning import generate
-from actmat_experiments.reasoning.benchmarks import Sampling
-from actmat_experiments.reasoning.generate import Job, Questions, answer_all, read_answers, release
+from actmat_experiments.reasoning.benchmarks import Prompt, Sampling
+from actmat_experiments.reasoning.generate import Engine, Job, Questions, answer_all, read_answers, release
 from actmat_experiments.reasoning.small.model import Size, new_model, save_model
 
 PROMPTS = [f"add {i}+{i}=" for i in range(10, 30)]
@@ -27,8 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(model: Path, path: Path, sampling: Sampling = SAMPLED, prompts: list[str] = PROMPTS) -> Job:
-    questions = Questions(prompts, sampling, path)
-    return Job(str(model), "hf", "cpu", "float32", 16, False, 7, None, (questions,))
+    questions = Questions([Prompt(p) for p in prompts], sampling, path, batch_size=16)
+    return Job(str(model), None, Engine(dtype="float32"), "cpu", 7, (questions,))
 
 
 def test_every_prompt_gets_its_answers_once(model: Path, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_answers_longer_than_the_model_are_refused(model: Path, tmp_path: Path) 
 
 def test_a_back_end_that_is_not_there_is_told(model: Path, tmp_path: Path) -> None:
     with pytest.raises(MergeError, match="vllm"):
-        answer_all(replace(job(model, tmp_path / "answers.jsonl"), backend="vllm"))
+        answer_all(replace(job(model, tmp_path / "answers.jsonl"), engine=Engine("vllm")))
 
 
 class Recording:
@@ -121,13 +121,43 @@ def test_prompts_and_settings_reach_the_back_end(chat: bool, tmp_path: Path, mon
 
     monkeypatch.setattr(lm_eval.api.registry, "get_model", lambda name: Recording)
     release()
-    asked = replace(job(Path("m"), tmp_path / "a.jsonl", prompts=["p"]), chat=chat, dtype="bfloat16", longest=99)
-    answer_all(replace(asked, backend="vllm"))
-    ((first, *_),) = read_answers(tmp_path / "a.jsonl")
-    prompt, how, settings = json.loads(first)
-    assert prompt == ("<user>p" if chat else "p")
+    questions = Questions([Prompt("p", chat, "begun")] * 2, SAMPLED, tmp_path / "a.jsonl")
+    engine = Engine("vllm", longest=99, tensor_parallel=2, data_parallel=4, memory_fraction=0.5)
+    answer_all(Job("m", "tokens", engine, "cuda", 7, (questions,)))
+    found = [json.loads(answer) for some in read_answers(tmp_path / "a.jsonl") for answer in some]
+    prompt, how, settings = found[0]
+    assert prompt == ("<user>pbegun" if chat else "pbegun")
+    seeds = [how.pop("seed") for _, how, _ in found]
     assert how == {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": -1}
-    assert settings == {"pretrained": "m", "dtype": "bfloat16", "max_length": 99, "seed": 7, "batch_size": "auto"}
+    assert len(set(seeds)) == 6, "every answer has a seed of its own, which does not depend on what is asked beside it"
+    assert settings == {
+        "pretrained": "m",
+        "tokenizer": "tokens",
+        "dtype": "bfloat16",
+        "max_length": 99,
+        "seed": 7,
+        "batch_size": "auto",
+        "tensor_parallel_size": 2,
+        "data_parallel_size": 4,
+        "gpu_memory_utilization": 0.5,
+    }
+    release()
+
+
+def test_an_answer_of_vllm_has_the_same_seed_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval.api.registry
+
+    monkeypatch.setattr(lm_eval.api.registry, "get_model", lambda name: Recording)
+    release()
+    path = tmp_path / "a.jsonl"
+    asked = Job("m", None, Engine("vllm"), "cuda", 7, (Questions([Prompt(p) for p in PROMPTS], SAMPLED, path),))
+    answer_all(asked)
+    whole = path.read_text()
+    path.write_text("".join(whole.splitlines(keepends=True)[:17]))
+    answer_all(asked)
+    assert path.read_text() == whole
     release()
 
 

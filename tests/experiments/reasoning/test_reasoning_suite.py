@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from rich.console import Console
 
 from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import Score, append_scores, read_scores
 from actmat_experiments.reasoning import evaluate, suite
 from actmat_experiments.reasoning.benchmarks import get_benchmarks
-from actmat_experiments.reasoning.evaluate import Exam, identity_of
+from actmat_experiments.reasoning.evaluate import Exam
 from actmat_experiments.reasoning.passk import scores_at_k
 from actmat_experiments.reasoning.small.model import Size, new_model, save_model
 from actmat_experiments.suites import RunRequest, TableRequest, get_suite
@@ -41,7 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request(there: Path, cache: Path, **changes: object) -> RunRequest:
-    settings = {"dtype": "float32", "samples": "2", "max_tokens": "4", "longest": "1024", "batch_size": "8"}
+    settings = {"engine.dtype": "float32", "samples": "2", "max_tokens": "4", "engine.longest": "1024"}
+    settings |= {"batch_size": "8", "format": "plain"}
     settings |= {skill: str(there / skill) for skill in SKILLS} | dict(changes.pop("settings", {}))  # type: ignore[call-overload]
     given = {
         "tasks": TASKS,
@@ -93,12 +96,12 @@ def test_a_second_run_draws_nothing(models: Path, cache: Path, monkeypatch: pyte
 def test_answers_belong_to_the_bytes_of_a_model(models: Path, cache: Path) -> None:
     given = request(models, cache)
     asked = [(b, b.load(DATA)) for b in get_benchmarks(TASKS)]
-    exam = Exam(Cache(cache), Watch(), suite._settings(given), asked, 0, "cpu")
-    assert exam.answered({"checkpoint": identity_of(str(models / "math"))})
-    assert not exam.answered({"checkpoint": identity_of(str(models / "math")) + "changed"})
-    assert identity_of(str(models / "math")) != identity_of(str(models / "code"))
-    other_seed = Exam(Cache(cache), Watch(), suite._settings(given), asked, 1, "cpu")
-    assert not other_seed.answered({"checkpoint": identity_of(str(models / "math"))})
+    exam = Exam(Cache(cache), Watch(), suite._settings(given), asked, 0, "cpu", models / "base")
+    identities = {name: model_folder(str(models / name))[1] for name in ("math", "code")}
+    assert exam.answered({"checkpoint": identities["math"]})
+    assert not exam.answered({"checkpoint": identities["math"] + "changed"})
+    assert identities["math"] != identities["code"]
+    assert not replace(exam, seed=1).answered({"checkpoint": identities["math"]})
 
 
 def test_statistics_come_from_prompts_of_each_expert(models: Path, cache: Path, tmp_path: Path) -> None:
@@ -132,7 +135,7 @@ def test_rules_with_statistics_are_refused_without_prompts(models: Path, tmp_pat
         ({"models": ["a", "b"]}, "--models"),
         ({"settings": {"math": "none", "code": "none"}}, "two experts"),
         ({"settings": {"sampels": "3"}}, "samples"),
-        ({"settings": {"backend": "onnx"}}, "backend"),
+        ({"settings": {"engine.backend": "onnx"}}, "backend"),
         ({"methods": ["actmatt"]}, "actmat"),
         ({"tasks": ["aime2024"]}, "aime24"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
+from actmat.foreign import in_one_line
 from actmat.layout import resolve_layout
 from actmat.layout.types import TensorLayout
 from actmat.linalg.outputs import output_energy, output_features
@@ -13,11 +14,13 @@ from actmat.methods.adamerging import AdamState, adam_step, entropy
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, collect, open_statistics
+from actmat.statistics.combine import join_statistics
 from actmat.statistics.data import DataOptions, make_batches
-from actmat.statistics.kinds.gram import unpack
+from actmat.statistics.kinds.gram import BLOCK, unpack
 from actmat.statistics.models import load_model
 
 __all__ = [
+    "BLOCK",
     "METHODS",
     "AdamState",
     "Checkpoint",
@@ -31,6 +34,8 @@ __all__ = [
     "collect",
     "entropy",
     "get_method",
+    "in_one_line",
+    "join_statistics",
     "load_model",
     "make_batches",
     "make_recipe",

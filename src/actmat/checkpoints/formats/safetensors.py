@@ -10,7 +10,7 @@ The weights of a folder or repository, in this order:
    (`name-00001-of-00003.safetensors` ...), which says what the missing index would; refused otherwise.
 
 Tensors are read with positional reads straight into their destination: no mapping, no copy. A shard that is not local
-is downloaded when a tensor of it is first read.
+is read by ranges, or downloaded when a tensor of it is first read, as its source says.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
 from actmat.checkpoints.header import read_header
+from actmat.checkpoints.ranges import BLOCK_BYTES, BLOCKS_PER_THREAD, RangeReader
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
@@ -52,9 +53,13 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         self._reader = FileReader({label: path for label, path in paths.items() if path is not None})
         self._remote = {label for label, path in paths.items() if path is None}
         self._downloads = {label: threading.Lock() for label in self._remote}
+        self._ranges = RangeReader(source.read_range) if source.streams and self._remote else None
         try:
             headers = self._request_specs() if self._remote else self._all_specs()
             self.specs = MappingProxyType(join_shards(headers, weight_map, location=self.location))
+            if self._ranges is not None:
+                for label in self._remote:
+                    self._ranges.add(label, headers[label].values())
         except CheckpointError:
             self._reader.close()
             raise
@@ -73,16 +78,29 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         self._fill(spec, start, out)
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Ask the system to read these tensors ahead; downloads nothing."""
+        """Ask the system to read these tensors ahead; of a remote one, the first block is fetched."""
         for spec in (self.specs[name] for name in names if name in self.specs):
-            if spec.file not in self._remote:
+            if spec.file in self._remote:
+                if self._ranges is not None:
+                    self._ranges.prefetch(spec.file, spec.offset)
+            else:
                 self._reader.prefetch(spec.file, spec.offset, spec.nbytes)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Blocks of remote files."""
+        return 0 if self._ranges is None else BLOCKS_PER_THREAD * BLOCK_BYTES
+
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and end requests."""
         self._reader.close()
+        if self._ranges is not None:
+            self._ranges.close()
 
     def _fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        if spec.file in self._remote and self._ranges is not None:
+            self._ranges.read_into(spec.file, spec.offset + start, out, tensor=spec.name)
+            return
         if spec.file in self._remote and not self._reader.closed:
             self._download(spec.file)
         self._reader.read_into(spec.file, spec.offset + start, out, tensor=spec.name)

@@ -17,11 +17,12 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from actmat.bounds import kind_of_file, list_folder, local_path
+from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError, format_size
@@ -182,6 +183,23 @@ class Staging:
         self._journal: Journal | None = None
         self._made: list[Path] = []
         self._gone = False
+
+    @property
+    def place(self) -> Path | str:
+        """The output's final place, as a user calls it."""
+        return self.out
+
+    @property
+    def uploaded(self) -> Mapping[str, str]:
+        """Content hash of tensors that are safe in another place than `path`."""
+        return {}
+
+    def resume(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Receive the entries of the journal whose bytes are intact; called once, before the first `record`."""
+
+    def sha256(self, file: str) -> str:
+        """SHA-256 of a finished file of the output."""
+        return sha256_file(self.path / file)
 
     @property
     def finished(self) -> int:

@@ -97,7 +97,7 @@ class DeviceExecutor:
         Raises:
             MergeError: no device has room for a unit, or one runs out of memory.
         """
-        ordered = sorted(units, key=planned_seconds, reverse=True)
+        ordered = list(units) if self._resources.in_order else sorted(units, key=planned_seconds, reverse=True)
         spec = dataclasses.replace(spec, room=room_for([u for u in units if not u.device_bytes], self._resources))
         moved = [u for u in ordered if u.device_bytes]
         rooms = {d.name: d.usable_bytes(d.free_bytes()) for d in self._devices}

@@ -65,8 +65,8 @@ class ThreadExecutor:
         """See `Executor`."""
         units = list(units)
         workers = self._resources.workers
-        if workers > 1:  # a long unit that comes last, as heads do, would leave the other workers idle
-            units.sort(key=planned_seconds, reverse=True)
+        if workers > 1 and not self._resources.in_order:
+            units.sort(key=planned_seconds, reverse=True)  # a long unit at the end would leave the other workers idle
         spec = dataclasses.replace(spec, room=room_for(units, self._resources))
         tasks = _Tasks(units, workers, Budget(self._resources.memory), lambda: self._session(spec))
         with one_thread(), self._pool() as pool:

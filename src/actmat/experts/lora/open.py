@@ -1,4 +1,4 @@
-"""Open an adapter from a folder, its weight file, a hub id, or a list of factor pairs.
+"""Open an adapter from a folder, its weight file, a hub id, a URL, or a list of factor pairs.
 
 A folder is an adapter when it holds `adapter_config.json` and no weights of a full model. Only JSON and tensors are
 read; neither PEFT nor transformers is needed.
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from actmat.bounds import list_folder, local_path, read_object
+from actmat.bounds import is_url, list_folder, local_path, read_object
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES, load_torch
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.resolve import HUB_ID
+from actmat.checkpoints.resolve import HUB_ID, find_source
 from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
@@ -36,6 +36,9 @@ PAIR_LIST = "pairs"
 
 def is_adapter(location: str | Path) -> bool:
     """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
+    if is_url(location) and not str(location).startswith("hf://"):
+        source = find_source(str(location))
+        return source.named in ADAPTER_WEIGHTS or _holds_adapter(list(source.names))
     path = local_path(location)
     if os.path.isdir(path):
         return _holds_adapter(list_folder(path))
@@ -57,6 +60,8 @@ def open_adapter(location: str | Path) -> Adapter:
         CheckpointError: no adapter there, or its files cannot be read. Problems of its contents are in
             `Adapter.problems`.
     """
+    if is_url(location) and not str(location).startswith("hf://"):
+        return _open_remote(str(location))
     path = local_path(location)
     if os.path.isfile(path) and path.name not in ADAPTER_WEIGHTS:
         pairs = _pair_list(path)
@@ -76,6 +81,22 @@ def open_adapter(location: str | Path) -> Adapter:
     (name, file), *_ = files.items()
     weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(LocalSource(file, str(location)))
     return Adapter(weights, parsed, problems)
+
+
+def _open_remote(url: str) -> Adapter:
+    """An adapter at a URL; its weights are downloaded when a tensor is first read, because they are read often."""
+    from actmat.checkpoints.remote.source import open_remote
+
+    source = open_remote(url)
+    if source.named is not None:
+        source = open_remote(source.store.url)
+    name = next((n for n in ADAPTER_WEIGHTS if n in source.names), None)
+    if name is None or ADAPTER_CONFIG not in source.names:
+        raise CheckpointError(f"{url}: expected {ADAPTER_CONFIG} and {' or '.join(ADAPTER_WEIGHTS)} there")
+    parsed, problems = parse_adapter_config(read_object(source.fetch(ADAPTER_CONFIG)))
+    if name.endswith(".bin"):
+        source.fetch(name)  # refuses it
+    return Adapter(SAFETENSORS.open(source.downloading(name)), parsed, problems)
 
 
 def _holds_adapter(names: list[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic
 
@@ -33,7 +33,7 @@ class LayerInputs(Generic[S]):
     """Sums, each made by `make(width, groups)`, over the inputs of the layers of a model; padding is left out.
 
     Hooks are put on the model until `close`. `share` recognises inputs that several layers read; `mask` gives the mask
-    of a batch, for models whose calls do not carry one.
+    of a batch, for models whose calls do not carry one; `only` names the parameters to measure.
 
     Attributes:
         tokens: stack of experts -> tokens that came to its router.
@@ -48,13 +48,14 @@ class LayerInputs(Generic[S]):
         *,
         share: bool = True,
         mask: TokenMask | None = None,
+        only: Collection[str] | None = None,
     ) -> None:
         self._model = model
         self._binding = binding
         self._mask = mask
         self._sums: InputSums[S] = InputSums(make, share=share)
         self._scopes = Scopes(model)
-        weights = binding.weights()
+        weights = {n: w for n, w in binding.weights().items() if only is None or n in only}
         self._routed = RoutedTokens(model, {id(p): n for n, p in weights.items()}, self._scopes)
         self._observer = Observer(weights, self._scopes, self._sums)
         self.tokens = self._routed.tokens

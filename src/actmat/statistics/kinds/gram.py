@@ -104,12 +104,13 @@ class _Gram(Kind[LayerInputs[GramSum]]):
 
     def start(self, run: Run) -> LayerInputs[GramSum]:
         settings = run.settings
-        device = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
+        own = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
+        device = torch.device(settings.sums_on) if settings.sums_on else own
 
         def make(width: int, groups: int) -> GramSum:
             return GramSum(width, groups, dtype=FLOATS[settings.compute_dtype], device=device)
 
-        return LayerInputs(run.model, run.binding, make, share=settings.share, mask=settings.mask)
+        return LayerInputs(run.model, run.binding, make, share=settings.share, mask=settings.mask, only=settings.only)
 
     def store(self, measured: LayerInputs[GramSum], run: Run, out: StoredTensors) -> dict[str, Any]:
         grams: dict[str, GramInfo] = {}
@@ -155,12 +156,13 @@ class _Gram(Kind[LayerInputs[GramSum]]):
             parts = {k: v for h in headers for k, v in _by_part(h, name).items()}
             places[name] = [GramOf(gram=g, expert=e, rows=list(r) if r else None) for (e, r), g in parts.items()]
         stacks = {k: None for h in headers for k in h.stacks}
+        counts = {n: hashes[f"counts.{n}"] for h in headers for n in h.counts}
         return {
             "grams": grams,
             "places": places,
             "stacks": {n: sum(h.stacks.get(n, 0) for h in headers) for n in stacks},
-            "absent": {n: w for h in headers for n, w in h.absent.items() if n not in places},
-            "counts": {n: hashes[f"counts.{n}"] for h in headers for n in h.counts},
+            "absent": {n: w for h in headers for n, w in h.absent.items() if n not in places and n not in counts},
+            "counts": counts,
         }
 
     def read(self, header: Header, key: str, stored: Tensor, mean: Mean) -> Tensor:

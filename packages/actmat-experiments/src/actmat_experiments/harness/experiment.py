@@ -26,7 +26,7 @@ from actmat_experiments.harness.merging import (
     needs_statistics,
 )
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
-from actmat_experiments.harness.results import Regime, ScaleKind, Score, append_scores
+from actmat_experiments.harness.results import Part, Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.study import Answers, Subject
 
 __all__ = ["Counts", "Experiment", "Made", "Share"]
@@ -66,7 +66,9 @@ class Experiment(abc.ABC):
         together: models merged in one reading of the inputs, which lie on the disk until they are tested.
         keep: leave merged models in the cache.
         scales: factors of the merged delta that tuning tries; empty: nothing is tuned.
-        samples: training examples per task that statistics are measured on.
+        samples: examples per task that statistics are measured on.
+        measured: the part of the tasks that they are of.
+        at_once: models on an accelerator that are tested in one pass over the data.
     """
 
     suite: str
@@ -84,6 +86,8 @@ class Experiment(abc.ABC):
     keep: bool = False
     scales: Sequence[float] = SCALES
     samples: int = 320
+    measured: Part = "train"
+    at_once: int = 1
 
     # What a suite supplies
 
@@ -98,7 +102,7 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
-        """Write the statistics of an expert on `n` training examples of its task to the folder `out`.
+        """Write the statistics of an expert on `n` examples of its task, of the part `measured`, to the folder `out`.
 
         Args:
             advance: called after every batch with the number of its examples.
@@ -124,6 +128,10 @@ class Experiment(abc.ABC):
     @abc.abstractmethod
     def test(self, model: Any, task: str, part: str) -> Counts:
         """Test the model on a part ("validation", "test") of a task."""
+
+    def test_all(self, models: Sequence[Any], task: str, part: str) -> list[Counts]:
+        """Test several models, if possible in one pass over the data."""
+        return [self.test(model, task, part) for model in models]
 
     def majority(self) -> dict[str, Counts]:
         """Counts of the most frequent answer on every task; empty: no such row."""
@@ -171,13 +179,13 @@ class Experiment(abc.ABC):
         return lines
 
     def statistics(self, samples: int | None = None) -> dict[str, Made]:
-        """Task -> statistics of its expert on training examples, measured now unless they are in the cache."""
+        """Task -> statistics of its expert, measured now unless they are in the cache."""
         n, found = samples or self.samples, {}
         for task, expert in self.experts().items():
             key = {
                 "version": _STATISTICS_VERSION,
                 "expert": expert.digest,
-                **self._key([task], ["train"]),
+                **self._key([task], [self.measured]),
                 "samples": n,
                 "seed": self.seed,
                 "code": code_digest("statistics"),
@@ -197,7 +205,7 @@ class Experiment(abc.ABC):
 
         def make(folder: Path) -> None:
             with self.watch.stage(f"test: {label} ({self.regime})", total=len(tasks)) as stage, self._alone():
-                found = self._answers(self.load(made.path), tasks, part, stage)
+                (found,) = self._answers([self.load(made.path)], tasks, part, stage)
             _write(folder, found)
 
         found: dict[str, Counts] = _read(self.cache.get("answers", key, make))
@@ -299,20 +307,15 @@ class Experiment(abc.ABC):
 
         acted = merge(rows, "default")
 
-        def score(row: Candidate) -> dict[str, Any]:
-            stage.say(row.name)
-            model = self.load(folders[row.name] / "default")
-            found: dict[str, Any] = {"default": row.scale, "test": self._answers(model, tasks, "test")}
-            if tune:
-                found |= self._tuned(folders[row.name] / "default", acted[row.name], tasks)
-            else:
-                found["validation"] = {str(row.scale): self._answers(model, tasks, "validation")}
-            stage.advance()
-            stage.log(f"{row.name}: {100 * mean_share(found['test']):.1f} % {found.get('scale', '')}")
-            return found
+        def score(some: Sequence[Candidate]) -> list[dict[str, Any]]:
+            return self._scored(some, folders, acted if tune else None, tasks, stage)
 
         with self._alone():
-            scored = side_by_side(score, rows, self.testers) if self.testers else [score(row) for row in rows]
+            if self.testers:
+                parts = side_by_side(score, [[row] for row in rows], self.testers)
+            else:
+                parts = [score(rows[start : start + self.at_once]) for start in range(0, len(rows), self.at_once)]
+        scored = [one for part in parts for one in part]
         found = {row.name: result for row, result in zip(rows, scored, strict=True)}
         if tune:
             moved = [row.at(found[row.name]["scale"]) for row in rows if found[row.name]["scale"] != row.scale]
@@ -323,11 +326,35 @@ class Experiment(abc.ABC):
             with self._alone():
                 for row in moved:
                     model = self.load(folders[row.name] / "tuned")
-                    found[row.name]["tuned"] = self._answers(model, tasks, "test")
+                    (found[row.name]["tuned"],) = self._answers([model], tasks, "test")
         for name, result in found.items():
             _write(folders[name], result)
             for kind in () if self.keep else ("default", "tuned"):
                 shutil.rmtree(folders[name] / kind, ignore_errors=True)
+
+    def _scored(
+        self,
+        rows: Sequence[Candidate],
+        folders: Mapping[str, Path],
+        acted: Mapping[str, Sequence[str]] | None,
+        tasks: Sequence[str],
+        stage: Stage,
+    ) -> list[dict[str, Any]]:
+        """Results of merged models that are tested together; their scales are chosen if `acted` is given."""
+        stage.say(", ".join(row.name for row in rows))
+        models = [self.load(folders[row.name] / "default") for row in rows]
+        tests = self._answers(models, tasks, "test")
+        found: list[dict[str, Any]] = [{"default": r.scale, "test": t} for r, t in zip(rows, tests, strict=True)]
+        if acted is None:
+            for row, one, counts in zip(rows, found, self._answers(models, tasks, "validation"), strict=True):
+                one["validation"] = {str(row.scale): counts}
+        models.clear()
+        for row, one in zip(rows, found, strict=True):
+            if acted is not None:
+                one |= self._tuned(folders[row.name] / "default", acted[row.name], tasks)
+            stage.advance()
+            stage.log(f"{row.name}: {100 * mean_share(one['test']):.1f} % {one.get('scale', '')}")
+        return found
 
     def _tuned(self, folder: Path, acted: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
         """The scale of the highest mean validation share, and the answers at all scales."""
@@ -335,15 +362,19 @@ class Experiment(abc.ABC):
         by_scale: dict[str, dict[str, Counts]] = {}
 
         def validate(scale: float) -> float:
-            by_scale[str(scale)] = self._answers(model_at(scale), tasks, "validation")
+            (by_scale[str(scale)],) = self._answers([model_at(scale)], tasks, "validation")
             return mean_share(by_scale[str(scale)])
 
         return {"scale": best_scale(validate, self.scales)[0], "validation": by_scale}
 
-    def _answers(self, model: Any, tasks: Sequence[str], part: str, stage: Stage | None = None) -> dict[str, Counts]:
-        found = {}
+    def _answers(
+        self, models: Sequence[Any], tasks: Sequence[str], part: str, stage: Stage | None = None
+    ) -> list[dict[str, Counts]]:
+        """Per model, its counts by task."""
+        found: list[dict[str, Counts]] = [{} for _ in models]
         for task in tasks:
-            found[task] = self.test(model, task, part)
+            for one, counts in zip(found, self.test_all(models, task, part), strict=True):
+                one[task] = counts
             if stage is not None:
                 stage.advance()
         return found

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,6 +85,14 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+    def note(self, lines: Iterable[str], most: int = 20) -> None:
+        """Print lines, the first of many."""
+        every = list(lines)
+        for line in every[:most]:
+            self.console.print(line, highlight=False, markup=False)
+        if len(every) > most:
+            self.console.print(f"... and {len(every) - most} more", highlight=False)
 
     @contextlib.contextmanager
     def stage(self, name: str, total: float | None = None) -> Iterator[Stage]:

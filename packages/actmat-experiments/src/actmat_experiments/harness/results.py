@@ -17,11 +17,23 @@ from typing import Any, Literal
 
 from actmat.errors import CheckpointError
 
-__all__ = ["REFERENCES", "REGIMES", "Regime", "ScaleKind", "Score", "append_scores", "majority_share", "read_scores"]
+__all__ = [
+    "REFERENCES",
+    "REGIMES",
+    "Part",
+    "Regime",
+    "ScaleKind",
+    "Score",
+    "append_scores",
+    "majority_share",
+    "read_scores",
+]
 
 Regime = Literal["full", "lora"]
 REGIMES: tuple[Regime, ...] = ("full", "lora")
 ScaleKind = Literal["default", "tuned"]
+Part = Literal["train", "validation"]
+"""Part of a task that statistics may be measured on."""
 
 REFERENCES = ("majority", "base", "experts")
 """Rows that are no merge: the most frequent answer, the base, and every task by its own expert."""

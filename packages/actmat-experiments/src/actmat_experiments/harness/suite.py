@@ -61,8 +61,8 @@ def run_experiments(
             chosen = rows[experiment.regime][0]
             scores += experiment.compare(chosen, score_file(request.cache, request.suite))
             more(experiment, chosen)
-        for name, why in {n: w for _, left_out in rows.values() for n, w in left_out.items()}.items():
-            watch.console.print(f"left out: {name} ({why})", highlight=False)
+        left_out = {name: why for _, some in rows.values() for name, why in some.items()}
+        watch.note(f"left out: {name} ({why})" for name, why in left_out.items())
     return scores
 
 

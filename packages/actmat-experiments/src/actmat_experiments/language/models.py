@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actmat.errors import CheckpointError
 from actmat_experiments.harness.progress import quiet_libraries
-from actmat_experiments.language.exams import IGNORED, Exam, training_tensors
+from actmat_experiments.language.exams import IGNORED, Encoded, training_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-__all__ = ["add_lora", "is_adapter_folder", "load_model", "load_tokenizer", "measure", "save_expert", "trained"]
+__all__ = ["add_lora", "is_adapter_folder", "load_model", "load_tokenizer", "measure", "save_expert"]
 
 
 def load_model(base: str | Path, expert: Path | None = None, *, device: str = "cpu") -> Any:
@@ -77,11 +77,6 @@ def add_lora(model: Any, *, rank: int, alpha: float, base: str) -> Any:
     return adapted
 
 
-def trained(model: Any) -> dict[str, Tensor]:
-    """The parameters that training changes, by name, not copied; tied ones once."""
-    return {name: p.data for name, p in model.named_parameters() if p.requires_grad}
-
-
 def save_expert(model: Any, tokenizer: Any, folder: Path) -> None:
     """As transformers or PEFT save it, with the tokenizer beside a full model."""
     model.save_pretrained(folder)
@@ -95,15 +90,15 @@ _BATCH = 32
 def measure(
     base: Path,
     expert: Path,
-    exam: Exam,
+    items: Sequence[Encoded],
     out: Path,
     *,
-    samples: int,
+    source: str,
     seed: int,
     device: str = "cpu",
     advance: Callable[[int], object] = lambda n: None,
 ) -> None:
-    """Measure an expert on the first training items of its task and write the statistics to the folder `out`."""
+    """Measure an expert on items of its task and write the statistics to the folder `out`."""
     from actmat_experiments.core import collect
 
     adapter = expert if is_adapter_folder(expert) else None
@@ -112,7 +107,7 @@ def measure(
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(adapter)).eval()
-    items, pad = exam.train[:samples], model.config.pad_token_id
+    pad = model.config.pad_token_id
 
     def batches() -> Iterator[dict[str, Tensor]]:
         for start in range(0, len(items), _BATCH):
@@ -129,5 +124,5 @@ def measure(
         out=out,
         fisher=True,
         seed=seed,
-        source=exam.name,
+        source=source,
     )

@@ -1,34 +1,44 @@
 """Questions with answers to choose from: prompts of the seven tasks, and rows of data sets by checked column names.
 
 A task knows the forms in which its rows are found: the schema on the hub, and local files. A row whose columns fit none
-is an error that names what was expected and what was found; so are empty or equal answers. A wrong column name must
-not become an empty text: with two empty choices every model is right on half of the items, and nobody notices.
+is an error that names what was expected and what was found; empty or equal answers are malformed rows, which are left
+out and counted, one in a hundred at most. A wrong column name must not become an empty text: with two empty choices
+every model is right on half of the items, and nobody notices.
+
+Prompts are in `templates.json`: those of the paper, and three of this project for every task.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.resources import files
+from typing import Any, Literal
 
 from actmat.errors import CheckpointError, did_you_mean
+from actmat_experiments.harness.hub import kept_rows
 from actmat_experiments.harness.results import majority_share
 
 __all__ = [
     "FORMS",
-    "TEMPLATES",
+    "OWN",
+    "PAPER",
+    "Asking",
     "Item",
     "Row",
     "Template",
     "TextTask",
-    "get_template",
     "read_rows",
     "render",
     "to_items",
 ]
+
+Asking = Literal["paper", "own", "cycled"]
+"""Wording of items: by the paper's template, by the first of this project's, or, in training, by all of these in
+turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +62,18 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class TextTask:
-    """A task with disjoint parts: to fit, to choose settings, to report."""
+    """A task with disjoint parts: to fit, to choose settings, to report.
+
+    Args:
+        malformed: rows that were left out, a line each.
+    """
 
     name: str
     train: Sequence[Item] = field(repr=False)
     validation: Sequence[Item] = field(repr=False)
     test: Sequence[Item] = field(repr=False)
     metric: str = "accuracy"
+    malformed: Sequence[str] = ()
 
     @property
     def majority(self) -> tuple[int, int]:
@@ -80,10 +95,11 @@ def fingerprint(items: Sequence[Item]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One way to ask.
+    """One way to ask, in Jinja.
 
     Args:
         name: unique within the task.
+        prompt: text with the fields of a row, `choices` (the answers) and `options` (the same as a list of lines).
         answers: choices that are the same for all rows, in the order of the labels; empty: the row's own.
     """
 
@@ -94,54 +110,22 @@ class Template:
     @property
     def fields(self) -> frozenset[str]:
         """Fields that the prompt mentions."""
-        return frozenset(name for _, name, _, _ in string.Formatter().parse(self.prompt) if name is not None)
+        from jinja2 import meta
+
+        return frozenset(meta.find_undeclared_variables(_environment().parse(self.prompt)))
 
 
-_NO_YES = ("No", "Yes")
+@functools.cache
+def _environment() -> Any:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import SandboxedEnvironment
 
-TEMPLATES: dict[str, tuple[Template, ...]] = {
-    "qasc": (
-        Template("facts", "{fact1} {fact2}\nWith these two facts in mind: {question}\n{options}"),
-        Template("question", "{question}\nWhich of these is the best answer?\n{options}"),
-        Template("facts_last", "Question: {question}\nKnown: {fact1} {fact2}\nPossible answers:\n{options}\nAnswer:"),
-    ),
-    "wikiqa": (
-        Template("answers_it", "Question: {question}\nSentence: {sentence}\nDoes the sentence answer it?", _NO_YES),
-        Template("found", "I asked: {question}\nI was told: {sentence}\nIs that an answer to what I asked?", _NO_YES),
-        Template("good", "Is the text a good answer to the question?\nText: {sentence}\nQuestion: {question}", _NO_YES),
-    ),
-    "quartz": (
-        Template("read_first", "{paragraph}\n{question}\n{options}"),
-        Template("question_first", "Question: {question}\n{options}\nThis text helps: {paragraph}\nAnswer:"),
-        Template("use_text", "Use the text to choose an answer.\nText: {paragraph}\nQuestion: {question}\n{options}"),
-    ),
-    "paws": (
-        Template("same", "First: {sentence1}\nSecond: {sentence2}\nDo both say the same?", _NO_YES),
-        Template("rewritten", "{sentence1}\nCould one also write it this way?\n{sentence2}", _NO_YES),
-        Template("paraphrase", 'Is "{sentence2}" a paraphrase of "{sentence1}"?', _NO_YES),
-    ),
-    "story_cloze": (
-        Template("how_ends", "{story}\nHow does this story end?\n{options}"),
-        Template("better", "Which ending fits the story better?\nStory: {story}\n{options}"),
-        Template("continue", "A story: {story}\nIt can go on in one of these ways:\n{options}\nThe natural one:"),
-    ),
-    "winogrande": (
-        Template("stands_for", "{sentence}\nWhat does the _ stand for?\n{options}"),
-        Template("fill", "Fill the blank (_) in: {sentence}\nChoose from:\n{options}"),
-        Template("either", "{sentence}\nDoes _ mean {option1} or {option2}?"),
-    ),
-    "wsc": (
-        Template("refers", '{text}\nIn this text, does "{pronoun}" refer to {referent}?', _NO_YES),
-        Template("same_thing", 'Text: {text}\nAre "{pronoun}" and "{referent}" the same?', _NO_YES),
-        Template("means", '"{pronoun}" stands for "{referent}" in the text below. Is that right?\n{text}', _NO_YES),
-    ),
-}
-"""Task -> its templates; the first one is used for validation and test."""
+    return SandboxedEnvironment(undefined=StrictUndefined)
 
 
-def get_template(task: str, name: str) -> Template:
-    """The template of a task by name; KeyError if there is none."""
-    return {t.name: t for t in TEMPLATES[task]}[name]
+@functools.cache
+def _compiled(prompt: str) -> Any:
+    return _environment().from_string(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,151 +139,132 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One schema of a task's rows.
+    """One schema of a task's rows; `a.b` is column `b` inside column `a`.
 
     Args:
-        columns: what a row must have; `a.b` for a column inside a column.
-        read: a row that has these columns, as the task means it; `ValueError` for a value that it cannot be.
+        fields: field of the task -> its column, or columns whose texts are joined.
+        label: column of the right answer.
+        values: what stands there for each answer, in their order, or the column that lists it.
+        options: columns of the answers, or the column that holds all, as a list or by `values`; empty: the template's.
     """
 
     name: str
-    columns: tuple[str, ...]
-    read: Callable[[Mapping[str, Any]], Row]
+    fields: Mapping[str, str | tuple[str, ...]]
+    label: str = "label"
+    values: tuple[str, ...] | str = ("0", "1")
+    options: tuple[str, ...] | str = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that a row must have."""
+        named = [*self.fields.values(), self.options, self.values if isinstance(self.values, str) else (), self.label]
+        flat = [column for some in named for column in ((some,) if isinstance(some, str) else some)]
+        return tuple(dict.fromkeys(flat))
 
     def missing(self, row: Mapping[str, Any]) -> list[str]:
         """Columns that the row lacks."""
         return [column for column in self.columns if not _has(row, column)]
 
+    def read(self, row: Mapping[str, Any]) -> Row:
+        """A row that has these columns, as the task means it.
+
+        Raises:
+            ValueError: a text is empty or none, answers are equal, or the label is not one of the answers'.
+        """
+        texts = {n: _at(row, c) if isinstance(c, str) else [_at(row, x) for x in c] for n, c in self.fields.items()}
+        options = _at(row, self.options) if isinstance(self.options, str) else [_at(row, c) for c in self.options]
+        values = _at(row, self.values) if isinstance(self.values, str) else self.values
+        if isinstance(options, Mapping):
+            options = list(options.values())
+        if options and len(options) != len(values):
+            raise ValueError(f"{self.options} has {len(options)} texts and {len(values)} labels")
+        fields = {n: " ".join(_text(n, x) for x in (t if isinstance(t, list) else [t])) for n, t in texts.items()}
+        answers = tuple(_text(f"answer {n}", option) for n, option in enumerate(options, start=1))
+        if len(set(answers)) < len(answers):
+            raise ValueError(f"its answers are not distinct: {answers}")
+        found, known = _at(row, self.label), [str(value) for value in values]
+        found = int(found) if isinstance(found, bool) else found
+        if str(found) not in known:
+            raise ValueError(f"{self.label} is {found!r}, not one of {known}; rows without a label cannot be used")
+        return Row(fields, answers, known.index(str(found)))
+
+
+def _at(row: Mapping[str, Any], column: str) -> Any:
+    first, _, rest = column.partition(".")
+    return _at(row[first], rest) if rest else row[first]
+
 
 def _has(row: Mapping[str, Any], column: str) -> bool:
     first, _, rest = column.partition(".")
-    if first not in row:
-        return False
-    return not rest or (isinstance(row[first], Mapping) and _has(row[first], rest))
+    return first in row and (not rest or (isinstance(row[first], Mapping) and _has(row[first], rest)))
 
 
-def _position(value: Any, values: Sequence[Any], column: str) -> int:
-    if value in values:
-        return list(values).index(value)
-    raise ValueError(f"{column} is {value!r}, not one of {list(values)}; rows without a label cannot be used")
+def _text(name: str, value: Any) -> str:
+    if not (isinstance(value, str) and value.strip()):
+        raise ValueError(f"{name} is {value!r}, not a text")
+    return value.strip()
 
 
-def _lettered(row: Mapping[str, Any], fields: Sequence[str], answer: str, **renamed: str) -> Row:
-    """`choices: {text: [...], label: [...]}` and the letter of the right one."""
-    letters, texts = list(row["choices"]["label"]), tuple(row["choices"]["text"])
-    if len(letters) != len(texts):
-        raise ValueError(f"choices has {len(texts)} texts and {len(letters)} labels")
-    named = {name: row[name] for name in fields} | {new: row[old] for new, old in renamed.items()}
-    return Row(named, texts, _position(row[answer], letters, answer))
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
 
 
-def _qasc_local(row: Mapping[str, Any]) -> Row:
-    letters = list(row["choices"])
-    fields = {name: row[name] for name in ("question", "fact1", "fact2")}
-    return Row(fields, tuple(row["choices"].values()), _position(row["label"], letters, "label"))
+def _story(name: str, sentence: str, endings: str, answer: str) -> Form:
+    sentences, both = tuple(sentence.format(n) for n in range(1, 5)), (endings.format(1), endings.format(2))
+    return Form(name, {"story": sentences}, answer, ("1", "2"), both)
 
 
-def _binary(row: Mapping[str, Any], **fields: str) -> Row:
-    texts = {name: row[column] for name, column in fields.items()}
-    return Row(texts, (), _position(row["label"], (0, 1), "label"))
-
-
-def _story(row: Mapping[str, Any], sentences: Sequence[str], endings: Sequence[str], answer: str) -> Row:
-    label = _position(str(row[answer]), ("1", "2"), answer)
-    return Row({"story": " ".join(row[s].strip() for s in sentences)}, tuple(row[e] for e in endings), label)
-
-
-def _winogrande(row: Mapping[str, Any], answer: str, values: Sequence[str]) -> Row:
-    options = (row["option1"], row["option2"])
-    fields = {name: row[name] for name in ("sentence", "option1", "option2")}
-    return Row(fields, options, _position(row[answer], values, answer))
-
-
-def _wsc(text: str, spans: Mapping[str, Any], label: Any) -> Row:
-    fields = {"text": text, "referent": spans["span1_text"], "pronoun": spans["span2_text"]}
-    return Row(fields, (), _position(label, (0, 1), "label"))
-
-
-_HUB_STORY = tuple(f"input_sentence_{n}" for n in range(1, 5))
-_HUB_ENDINGS = ("sentence_quiz1", "sentence_quiz2")
-_CSV_STORY = tuple(f"InputSentence{n}" for n in range(1, 5))
-_CSV_ENDINGS = ("RandomFifthSentenceQuiz1", "RandomFifthSentenceQuiz2")
+_QASC = _same("question", "fact1", "fact2")
+_WINOGRANDE = _same("sentence", "option1", "option2")
+_TWO = ("option1", "option2")
 
 FORMS: dict[str, tuple[Form, ...]] = {
     "qasc": (
-        Form(
-            "the hub",
-            ("question", "fact1", "fact2", "choices.text", "choices.label", "answerKey"),
-            lambda row: _lettered(row, ("question", "fact1", "fact2"), "answerKey"),
-        ),
-        Form("local files", ("question", "fact1", "fact2", "choices", "label"), _qasc_local),
+        Form("the hub", _QASC, "answerKey", "choices.label", "choices.text"),
+        Form("local files", _QASC, values="choices", options="choices"),
     ),
     "wikiqa": (
-        Form(
-            "the hub",
-            ("question", "answer", "label"),
-            lambda row: _binary(row, question="question", sentence="answer"),
-        ),
-        Form(
-            "local files",
-            ("question", "sentence", "label"),
-            lambda row: _binary(row, question="question", sentence="sentence"),
-        ),
+        Form("the hub", {"question": "question", "sentence": "answer"}),
+        Form("local files", _same("question", "sentence")),
     ),
     "quartz": (
-        Form(
-            "the hub",
-            ("question", "para", "choices.text", "choices.label", "answerKey"),
-            lambda row: _lettered(row, ("question",), "answerKey", paragraph="para"),
-        ),
+        Form("the hub", {"question": "question", "paragraph": "para"}, "answerKey", "choices.label", "choices.text"),
     ),
-    "paws": (
-        Form(
-            "the hub",
-            ("sentence1", "sentence2", "label"),
-            lambda row: _binary(row, sentence1="sentence1", sentence2="sentence2"),
-        ),
-    ),
+    "paws": (Form("the hub", _same("sentence1", "sentence2")),),
     "story_cloze": (
-        Form(
-            "the hub",
-            (*_HUB_STORY, *_HUB_ENDINGS, "answer_right_ending"),
-            lambda row: _story(row, _HUB_STORY, _HUB_ENDINGS, "answer_right_ending"),
-        ),
-        Form(
-            "the authors' CSV",
-            (*_CSV_STORY, *_CSV_ENDINGS, "AnswerRightEnding"),
-            lambda row: _story(row, _CSV_STORY, _CSV_ENDINGS, "AnswerRightEnding"),
-        ),
+        _story("the hub", "input_sentence_{}", "sentence_quiz{}", "answer_right_ending"),
+        _story("the authors' CSV", "InputSentence{}", "RandomFifthSentenceQuiz{}", "AnswerRightEnding"),
+        _story("the paper's CSV", "input_sentence{}", "random_fifth_sentence_quiz{}", "answer_right_ending"),
     ),
     "winogrande": (
-        Form(
-            "the hub",
-            ("sentence", "option1", "option2", "answer"),
-            lambda row: _winogrande(row, "answer", ("1", "2")),
-        ),
-        Form(
-            "local files",
-            ("sentence", "option1", "option2", "label"),
-            lambda row: _winogrande(row, "label", ("option1", "option2")),
-        ),
+        Form("the hub", _WINOGRANDE, "answer", ("1", "2"), _TWO),
+        Form("local files", _WINOGRANDE, values=_TWO, options=_TWO),
     ),
     "wsc": (
-        Form(
-            "the hub", ("text", "span1_text", "span2_text", "label"), lambda row: _wsc(row["text"], row, row["label"])
-        ),
-        Form(
-            "SuperGLUE's files",
-            ("text", "target.span1_text", "target.span2_text", "label"),
-            lambda row: _wsc(row["text"], row["target"], row["label"]),
-        ),
+        Form("the hub", {"text": "text", "referent": "span1_text", "pronoun": "span2_text"}),
+        Form("SuperGLUE's files", {"text": "text", "referent": "target.span1_text", "pronoun": "target.span2_text"}),
     ),
 }
 """Task -> the forms of its rows; the first one that fits is taken."""
 
 
-def read_rows(task: str, rows: Iterable[Mapping[str, Any]], where: str) -> list[Row]:
-    """All rows as the task means them.
+def _templates() -> tuple[dict[str, Template], dict[str, tuple[Template, ...]]]:
+    data = json.loads(files("actmat_experiments.language").joinpath("templates.json").read_text(encoding="utf-8"))
+    fixed: dict[str, tuple[str, ...]] = {t: () if forms[0].options else ("No", "Yes") for t, forms in FORMS.items()}
+
+    def made(task: str, some: Sequence[str]) -> Template:
+        return Template(some[0], some[1], fixed[task])
+
+    own = {task: tuple(made(task, some) for some in data["own"][task]) for task in FORMS}
+    return {task: made(task, data["paper"][task]) for task in FORMS}, own
+
+
+PAPER, OWN = _templates()
+"""Task -> the template of the paper's code; task -> those of this project."""
+
+
+def read_rows(task: str, rows: Iterable[Mapping[str, Any]], where: str) -> tuple[list[Row], list[str]]:
+    """All rows as the task means them, without malformed ones, and a line for each of those.
 
     Args:
         task: key of `FORMS`.
@@ -307,30 +272,20 @@ def read_rows(task: str, rows: Iterable[Mapping[str, Any]], where: str) -> list[
         where: file or data set, for messages.
 
     Raises:
-        CheckpointError: columns are missing, texts empty, answers empty or equal, labels unknown; all in one message.
+        CheckpointError: columns are missing, or more than one row in a hundred is malformed.
     """
-    found, problems = [], []
-    for number, row in enumerate(rows, start=1):
+    every = list(rows)
+    if every and all(form.missing(every[0]) for form in FORMS[task]):  # a file has one schema
+        raise CheckpointError(f"{where} cannot be used as {task}.", [f"row 1: {_no_form(task, every[0])}"])
+
+    def read(row: Mapping[str, Any]) -> Row:
         form = next((form for form in FORMS[task] if not form.missing(row)), None)
         if form is None:
-            problems.append(f"row {number}: {_no_form(task, row)}")
-            if number == 1:
-                break  # a file has one schema: every other row would repeat this
-            continue
-        try:
-            read = form.read(row)
-        except (ValueError, TypeError, AttributeError) as error:
-            problems.append(f"row {number}: {error}")
-            continue
-        wrong = _problems(read)
-        problems += [f"row {number}: {text}" for text in wrong]
-        if not wrong:
-            found.append(Row({n: t.strip() for n, t in read.fields.items()}, _stripped(read.options), read.label))
-    if not (found or problems):
-        problems.append("there are no rows")
-    if problems:
-        raise CheckpointError(f"{where} cannot be used as {task}.", problems)
-    return found
+            raise ValueError(_no_form(task, row))
+        return form.read(row)
+
+    found, malformed = kept_rows(every, read, f"{where} as {task}")
+    return found, [f"{where}, {line}" for line in malformed]
 
 
 def _no_form(task: str, row: Mapping[str, Any]) -> str:
@@ -342,34 +297,15 @@ def _no_form(task: str, row: Mapping[str, Any]) -> str:
     return f"has the columns {', '.join(map(str, row))}; expected {' or '.join(wanted)}"
 
 
-def _stripped(texts: Sequence[str]) -> tuple[str, ...]:
-    return tuple(text.strip() for text in texts)
-
-
-def _problems(row: Row) -> list[str]:
-    texts = {**row.fields, **{f"answer {n}": text for n, text in enumerate(row.options, start=1)}}
-    found = [f"{name} is {text!r}, not a text" for name, text in texts.items() if not _is_text(text)]
-    if found:
-        return found
-    options = _stripped(row.options)
-    if len(set(options)) < len(options):
-        found.append(f"its answers are not distinct: {options}")
-    if options and row.label >= len(options):
-        found.append(f"its label {row.label} counts beyond {len(options)} answers")
-    return found
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 def render(template: Template, row: Row) -> Item:
     """The row, asked in this way."""
+    choices = template.answers or row.options
     options = "\n".join(f"- {option}" for option in row.options)
-    return Item(template.prompt.format(**row.fields, options=options), template.answers or row.options, row.label)
+    text = _compiled(template.prompt).render(**row.fields, choices=choices, options=options)
+    return Item(text.strip(), choices, row.label)
 
 
-def to_items(task: str, rows: Sequence[Row], *, cycle: bool) -> list[Item]:
-    """Rows as questions, asked by the first template, or by all templates in turn (for training)."""
-    templates = TEMPLATES[task] if cycle else TEMPLATES[task][:1]
+def to_items(task: str, rows: Sequence[Row], asking: Asking, *, train: bool = False) -> list[Item]:
+    """Rows as questions; "cycled" goes through all of this project's templates where items are trained on."""
+    templates = (PAPER[task],) if asking == "paper" else OWN[task] if train and asking == "cycled" else OWN[task][:1]
     return [render(templates[n % len(templates)], row) for n, row in enumerate(rows)]

@@ -1,35 +1,36 @@
 """Rows of the seven tasks, from the hub or from files, in parts to train on, to choose on and to test.
 
-| task | train and validation | test |
+| task | train | validation and test |
 |---|---|---|
-| QASC, Winogrande, WSC | hub train; 32 of its rows are the validation | hub validation (the hub's test has no labels) |
-| Story Cloze | hub validation; 32 of its rows | hub test |
-| WikiQA, QuaRTz, PAWS | hub train; hub validation | hub test |
+| QASC, Winogrande, WSC | hub train | hub validation (the hub's test has no labels): 32 of its rows, and the others |
+| Story Cloze | hub validation | hub test: 32 of its rows, and the others |
+| WikiQA, QuaRTz, PAWS | hub train | hub validation; hub test |
 
-Nothing that is tested is chosen on, and nothing that is chosen on is trained on.
+The 32 rows are those of the paper's code. Nothing that is tested is chosen on, and nothing that is chosen on is trained
+on.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError, MergeError
-from actmat_experiments.language.questions import Row, TextTask, read_rows, to_items
+from actmat_experiments.harness.hub import load_splits
+from actmat_experiments.language.questions import Asking, Row, TextTask, read_rows, to_items
 
 __all__ = ["SOURCES", "Source", "from_hub", "load_rows_file", "load_tasks"]
 
-N_VALIDATION = 32
+N_VALIDATION, _SHUFFLE = 32, 42
+"""Rows of the test split that are chosen on, and the seed of the paper's code that picks them."""
 
-Fetch = Callable[["Source", str], Iterable[Mapping[str, Any]]]
-"""Rows of a split of a source."""
+Fetch = Callable[["Source"], Mapping[str, Iterable[Mapping[str, Any]]]]
+"""Split -> rows of a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Source:
 
     Args:
         hub: repository, and configuration if there are several.
-        validation: name of the split to choose on; None: `N_VALIDATION` rows of the training split.
+        validation: name of the split to choose on; None: `N_VALIDATION` rows of the test split.
         by_hand: why it cannot be had from the hub.
     """
 
@@ -80,14 +81,14 @@ _ENDINGS = ("jsonl", "csv")
 
 
 def load_tasks(
-    names: Sequence[str], folder: Path | None, *, cycle: bool = True, fetch: Fetch | None = None
+    names: Sequence[str], folder: Path | None, *, asking: Asking = "paper", fetch: Fetch | None = None
 ) -> list[TextTask]:
     """The tasks, each from files `<task>.<split>.jsonl` (or `.csv`) if the folder has any of it, else from the hub.
 
     Args:
         names: keys of `SOURCES`.
-        cycle: training items are asked by all templates in turn.
-        fetch: reads a split from the hub; default: the library `datasets`.
+        asking: the templates.
+        fetch: reads a source from the hub; default: the library `datasets`.
 
     Raises:
         CheckpointError: something is missing or cannot be used; all tasks' problems in one message.
@@ -95,7 +96,7 @@ def load_tasks(
     found, problems = [], []
     for name in names:
         try:
-            found.append(_task(SOURCES[name], folder, cycle, fetch or from_hub))
+            found.append(_task(SOURCES[name], folder, asking, fetch or from_hub))
         except MergeError as error:
             problems += [f"{error.headline} {p}" if p != error.headline else p for p in error.problems]
     if problems:
@@ -103,43 +104,46 @@ def load_tasks(
     return found
 
 
-def _task(source: Source, folder: Path | None, cycle: bool, fetch: Fetch) -> TextTask:
-    rows = _local(source, folder) if folder is not None else None
-    if rows is None:
+def _task(source: Source, folder: Path | None, asking: Asking, fetch: Fetch) -> TextTask:
+    raw: Mapping[str, Iterable[Mapping[str, Any]]] | None = _local(source, folder) if folder is not None else None
+    if raw is None:
         if source.by_hand:
             raise CheckpointError(
                 f"{source.task} is not on the hub: {source.by_hand}. Put {_wanted(source)} into the folder of --data, "
                 "or leave the task out with --tasks."
             )
-        rows = {s: read_rows(source.task, fetch(source, s), f"{source.hub[0]}, {s}") for s in source.splits}
-    train = rows[source.train]
-    if source.validation is None:
-        train, validation = _held_out(train, source.task)
-    else:
-        validation = rows[source.validation]
+        raw = {f"{source.hub[0]}, {split}": rows for split, rows in fetch(source).items()}
+    read = [read_rows(source.task, rows, where) for where, rows in raw.items()]
+    rows = dict(zip(source.splits, (found for found, _ in read), strict=True))
+    validation, test = (
+        _held_out(rows[source.test], source.task)
+        if source.validation is None
+        else (rows[source.validation], rows[source.test])
+    )
     return TextTask(
         source.task,
-        train=to_items(source.task, train, cycle=cycle),
-        validation=to_items(source.task, validation, cycle=False),
-        test=to_items(source.task, rows[source.test], cycle=False),
+        train=to_items(source.task, rows[source.train], asking, train=True),
+        validation=to_items(source.task, validation, asking),
+        test=to_items(source.task, test, asking),
+        malformed=[line for _, malformed in read for line in malformed],
     )
 
 
 def _held_out(rows: Sequence[Row], task: str) -> tuple[list[Row], list[Row]]:
-    """Training rows and `N_VALIDATION` others; which ones never changes."""
+    """Rows to choose on, and the others, to test; which ones never changes."""
     if len(rows) <= N_VALIDATION:
-        raise CheckpointError(f"{task} has {len(rows)} training rows; more than {N_VALIDATION} are needed.")
-    order = torch.randperm(len(rows), generator=generator_for(0, f"validation {task}")).tolist()
-    held_out = set(order[:N_VALIDATION])
-    return [r for n, r in enumerate(rows) if n not in held_out], [rows[n] for n in sorted(held_out)]
+        raise CheckpointError(f"{task} has {len(rows)} rows to test; more than {N_VALIDATION} are needed.")
+    shuffled = list(rows)
+    random.Random(_SHUFFLE).shuffle(shuffled)
+    return shuffled[:N_VALIDATION], shuffled[N_VALIDATION:]
 
 
 def _wanted(source: Source) -> str:
     return ", ".join(f"{source.task}.{split}.jsonl" for split in source.splits)
 
 
-def _local(source: Source, folder: Path) -> dict[str, list[Row]] | None:
-    """Rows by split, or None if the folder has nothing of the task."""
+def _local(source: Source, folder: Path) -> dict[str, list[dict[str, Any]]] | None:
+    """Rows by file, in the order of the splits, or None if the folder has nothing of the task."""
     files = {split: _file(folder, source.task, split) for split in source.splits}
     if not any(files.values()):
         return None
@@ -149,7 +153,7 @@ def _local(source: Source, folder: Path) -> dict[str, list[Row]] | None:
             f"{folder} has some files of {source.task}, but not its split {' and '.join(missing)}.",
             [f"{source.task}.{split}.jsonl is not there" for split in missing],
         )
-    return {s: read_rows(source.task, load_rows_file(path), path.name) for s, path in files.items() if path}
+    return {path.name: load_rows_file(path) for path in files.values() if path}
 
 
 def _file(folder: Path, task: str, split: str) -> Path | None:
@@ -181,20 +185,16 @@ def load_rows_file(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def from_hub(source: Source, split: str) -> Iterable[Mapping[str, Any]]:
-    """Rows of a split by the library `datasets`.
+def from_hub(source: Source) -> Mapping[str, Iterable[Mapping[str, Any]]]:
+    """Rows by split, by the library `datasets`.
 
     Raises:
         CheckpointError: the hub cannot be reached and nothing is in its cache, or the data set is not there.
     """
-    from datasets import load_dataset
-
-    repository, configuration = source.hub
     try:
-        rows: Iterable[Mapping[str, Any]] = load_dataset(repository, configuration, split=split)
-    except Exception as error:  # the library raises errors of a dozen other libraries
+        found, _ = load_splits(*source.hub, source.splits)
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{source.task} could not be read from the hub ({repository}, {split}): {type(error).__name__}: {error}. "
-            f"Put {_wanted(source)} into the folder of --data to do without the hub."
+            f"{error.headline} Put {_wanted(source)} into the folder of --data to do without the hub.", error.problems
         ) from error
-    return rows
+    return {split: found[split] for split in source.splits}

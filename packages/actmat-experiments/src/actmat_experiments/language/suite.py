@@ -5,6 +5,7 @@ Experts answer questions with several choices and are tested by rank classificat
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any, Self
 import torch
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments.harness.cache import Cache, digest, file_digest
+from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
+from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.merging import rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.report import show
@@ -23,7 +25,7 @@ from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.language.exams import Exam, examine, make_exams
 from actmat_experiments.language.models import load_model, load_tokenizer, measure
-from actmat_experiments.language.questions import TEMPLATES, TextTask
+from actmat_experiments.language.questions import FORMS, TextTask
 from actmat_experiments.language.sources import load_tasks
 from actmat_experiments.language.train import LanguageSettings, PaperSettings, expert_key, train_expert
 from actmat_experiments.suites import RunRequest, TableRequest
@@ -31,7 +33,8 @@ from actmat_experiments.suites import RunRequest, TableRequest
 __all__ = ["MODELS", "Language", "run", "table"]
 
 
-_VERSION = 1
+_SHUFFLE = 4
+"""Seed of the paper's code for the order of the items, of which statistics see the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,7 @@ class Language(Experiment):
             together=settings.together,
             keep=settings.keep,
             samples=settings.samples,
+            measured=settings.measured,
             settings=settings,
             exams=exams,
         )
@@ -108,7 +112,16 @@ class Language(Experiment):
     def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
         """See `Experiment`."""
         exam = self.exams[task]
-        measure(self.base.path, expert, exam, out, samples=n, seed=self.seed, device=self.device, advance=advance)
+        items = list(getattr(exam, self.measured))
+        if isinstance(self.settings, PaperSettings):
+            random.Random(_SHUFFLE).shuffle(items)
+        measure(
+            *(self.base.path, expert, items[:n], out),
+            source=task,
+            seed=self.seed,
+            device=self.device,
+            advance=advance,
+        )
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""
@@ -145,8 +158,12 @@ class Language(Experiment):
         return found
 
 
-MODELS = {"T5-base": "google-t5/t5-base", "T5-large": "google-t5/t5-large"}
-"""Names in tables -> repositories on the hub; any other folder or hub id can be named instead."""
+MODELS = {
+    "T5-base": "google-t5/t5-base@a9723ea7f1b39c1eae772870f3b547bf6ef7e6c1",
+    "T5-large": "google-t5/t5-large@150ebc2c4b72291e770f58e6057481c8d2ed331a",
+}
+"""Names in tables -> repositories on the hub, at the last commits of their main branches; any other folder or hub id
+can be named instead."""
 
 
 def run(request: RunRequest) -> None:
@@ -156,13 +173,14 @@ def run(request: RunRequest) -> None:
         MergeError: a task, a model, a method or a setting is unknown, or data are missing.
     """
     settings = changed(PaperSettings(), request.settings)
-    names = list(request.tasks or TEMPLATES)
-    unknown = [f"'{n}' is no task.{did_you_mean(n, TEMPLATES)}" for n in names if n not in TEMPLATES]
+    names = list(request.tasks or FORMS)
+    unknown = [f"'{n}' is no task.{did_you_mean(n, FORMS)}" for n in names if n not in FORMS]
     if unknown:
-        raise RecipeError(f"The tasks are {', '.join(TEMPLATES)}.", unknown)
+        raise RecipeError(f"The tasks are {', '.join(FORMS)}.", unknown)
 
     def experiments(request: RunRequest, watch: Watch) -> Iterator[Language]:
-        tasks = load_tasks(names, request.data, cycle=settings.cycle)
+        tasks = load_tasks(names, request.data, asking=settings.asking)
+        watch.note(f"left out: {line}" for task in tasks for line in task.malformed)
         for model in request.models or ("T5-base",):
             base = prepare_base(MODELS.get(model, model), Cache(request.cache), watch)
             for seed in request.seeds:
@@ -182,18 +200,17 @@ def prepare_base(source: str, cache: Cache, watch: Watch) -> Made:
     """A local float32 copy of the base with its tokenizer, which experts and merges refer to.
 
     Args:
-        source: folder, known again by its bytes, or hub id, known again by its name: `ORG/NAME`.
+        source: folder, known again by its bytes, or hub id `ORG/NAME[@REVISION]`, known again by its commit.
     """
-    folder = Path(source)
-    identity = file_digest(p for p in folder.iterdir() if p.is_file()) if folder.is_dir() else source
+    folder, identity = model_folder(source)
 
     def make(place: Path) -> None:
-        with watch.stage(f"base: {folder.name}"):
-            model, tokenizer = load_model(source), load_tokenizer(source)
+        with watch.stage(f"base: {source}"):
+            model, tokenizer = load_model(folder), load_tokenizer(folder)
             model.save_pretrained(place)
             tokenizer.save_pretrained(place)
 
-    place = cache.get("base", {"version": 1, "base": identity}, make)
+    place = cache.get("base", {"version": 2, "base": identity}, make)
     return Made(place, place.name)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,28 +20,26 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.training import generator_for
+from actmat.demo.training import Schedule, descend, generator_for
 from actmat_experiments.harness.cache import library_versions
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.results import Part, Regime
+from actmat_experiments.harness.training import Progress, Selection
 from actmat_experiments.language.exams import IGNORED, Encoded, Exam, batches_by_length, chosen, training_tensors
-from actmat_experiments.language.models import add_lora, load_model, load_tokenizer, save_expert, trained
+from actmat_experiments.language.models import add_lora, load_model, load_tokenizer, save_expert
+from actmat_experiments.language.questions import Asking
 
 __all__ = [
     "ExpertSettings",
     "FineTuning",
     "LanguageSettings",
     "PaperSettings",
-    "Progress",
     "batch_at",
     "expert_key",
     "finetune",
     "summed_loss",
     "train_expert",
 ]
-
-
-_LONGEST_GRADIENT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +57,7 @@ class FineTuning:
         patience: the run ends after so many validations without a new best one.
         precision: "bf16" (autocast) or "no".
         max_length: tokens of a prompt.
+        clip: longest gradient; none: as it is, as in the paper's code.
     """
 
     learning_rate: float = 1e-4
@@ -70,6 +69,19 @@ class FineTuning:
     patience: int = 5
     precision: Literal["bf16", "no"] = "bf16"
     max_length: int = 128
+    clip: float | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """For `descend`; an epoch is one update."""
+        return Schedule(
+            self.max_updates,
+            self.batch_size,
+            self.learning_rate,
+            constant=True,
+            optimiser=self.optimiser,
+            clip=self.clip,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +111,15 @@ class LanguageSettings:
 
     Args:
         experts: how experts are trained.
-        samples: training items per task that statistics are measured on, for the methods that need data.
+        samples: items per task that statistics are measured on, for the methods that need data.
+        measured: the part that they are of: "train", as in the paper's code, or "validation", as in its text.
         together: models merged in one reading of the inputs; all of them are on the disk at the same time.
         keep: merged models stay in the cache after their test.
     """
 
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     samples: int = 320
+    measured: Part = "train"
     together: int = 4
     keep: bool = False
 
@@ -119,27 +133,11 @@ class PaperSettings(LanguageSettings):
     """Settings of the suite `language`.
 
     Args:
-        cycle: training items are asked by all templates of a task in turn; otherwise by the first one, as validation
-            and test items always are.
+        asking: by which templates: "paper", the one of its code; "own", the first of this project's; "cycled", all of
+            this project's in turn where items are trained on.
     """
 
-    cycle: bool = True
-
-
-@dataclass(slots=True)
-class Progress:
-    """State of a run.
-
-    Args:
-        best: highest validation accuracy so far; -1 before the first validation.
-        best_update: when that was.
-        stale: validations since then.
-    """
-
-    update: int = 0
-    best: float = -1.0
-    best_update: int = 0
-    stale: int = 0
+    asking: Asking = "paper"
 
 
 def batch_at(n_items: int, update: int, batch_size: int, seed: int, purpose: str) -> list[int]:
@@ -180,99 +178,38 @@ def finetune(
         seed: with `purpose`, decides order and dropout.
         folder: where its state is kept after every validation; a run that finds one goes on from there.
     """
-    place = model.device
+    place, pad = model.device, model.config.pad_token_id
     autocast = partial(torch.autocast, place.type, torch.bfloat16, enabled=settings.precision == "bf16")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimiser = _optimiser(settings, parameters)
-    state = _State(folder, model, optimiser)
-    progress = state.load()
-    pad = model.config.pad_token_id
-    while progress.update < settings.max_updates and progress.stale < settings.patience:
-        chosen_items = batch_at(len(train), progress.update, settings.batch_size, seed, purpose)
-        batch = [train[n] for n in chosen_items]
+    labels_N = torch.tensor([item.label for item in validation])
+
+    def score() -> float:
+        with autocast():
+            found_N = chosen(model, validation, max_tokens=settings.piece_tokens)
+        return float((found_N == labels_N).double().mean())
+
+    def terms(update: int) -> Iterator[Tensor]:
+        batch = [train[n] for n in batch_at(len(train), update, settings.batch_size, seed, purpose)]
         n_tokens = sum(len(item.target) for item in batch)
         model.train()
         with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
-            torch.manual_seed(generator_for(seed, f"{purpose} dropout {progress.update}").initial_seed())
-            for piece in _pieces(batch, settings.piece_tokens):
+            torch.manual_seed(generator_for(seed, f"{purpose} dropout {update}").initial_seed())
+            for positions in batches_by_length(batch, settings.piece_tokens):
                 with autocast():
-                    loss = summed_loss(model, piece, pad, place) / n_tokens
-                torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(parameters, _LONGEST_GRADIENT)
-        optimiser.step()
-        optimiser.zero_grad()
-        progress.update += 1
-        if progress.update % settings.validate_every == 0 or progress.update == settings.max_updates:
-            with autocast():
-                accuracy = _accuracy(model, validation, settings)
-            _judge(progress, accuracy)
-            state.save(progress)
-        on_update(progress)
-    state.restore_best()
-    return progress
+                    loss = summed_loss(model, [batch[n] for n in positions], pad, place) / n_tokens
+                yield loss
 
+    def losses(first: int) -> Iterator[Iterator[Tensor]]:
+        for update in range(first, settings.max_updates):
+            if selection.ended:
+                return
+            yield terms(update)
 
-def _optimiser(settings: FineTuning, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    if settings.optimiser == "adafactor":
-        return torch.optim.Adafactor(parameters, lr=settings.learning_rate)
-    return torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.0, fused=True)
-
-
-def _pieces(batch: Sequence[Encoded], piece_tokens: int) -> Iterator[list[Encoded]]:
-    for positions in batches_by_length(batch, piece_tokens):
-        yield [batch[n] for n in positions]
-
-
-def _accuracy(model: Any, items: Sequence[Encoded], settings: FineTuning) -> float:
-    found_N = chosen(model, items, max_tokens=settings.piece_tokens)
-    return float((found_N == torch.tensor([item.label for item in items])).double().mean())
-
-
-def _judge(progress: Progress, accuracy: float) -> None:
-    if accuracy > progress.best:
-        progress.best, progress.best_update, progress.stale = accuracy, progress.update, 0
-    else:
-        progress.stale += 1
-
-
-class _State:
-    """A run on disk: `last.pt` (weights, optimiser, progress) and `best.pt`, tensors and numbers alone."""
-
-    def __init__(self, folder: Path, model: Any, optimiser: torch.optim.Optimizer) -> None:
-        self._last, self._best = folder / "last.pt", folder / "best.pt"
-        self._model, self._optimiser = model, optimiser
-
-    def save(self, progress: Progress) -> None:
-        """After a validation. The best weights first: `last.pt` may only speak of a best one that is there."""
-        weights = trained(self._model)
-        if progress.stale == 0:
-            _write({"weights": weights}, self._best)
-        numbers = (progress.update, progress.best, progress.best_update, progress.stale)
-        _write({"weights": weights, "optimiser": self._optimiser.state_dict(), "progress": numbers}, self._last)
-
-    def load(self) -> Progress:
-        """Put the weights of an interrupted run into the model; its state, or that of a new run."""
-        if not self._last.is_file():
-            return Progress()
-        state = torch.load(self._last, map_location="cpu", weights_only=True)
-        self._put(state["weights"])
-        self._optimiser.load_state_dict(state["optimiser"])
-        return Progress(*state["progress"])
-
-    def restore_best(self) -> None:
-        """Put the best weights into the model."""
-        if self._best.is_file():
-            self._put(torch.load(self._best, map_location="cpu", weights_only=True)["weights"])
-
-    def _put(self, weights: dict[str, Tensor]) -> None:
-        for name, tensor in trained(self._model).items():
-            tensor.copy_(weights[name])
-
-
-def _write(state: dict[str, Any], path: Path) -> None:
-    aside = path.with_suffix(".new")
-    torch.save(state, aside)
-    aside.replace(path)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    numbers = settings.validate_every, settings.max_updates, settings.patience
+    selection = Selection(folder, parameters, score, *numbers, on_update)
+    descend(parameters, losses, settings.max_updates, settings.schedule, callbacks=[selection], resume=selection)
+    selection.restore_best()
+    return selection.progress
 
 
 _VERSION = 1
@@ -314,8 +251,6 @@ def train_expert(
     training = settings.of(regime)
     model = load_model(base)
     if regime == "lora":
-        import torch
-
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = add_lora(model, rank=settings.rank, alpha=settings.alpha, base=str(base))
@@ -340,5 +275,4 @@ def train_expert(
     for state in ("last.pt", "best.pt"):
         (folder / state).unlink(missing_ok=True)
     save_expert(model.cpu(), load_tokenizer(base), folder)
-    numbers = {"updates": progress.update, "best": progress.best, "best_update": progress.best_update}
-    (folder / "training.json").write_text(json.dumps(numbers) + "\n", encoding="utf-8")
+    (folder / "training.json").write_text(json.dumps(asdict(progress)) + "\n", encoding="utf-8")

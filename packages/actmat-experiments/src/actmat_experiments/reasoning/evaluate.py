@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ from typing import Any, Literal
 
 from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
 from actmat_experiments.harness.progress import Stage, Watch
-from actmat_experiments.reasoning.benchmarks import Benchmark, Problem
-from actmat_experiments.reasoning.generate import Job, Questions, answer_all, read_answers, release
+from actmat_experiments.reasoning.benchmarks import Benchmark, Format, Problem
+from actmat_experiments.reasoning.generate import Engine, Job, Questions, answer_all, read_answers, release
+from actmat_experiments.reasoning.memory import host_memory, planned_batch
 
-__all__ = ["Counts", "Exam", "ReasoningSettings", "identity_of", "unsolvable"]
+__all__ = ["Counts", "Exam", "ReasoningSettings", "unsolvable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,21 @@ class ReasoningSettings:
     Args:
         base: hub id or directory; `--models` says the same.
         math, code, instructions: experts, hub ids or directories; "none" leaves one out.
-        backend: "hf" (transformers) or "vllm".
-        dtype: of weights and arithmetic in evaluation.
-        batch_size: answers drawn together by "hf".
-        chat: put prompts into the model's chat template.
-        longest: most tokens of prompt and answer together; none: what the model's config says.
+        format: of prompts: "olmes", as in the paper; "plain" or "chat", see `benchmarks`.
+        template: expert whose tokenizer and chat template the base and merged models use, as in the paper; none: the
+            base's own.
+        engine: the back end, see `generate.Engine`.
+        batch_size: answers drawn together by "hf"; none: planned from the device's memory.
         samples: answers per problem where the paper samples; none: as in the paper.
         temperature: where the paper samples; none: as in the paper.
         max_tokens: longest answer; none: as in the paper.
         problems: only the first so many of each benchmark; none: all.
-        prompts: folder with training prompts per expert for the rules that want statistics, `math.jsonl`, `code.jsonl`,
-            `instructions.jsonl`, each line {"prompt": ...}; none: those rules are left out.
-        measured: prompts per expert that are looked at.
+        prompts: training prompts per expert for the rules that want statistics: "hub", those of `PROMPTS`, as in the
+            paper, but not with --data; or a folder with `math.jsonl`, `code.jsonl`, `instructions.jsonl`, each line
+            {"prompt": ...}; none: those rules are left out.
+        measured, measured_tokens: prompts per expert that are looked at, and tokens of each.
+        statistics_memory: GiB of sums on the host at a time; where all take more, the prompts are passed over several
+            times.
         keep_merged: leave merged models in the cache; otherwise each is removed when it has answered.
         programs: that run at the same time when code is judged.
     """
@@ -48,17 +53,18 @@ class ReasoningSettings:
     math: str | None = "allenai/Olmo-3-7B-RL-Zero-Math"
     code: str | None = "allenai/Olmo-3-7B-RL-Zero-Code"
     instructions: str | None = "allenai/Olmo-3-7B-RL-Zero-IF"
-    backend: Literal["hf", "vllm"] = "hf"
-    dtype: str = "bfloat16"
-    batch_size: int = 64
-    chat: bool = False
-    longest: int | None = None
+    format: Format = "olmes"
+    template: Literal["math", "code", "instructions"] | None = "math"
+    engine: Engine = field(default_factory=Engine)
+    batch_size: int | None = None
     samples: int | None = None
     temperature: float | None = None
     max_tokens: int | None = None
     problems: int | None = None
-    prompts: str | None = None
+    prompts: str | None = "hub"
     measured: int = 320
+    measured_tokens: int = 256
+    statistics_memory: float = 16.0
     keep_merged: bool = False
     programs: int = 4
 
@@ -69,20 +75,10 @@ class ReasoningSettings:
         return {skill: place for skill, place in skills.items() if place}
 
 
-_VERSION = 1
+_VERSION = 2
 
 Counts = Mapping[str, Sequence[int]]
 """Name of a score -> right answers per problem."""
-
-
-def identity_of(model: str) -> str:
-    """Identity of a model: hash of its files, or its commit on the hub."""
-    folder = Path(model)
-    if folder.is_dir():
-        return file_digest([p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".jinja")])
-    from huggingface_hub import HfApi
-
-    return f"{model}@{HfApi().model_info(model).sha}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +86,8 @@ class Exam:
     """The benchmarks with their problems, and how they are put to a model.
 
     Args:
+        base: folder of the base, of whose shape all models are.
+        tokenizer: folder of the tokenizer of base and merged models; None: their own.
         unsolvable: benchmark -> problems whose published solution fails their own test; for the table.
     """
 
@@ -99,11 +97,13 @@ class Exam:
     benchmarks: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]]
     seed: int
     device: str
+    base: Path
+    tokenizer: Path | None = None
     unsolvable: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def asked(self, benchmark: Benchmark) -> Benchmark:
         """The benchmark as this run samples it; `@k` beyond the number of answers falls to that number."""
-        s, sampling = self.settings, benchmark.sampling
+        s, sampling = self.settings, benchmark.sampling_in(self.settings.format)
         if sampling.temperature > 0:
             n = s.samples or sampling.n
             temperature = sampling.temperature if s.temperature is None else s.temperature
@@ -113,33 +113,45 @@ class Exam:
         ks = tuple(dict.fromkeys(min(k, sampling.n) for k in benchmark.ks))
         return replace(benchmark, sampling=sampling, ks=ks)
 
+    def batch_size(self, benchmark: Benchmark) -> int:
+        """Answers of "hf" that are drawn together."""
+        engine, sampling = self.settings.engine, self.asked(benchmark).sampling
+        if self.settings.batch_size is not None or engine.backend != "hf":
+            return self.settings.batch_size or 1
+        tokens = min(sampling.max_tokens + _PROMPT_TOKENS, engine.longest or sys.maxsize)
+        return planned_batch(self.base, tokens, engine.dtype, _memory(self.device))
+
     def key(self, benchmark: Benchmark, problems: Sequence[Mapping[str, Any]], model: Any) -> dict[str, Any]:
-        """All that determines the answers of a model to a benchmark."""
-        s = self.settings
+        """All that determines the answers of a model to a benchmark; how vLLM is divided over GPUs is no part of it."""
+        engine = self.settings.engine
+        vllm = engine.backend == "vllm"
         return {
             "version": _VERSION,
             "model": model,
-            "prompts": digest([benchmark.prompt(p) for p in problems]),
+            "prompts": digest([benchmark.prompt_in(self.settings.format, p) for p in problems]),
+            "tokenizer": file_digest(_tokenizer_files(self.tokenizer)) if self.tokenizer else None,
             "sampling": asdict(self.asked(benchmark).sampling),
-            "settings": {n: getattr(s, n) for n in ("backend", "dtype", "batch_size", "chat", "longest")},
+            "engine": [engine.backend, engine.dtype, engine.longest],
+            "batch_size": self.batch_size(benchmark),
             "device": self.device.partition(":")[0],
             "seed": self.seed,
-            "libraries": library_versions(
-                "lm_eval", "transformers", "torch", *(["vllm"] if s.backend == "vllm" else [])
-            ),
+            "libraries": library_versions("lm_eval", "transformers", "torch", *(["vllm"] if vllm else [])),
         }
 
     def answered(self, model: Any) -> bool:
         """True if all answers of a model are in the cache, so that the model is not needed."""
         return all(self.cache.holds("reasoning-answers", self.key(b, p, model)) for b, p in self.benchmarks)
 
-    def take(self, location: str, model: Any, label: str) -> dict[str, Counts]:
+    def take(self, location: Path, model: Any, label: str, *, own_tokenizer: bool = False) -> dict[str, Counts]:
         """Benchmark -> counts of right answers.
 
         Args:
-            location: directory or hub id.
+            location: the model's folder.
             model: all that determines the model, as plain data.
+            own_tokenizer: the model has a tokenizer, and a chat template, of its own.
         """
+        if own_tokenizer and self.tokenizer is not None:
+            return replace(self, tokenizer=None).take(location, model, label)
         missing = [
             (b, p) for b, p in self.benchmarks if not self.cache.holds("reasoning-answers", self.key(b, p, model))
         ]
@@ -154,7 +166,7 @@ class Exam:
     @contextmanager
     def _worker(self) -> Iterator[Callable[[Job, Stage], None]]:
         """Runs jobs, the model loaded once, and gives its memory back."""
-        if self.settings.backend == "hf":
+        if self.settings.engine.backend == "hf":
             try:
                 yield lambda job, stage: answer_all(job, stage.advance)
             finally:
@@ -170,30 +182,18 @@ class Exam:
 
     def _draw(
         self,
-        location: str,
+        location: Path,
         benchmark: Benchmark,
         problems: Sequence[Mapping[str, Any]],
         model: Any,
         work: Callable[[Job], None],
     ) -> None:
-        s = self.settings
-
         def make(folder: Path) -> None:
-            prompts = [benchmark.prompt(p) for p in problems]
-            questions = Questions(prompts, self.asked(benchmark).sampling, folder / "answers.jsonl")
-            work(
-                Job(
-                    model=location,
-                    backend=s.backend,
-                    device=self.device,
-                    dtype=s.dtype,
-                    batch_size=s.batch_size,
-                    chat=s.chat,
-                    seed=self.seed,
-                    longest=s.longest,
-                    questions=(questions,),
-                )
-            )
+            prompts = [benchmark.prompt_in(self.settings.format, p) for p in problems]
+            asked = self.asked(benchmark).sampling
+            questions = Questions(prompts, asked, folder / "answers.jsonl", self.batch_size(benchmark))
+            tokenizer = str(self.tokenizer) if self.tokenizer else None
+            work(Job(str(location), tokenizer, self.settings.engine, self.device, self.seed, (questions,)))
 
         self.cache.get("reasoning-answers", self.key(benchmark, problems, model), make, resumable=True)
 
@@ -207,7 +207,7 @@ class Exam:
             with self.watch.stage(f"marks: {benchmark.title}, {label}", len(work)) as stage:
 
                 def mark(item: tuple[int, Mapping[str, Any], str]) -> tuple[int, Mapping[str, bool]]:
-                    found = benchmark.mark(item[1], item[2])
+                    found = benchmark.mark(item[1], item[2], self.settings.format)
                     stage.advance()
                     return item[0], found
 
@@ -219,10 +219,27 @@ class Exam:
                     counts.setdefault(name, [0] * len(problems))[place] += int(right)
             (folder / "counts.json").write_text(json.dumps(counts), encoding="utf-8")
 
-        full = {"answers": digest(key), "problems": digest(list(problems)), "version": _VERSION}
+        full: dict[str, Any] = {"benchmark": benchmark.name, "answers": digest(key), "problems": digest(list(problems))}
+        full |= {"version": _VERSION}
         folder = self.cache.get("reasoning-marks", full, make)
         found: Counts = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
         return found
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [p for p in folder.iterdir() if p.is_file() and ("token" in p.name or "template" in p.name)]
+
+
+_PROMPT_TOKENS = 1024
+"""Longest prompt that memory is planned for."""
+
+
+def _memory(device: str) -> int:
+    """Bytes of the device's memory, whoever uses them."""
+    import torch
+
+    kind = torch.device(device)
+    return int(torch.cuda.get_device_properties(kind).total_memory) if kind.type == "cuda" else host_memory()
 
 
 def unsolvable(
@@ -239,7 +256,7 @@ def unsolvable(
 
             def fails(numbered: tuple[int, Problem]) -> str | None:
                 n, problem = numbered
-                right = benchmark.mark(problem, problem["canonical_solution"])[benchmark.name]
+                right = benchmark.mark(problem, problem["canonical_solution"], "plain")[benchmark.name]
                 stage.advance()
                 return None if right else str(problem.get("task_id", n))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +22,43 @@ from torch import Tensor
 
 from actmat.errors import MergeError
 from actmat_experiments.harness.progress import quiet
-from actmat_experiments.reasoning.benchmarks import Sampling
+from actmat_experiments.reasoning.benchmarks import Prompt, Sampling
+from actmat_experiments.reasoning.memory import passes_of
 
-__all__ = ["Job", "Questions", "answer_all", "measure", "read_answers", "release"]
+__all__ = ["Engine", "Job", "Measuring", "Questions", "answer_all", "in_template", "measure", "read_answers", "release"]
 
 
-Backend = Literal["hf", "vllm"]
 _PROBLEMS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The back end and its settings.
+
+    Args:
+        backend: "hf" (transformers) or "vllm".
+        dtype: of weights and arithmetic.
+        longest: most tokens of prompt and answer together; None: what the model's config says.
+        tensor_parallel: GPUs over which each layer is divided ("vllm" only).
+        data_parallel: copies of the model ("vllm" only).
+        memory_fraction: share of a GPU's memory ("vllm" only).
+    """
+
+    backend: Literal["hf", "vllm"] = "hf"
+    dtype: str = "bfloat16"
+    longest: int | None = None
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    memory_fraction: float = 0.8
+
+    def arguments(self, device: str, seed: int) -> dict[str, Any]:
+        """For the harness's class of the back end."""
+        common = {"dtype": self.dtype, "max_length": self.longest}
+        if self.backend == "hf":
+            return common | {"device": device}
+        parallel = {"tensor_parallel_size": self.tensor_parallel, "data_parallel_size": self.data_parallel}
+        memory = {"gpu_memory_utilization": self.memory_fraction, "batch_size": "auto"}
+        return common | parallel | memory | {"seed": seed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +67,13 @@ class Questions:
 
     Args:
         prompts: in the order of the problems.
+        batch_size: answers drawn together ("hf" only).
     """
 
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     sampling: Sampling
     path: Path
+    batch_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +81,16 @@ class Job:
     """All that one model is asked.
 
     Args:
-        batch_size: answers drawn together ("hf" alone).
-        chat: put prompts into the model's chat template.
+        tokenizer: folder of the tokenizer and its chat template; None: the model's.
         seed: of the answers; together with the place of a problem it determines them on one device.
-        longest: most tokens of prompt and answer together; None: what the model's config says.
         questions: per benchmark.
     """
 
     model: str
-    backend: Backend
+    tokenizer: str | None
+    engine: Engine
     device: str
-    dtype: str
-    batch_size: int
-    chat: bool
     seed: int
-    longest: int | None
     questions: Sequence[Questions]
 
 
@@ -99,28 +127,25 @@ def _load(job: Job) -> Any:
         from lm_eval.api.registry import get_model
     except ImportError:
         raise MergeError("Evaluation needs lm-evaluation-harness: pip install actmat-experiments") from None
-    settings: dict[str, Any] = {"pretrained": job.model, "dtype": job.dtype, "max_length": job.longest}
-    if job.backend == "hf":
-        settings |= {"device": job.device, "batch_size": job.batch_size}
-    else:
-        settings |= {"seed": job.seed, "batch_size": "auto"}
+    engine = job.engine
+    settings = {"pretrained": job.model, "tokenizer": job.tokenizer} | engine.arguments(job.device, job.seed)
     try:
         with quiet():
-            return get_model(job.backend)(**settings)
+            return get_model(engine.backend)(**settings)
     except ModuleNotFoundError as error:
-        raise MergeError(f"The back end '{job.backend}' is not installed: {error}. Choose backend=hf.") from None
+        raise MergeError(f"The back end '{engine.backend}' is not installed: {error}. Choose backend=hf.") from None
 
 
 def _answer(model: Any, job: Job, questions: Questions, done: int, on_problems: Callable[[int], object]) -> None:
     from lm_eval.api.instance import Instance
 
-    sampling = questions.sampling
+    sampling, vllm = questions.sampling, job.engine.backend == "vllm"
     how = {
         "until": list(sampling.stops),
         "max_gen_toks": sampling.max_tokens,
         "do_sample": sampling.temperature > 0,
         "temperature": sampling.temperature,
-        **({"top_p": sampling.top_p, "top_k": 0 if job.backend == "hf" else -1} if sampling.temperature > 0 else {}),
+        **({"top_p": sampling.top_p, "top_k": -1 if vllm else 0} if sampling.temperature > 0 else {}),
     }
     longest = getattr(model, "max_length", None)
     if longest is not None and longest <= sampling.max_tokens:
@@ -128,26 +153,40 @@ def _answer(model: Any, job: Job, questions: Questions, done: int, on_problems: 
             f"{job.model} takes {longest} tokens, but answers of up to {sampling.max_tokens} are asked for. "
             "Set max_tokens to a smaller number."
         )
+    if not vllm:
+        model.batch_size_per_gpu = questions.batch_size
     with torch.random.fork_rng(), questions.path.open("a", encoding="utf-8") as file:
         for start in range(done, len(questions.prompts), _PROBLEMS_AT_ONCE):
-            torch.manual_seed(job.seed * 1_000_003 + start)
-            some = questions.prompts[start : start + _PROBLEMS_AT_ONCE]
-            texts = [_in_template(model, p) if job.chat else p for p in some]
+            torch.manual_seed(_seed(job, start, 0))
+            texts = [_text(model, p) for p in questions.prompts[start : start + _PROBLEMS_AT_ONCE]]
             requests = [
-                Instance("generate_until", {}, (text, how), idx=i * sampling.n + j)
+                Instance("generate_until", {}, (text, how | _own_seed(job, start + i, j)), idx=i * sampling.n + j)
                 for i, text in enumerate(texts)
                 for j in range(sampling.n)
             ]
             found = model.generate_until(requests, disable_tqdm=True)
-            for i in range(len(some)):
+            for i in range(len(texts)):
                 answers = found[i * sampling.n : (i + 1) * sampling.n]
                 file.write(json.dumps({"problem": start + i, "answers": answers}) + "\n")
             file.flush()
-            on_problems(len(some))
+            on_problems(len(texts))
 
 
-def _in_template(model: Any, prompt: str) -> str:
-    return str(model.apply_chat_template([{"role": "user", "content": prompt}]))
+def _seed(job: Job, problem: int, answer: int) -> int:
+    return (job.seed * 1_000_003 + problem) * 1_009 + answer
+
+
+def _own_seed(job: Job, problem: int, answer: int) -> dict[str, int]:
+    """vLLM's answers have a seed each, so that they do not depend on what else it is asked; transformers has one for a
+    group of problems.
+    """
+    return {"seed": _seed(job, problem, answer)} if job.engine.backend == "vllm" else {}
+
+
+def _text(model: Any, prompt: Prompt) -> str:
+    if not prompt.chat:
+        return prompt.text + prompt.begun
+    return str(model.apply_chat_template([{"role": "user", "content": prompt.text}])) + prompt.begun
 
 
 def read_answers(path: Path) -> list[list[str]]:
@@ -183,38 +222,77 @@ def _cut(path: Path, n_problems: int) -> None:
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
+def in_template(folder: Path, prompts: Sequence[str]) -> list[str]:
+    """Prompts as a user's messages in the chat template of a tokenizer; as they are where it has none."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template is None:
+        return list(prompts)
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return [str(text) for text in tokenizer.apply_chat_template(chats, tokenize=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """Settings of a measurement of statistics.
+
+    Args:
+        batch_size: prompts of a batch.
+        longest: tokens of a prompt that are looked at.
+        dtype: of the model; products are in float32.
+        most: bytes of sums on the host at a time; None: all.
+    """
+
+    batch_size: int = 32
+    longest: int = 1024
+    device: str = "cpu"
+    dtype: str = "float32"
+    most: int | None = None
+
+
 def measure(
     checkpoint: str,
     prompts: Sequence[str],
     out: Path,
-    *,
-    batch_size: int = 32,
-    longest: int = 1024,
-    device: str = "cpu",
-    dtype: str = "float32",
+    how: Measuring = Measuring(),
+    say: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Run an expert on prompts and write the second moments of all its layers' inputs to the folder `out`.
+
+    Products are computed where the model is; sums are float64 and on the host. Where they would take more than
+    `how.most` bytes the data are passed over several times, each time for some of the layers.
 
     Args:
         checkpoint: directory or hub id of the expert.
         out: folder to write, as `actmat merge` reads it.
-        longest: tokens of a prompt that are looked at.
-        dtype: of the model; sums are in float32.
+        say: is told the plan before it is begun.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from actmat_experiments.core import collect
+    from actmat_experiments.core import collect, join_statistics
 
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, how.dtype)).to(how.device)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
     def batches() -> Iterator[dict[str, Tensor]]:
-        for start in range(0, len(prompts), batch_size):
-            some = list(prompts[start : start + batch_size])
-            found = tokenizer(some, padding=True, truncation=True, max_length=longest, return_tensors="pt")
-            yield {"input_ids": found.input_ids.to(device), "attention_mask": found.attention_mask.to(device)}
+        for start in range(0, len(prompts), how.batch_size):
+            some = list(prompts[start : start + how.batch_size])
+            found = tokenizer(some, padding=True, truncation=True, max_length=how.longest, return_tensors="pt")
+            yield {"input_ids": found.input_ids.to(how.device), "attention_mask": found.attention_mask.to(how.device)}
 
-    collect(model, batches(), checkpoint=checkpoint, out=out)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if p.ndim == 2}
+    passes = passes_of(shapes, how.most) if how.most else [frozenset(shapes)]
+    say(f"{len(passes)} pass{'es' * (len(passes) > 1)} over {len(prompts)} prompts, sums on the host")
+    if len(passes) == 1:
+        collect(model, batches(), checkpoint=checkpoint, out=out, sums_on="cpu")
+        return
+    parts = [out.with_name(f"{out.name}-{number}") for number in range(len(passes))]
+    for part, names in zip(parts, passes, strict=True):
+        collect(model, batches(), checkpoint=checkpoint, out=part, sums_on="cpu", only=names)
+    join_statistics(parts, out)
+    for part in parts:
+        shutil.rmtree(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.hub import load_splits, model_folder
 from actmat_experiments.harness.merging import Candidate, candidates, merge_candidates, merging_code, needs_statistics
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.report import stored_scores
@@ -22,8 +24,9 @@ from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import Figure, Line, average_table, markdown_table, summarise
 from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
-from actmat_experiments.reasoning.evaluate import Counts, Exam, ReasoningSettings, identity_of, unsolvable
-from actmat_experiments.reasoning.generate import measure
+from actmat_experiments.reasoning.evaluate import Counts, Exam, ReasoningSettings, unsolvable
+from actmat_experiments.reasoning.generate import Measuring, in_template, measure
+from actmat_experiments.reasoning.memory import GIB
 from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table, scores_at_k
 from actmat_experiments.suites import RunRequest, TableRequest
 
@@ -46,8 +49,15 @@ PAPER: Figure = {
 
 NOTES = (
     "The paper gives one run and no intervals: two of its averages closer than the interval here are not told apart.",
-    "The paper does not print its prompts; those of AIME here are this project's.",
+    "In the format olmes prompts and sampling are those of the paper's published configurations.",
 )
+
+PROMPTS = {
+    "math": "allenai/Dolci-RL-Zero-Math-7B",
+    "code": "allenai/Dolci-RL-Zero-Code-7B",
+    "instructions": "allenai/Dolci-RL-Zero-IF-7B",
+}
+"""Skill -> data set of the hub that its expert was trained on; column `prompt`, split `train`."""
 
 
 def run(request: RunRequest) -> list[Score]:
@@ -61,11 +71,8 @@ def run(request: RunRequest) -> list[Score]:
         MergeError: data, a back end or a fence for code is missing; found before anything is generated.
     """
     settings = _settings(request)
-    prompts = _prompts(settings)
+    prompts = _prompts(settings, request.data)
     rows, left_out = candidates(request.methods, "full", len(settings.experts), ("gram",) if prompts else ())
-    console = request.console or Console(quiet=True)
-    for name, why in left_out.items():
-        console.print(f"left out: {name} ({why})", highlight=False)
     asked = []
     for benchmark in get_benchmarks(request.tasks):
         problems = benchmark.load(request.data)[: settings.problems]
@@ -73,17 +80,54 @@ def run(request: RunRequest) -> list[Score]:
         asked.append((benchmark, problems))
     scores: list[Score] = []
     with Watch(request.console, request.cache / "logs") as watch:
-        cache = Cache(request.cache)
+        watch.note(f"left out: {name} ({why})" for name, why in left_out.items())
+        cache, places = Cache(request.cache), _places(settings, watch)
+        tokenizer = _tokenizer(settings, {name: folder for name, (folder, _) in places.items()})
         code = [(b, problems) for b, problems in asked if b.skill == "code"]
         failing = {b.name: unsolvable(b, problems, cache, watch, request.threads) for b, problems in code}
-        for line in _doubts(failing):
-            console.print(line, highlight=False)
+        watch.note(_doubts(failing))
         for seed in request.seeds:
-            exam = Exam(cache, watch, settings, asked, seed, request.device, failing)
-            for found in _seed(exam, rows, prompts, request):
+            exam = Exam(cache, watch, settings, asked, seed, request.device, places["base"][0], tokenizer, failing)
+            for found in _seed(exam, places, rows, prompts, request):
                 append_scores(score_file(request.cache, NAME), found)
                 scores += found
     return scores
+
+
+Places = Mapping[str, tuple[Path, str]]
+"""Base and experts: folder and identity."""
+
+
+def _places(settings: ReasoningSettings, watch: Watch) -> dict[str, tuple[Path, str]]:
+    """All models on this machine; those of the hub are downloaded now, and known by their commits."""
+    wanted = {"base": settings.base, **settings.experts}
+    with watch.stage("models", len(wanted)) as stage:
+        found = {}
+        for name, location in wanted.items():
+            found[name] = model_folder(location)
+            stage.log(f"{name}: {found[name][1]}")
+            stage.advance()
+    return found
+
+
+def _tokenizer(settings: ReasoningSettings, folders: Mapping[str, Path]) -> Path | None:
+    """Folder of the tokenizer and chat template of base and merged models; None: their own folders.
+
+    Raises:
+        RecipeError: prompts go into a chat template, and there is none.
+    """
+    if settings.format == "plain":
+        return None
+    folder = folders.get(settings.template or "base", folders["base"])
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(folder).chat_template is None:
+        there = [name for name, other in folders.items() if AutoTokenizer.from_pretrained(other).chat_template]
+        raise RecipeError(
+            f"The format '{settings.format}' needs a chat template, and the tokenizer in {folder} has none. Models "
+            f"that have one: {', '.join(there) or 'none of them'}. Set template to one of the experts, or format=plain."
+        )
+    return None if folder == folders["base"] else folder
 
 
 def _settings(request: RunRequest) -> ReasoningSettings:
@@ -100,24 +144,31 @@ def _settings(request: RunRequest) -> ReasoningSettings:
     return replace(settings, base=request.models[0]) if request.models else settings
 
 
-def _prompts(settings: ReasoningSettings) -> dict[str, list[str]]:
-    """Skill -> training prompts; empty without a folder of them.
+def _prompts(settings: ReasoningSettings, data: Path | None) -> dict[str, list[str]]:
+    """Skill -> training prompts; empty without a source of them.
 
     Raises:
-        CheckpointError: a file is missing or has other lines; names all such files.
+        CheckpointError: a source is missing or has other rows; names all such sources.
     """
-    if settings.prompts is None:
+    if settings.prompts is None or (settings.prompts == "hub" and data is not None):
         return {}
     found, problems = {}, []
     for skill in settings.experts:
         path = Path(settings.prompts) / f"{skill}.jsonl"
+        where = PROMPTS[skill] if settings.prompts == "hub" else str(path)
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-            found[skill] = [str(json.loads(line)["prompt"]) for line in lines if line.strip()][: settings.measured]
+            rows: Any = (
+                load_splits(where, None, ("train",))[0]["train"].select_columns("prompt")
+                if settings.prompts == "hub"
+                else [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+            )
+            found[skill] = [str(row["prompt"]) for row in itertools.islice(rows, settings.measured)]
         except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
+            problems.append(f"{where}: {error.strerror}")
+        except CheckpointError as error:
+            problems.append(error.headline)
         except (ValueError, KeyError, TypeError):
-            problems.append(f'{path}: expected lines such as {{"prompt": "..."}}')
+            problems.append(f'{where}: expected lines such as {{"prompt": "..."}}')
     if problems:
         raise CheckpointError("The prompts for statistics cannot be read.", problems)
     return found
@@ -133,46 +184,52 @@ def _doubts(failing: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _seed(
-    exam: Exam, rows: Sequence[Candidate], prompts: Mapping[str, Sequence[str]], request: RunRequest
+    exam: Exam, places: Places, rows: Sequence[Candidate], prompts: Mapping[str, Sequence[str]], request: RunRequest
 ) -> Iterator[list[Score]]:
     """Scores of one model after the other."""
-    s = exam.settings
-    base = identity_of(s.base)
-    experts = {skill: identity_of(place) for skill, place in s.experts.items()}
-    lines = _lines(exam, digest({"settings": s, "base": base, "experts": experts}))
-    yield list(lines("base", exam.take(s.base, {"checkpoint": base}, "base")))
+    identities = {name: identity for name, (_, identity) in places.items()}
+    experts = {skill: identities[skill] for skill in exam.settings.experts}
+    lines = _lines(exam, digest({"settings": exam.settings, "models": identities}))
+    folder, identity = places["base"]
+    yield list(lines("base", exam.take(folder, {"checkpoint": identity}, "base")))
     own: dict[str, Counts] = {}
-    for skill, place in s.experts.items():
-        found = exam.take(place, {"checkpoint": experts[skill]}, f"expert {skill}")
+    for skill, expert in experts.items():
+        found = exam.take(places[skill][0], {"checkpoint": expert}, f"expert {skill}", own_tokenizer=True)
         own |= {b.name: found[b.name] for b, _ in exam.benchmarks if b.skill == skill}
         yield list(lines(f"expert {skill}", found))
     yield list(lines("experts", own))
     for row in rows:
-        key = {"base": base, "experts": experts, "row": asdict(row), "merging": merging_code()}
+        key = {"models": identities, "row": asdict(row), "merging": merging_code()}
         key |= {"libraries": library_versions("torch")}
         if needs_statistics([row]):
             key["prompts"] = digest({skill: list(some) for skill, some in prompts.items()})
-        with _merged(exam, row, key, prompts, request) as folder:
-            found = exam.take(str(folder), key, row.name)
+        with _merged(exam, places, row, key, prompts, request) as merged:
+            found = exam.take(merged, key, row.name)
         yield list(lines(row.name, found, scale=float(row.scale)))
 
 
 @contextmanager
 def _merged(
-    exam: Exam, row: Candidate, key: Mapping[str, Any], prompts: Mapping[str, Sequence[str]], request: RunRequest
+    exam: Exam,
+    places: Places,
+    row: Candidate,
+    key: Mapping[str, Any],
+    prompts: Mapping[str, Sequence[str]],
+    request: RunRequest,
 ) -> Iterator[Path]:
     """The merged model while it is needed: not at all when all its answers are there, afterwards only on request."""
     s = exam.settings
     full = {**key, "seed": exam.seed}
     place = exam.cache.path("reasoning-merges", full)
+    files_from = {"files_from": s.template} if exam.tokenizer is not None else {}
 
     def make(folder: Path) -> None:
-        statistics = _statistics(exam, key["experts"], prompts) if needs_statistics([row]) else None
+        statistics = _statistics(exam, places, prompts) if needs_statistics([row]) else None
         with exam.watch.stage(f"merge: {row.name}"):
             merge_candidates(
-                Path(s.base),
-                {skill: Path(location) for skill, location in s.experts.items()},
-                [row],
+                places["base"][0],
+                {skill: places[skill][0] for skill in s.experts},
+                [replace(row, fields={**row.fields, **files_from})],
                 {row.name: folder / row.name},
                 seed=exam.seed,
                 threads=request.threads,
@@ -187,15 +244,25 @@ def _merged(
         shutil.rmtree(place)
 
 
-def _statistics(exam: Exam, experts: Mapping[str, str], prompts: Mapping[str, Sequence[str]]) -> dict[str, Path]:
-    """Skill -> second moments of the inputs of its expert's layers on prompts."""
+def _statistics(exam: Exam, places: Places, prompts: Mapping[str, Sequence[str]]) -> dict[str, Path]:
+    """Skill -> second moments of the inputs of its expert's layers on prompts, in the expert's chat template."""
     s, found = exam.settings, {}
-    for skill, place in s.experts.items():
-        key = {"expert": experts[skill], "prompts": digest(list(prompts[skill])), "dtype": s.dtype}
+    for skill in s.experts:
+        folder, identity = places[skill]
+        texts = list(prompts[skill]) if s.format == "plain" else in_template(folder, prompts[skill])
+        key = {"version": 2, "expert": identity, "prompts": digest(texts), "dtype": s.engine.dtype}
+        key |= {"tokens": s.measured_tokens}
 
-        def make(folder: Path, skill: str = skill, place: str = place) -> None:
-            with exam.watch.stage(f"statistics: {skill}"):
-                measure(place, prompts[skill], folder / "statistics", device=exam.device, dtype=s.dtype)
+        def make(out: Path, folder: Path = folder, skill: str = skill, texts: Sequence[str] = texts) -> None:
+            most = int(s.statistics_memory * GIB)
+            how = Measuring(longest=s.measured_tokens, device=exam.device, dtype=s.engine.dtype, most=most)
+            with exam.watch.stage(f"statistics: {skill}") as stage:
+
+                def say(plan: str) -> None:
+                    stage.log(plan)
+                    exam.watch.note([f"statistics: {skill}: {plan}"])
+
+                measure(str(folder), texts, out / "statistics", how, say)
 
         found[skill] = exam.cache.get("reasoning-statistics", key, make) / "statistics"
     return found

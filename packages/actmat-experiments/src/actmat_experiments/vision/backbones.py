@@ -9,8 +9,9 @@ Shapes: `N` images, `S` pixels a side, `D` features, `P` width of CLIP's joint s
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,8 @@ __all__ = [
     "PLAIN_SCALE",
     "Backbone",
     "ClipHead",
+    "Precision",
+    "autocast",
     "features",
     "load_expert",
     "load_head",
@@ -36,6 +39,8 @@ __all__ = [
     "save_head",
 ]
 
+
+Precision = Literal["float32", "bfloat16", "float16"]
 
 CLIP_SCALE = PixelScale((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 PLAIN_SCALE = PixelScale((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -127,23 +132,41 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 _IMAGES_TESTED = 250
 
 
+def autocast(device: str, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """Forward passes in this precision; weights stay as they are."""
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, getattr(torch, precision))
+
+
 @torch.inference_mode()
-def features(backbone: Backbone, model: Any, examples: Examples, device: str = "cpu") -> Tensor:
-    """`N S S 3 -> N D`, on the CPU."""
-    model = model.to(device)
-    found = []
-    for start in range(0, len(examples), _IMAGES_TESTED):
-        images_N3SS = backbone.scale(examples.pixels_NSSC[start : start + _IMAGES_TESTED])
-        found.append(backbone.features(model, images_N3SS.to(device)).float().cpu())
-    return torch.cat(found)
+def features(
+    backbone: Backbone, models: Sequence[Any], examples: Examples, device: str = "cpu", precision: Precision = "float32"
+) -> list[Tensor]:
+    """`N S S 3 -> N D` of every encoder, on the CPU; the images are read once for all of them."""
+    there = [model.to(device) for model in models]
+    found: list[list[Tensor]] = [[] for _ in models]
+    for pixels_BSSC in examples.batches(_IMAGES_TESTED):
+        images_B3SS = backbone.scale(pixels_BSSC.to(device, non_blocking=True))
+        for model, parts in zip(there, found, strict=True):
+            with autocast(device, precision):
+                parts.append(backbone.features(model, images_B3SS).float())
+    return [torch.cat(parts).cpu() for parts in found]
 
 
 def right_answers(
-    backbone: Backbone, model: Any, head: Head | ClipHead, examples: Examples, device: str = "cpu"
-) -> dict[str, int]:
-    """Numbers of right answers of an encoder behind a head, `correct`, and of all answers, `total`."""
-    logits_NC = head(features(backbone, model, examples, device))
-    return {"correct": int((logits_NC.argmax(1) == examples.labels_N).sum()), "total": len(examples)}
+    backbone: Backbone,
+    models: Sequence[Any],
+    head: Head | ClipHead,
+    examples: Examples,
+    device: str = "cpu",
+    precision: Precision = "float32",
+) -> list[dict[str, int]]:
+    """Numbers of right answers of every encoder behind a head, `correct`, and of all answers, `total`."""
+    return [
+        {"correct": int((head(features_ND).argmax(1) == examples.labels_N).sum()), "total": len(examples)}
+        for features_ND in features(backbone, models, examples, device, precision)
+    ]
 
 
 def load_expert(backbone: Backbone, base: Path, expert: Path) -> Any:

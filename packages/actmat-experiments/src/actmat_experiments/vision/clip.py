@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
-from actmat_experiments.harness.cache import Cache, file_digest, library_versions
+from actmat_experiments.harness.cache import Cache, library_versions
+from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.vision.backbones import ClipHead, save_head
 from actmat_experiments.vision.images import HubSet, ImageTask
 from actmat_experiments.vision.open_clip import clip_model, from_package, is_open_clip, read_open_clip
@@ -34,14 +35,12 @@ __all__ = [
     "clip_source",
     "clip_tasks",
     "public_expert",
-    "source_of",
 ]
 
 _VERSION = 1
 _TEXT_BATCH = 64
-_TOKENIZER = "openai/clip-vit-base-patch32"
-"""Of models that bring none: all of open_clip's plain models share it."""
-_WEIGHTS = ("*.safetensors", "*.json", "*.txt", "*.model")
+_TOKENIZER = ("openai/clip-vit-base-patch32", "3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268")
+"""Repository and revision of the tokenizer of models that bring none: all of open_clip's plain models share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,36 +92,10 @@ def class_words(name: str) -> str:
     return re.sub(r"[_/]+", " ", re.sub(r"^/\w/", "", name)).strip()
 
 
-def source_of(location: str, patterns: Sequence[str] = _WEIGHTS) -> tuple[Path, str]:
-    """A model's folder and what identifies its content: the commit on the hub, or the hash of local files.
-
-    Args:
-        location: folder, or hub id `org/name[@revision]`.
-
-    Raises:
-        CheckpointError: it is neither a folder nor a model on the hub that can be reached.
-    """
-    folder = Path(location)
-    if folder.is_dir():
-        return folder, file_digest(p for pattern in patterns for p in folder.glob(pattern))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    repo, _, revision = location.partition("@")
-    try:
-        found = Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(patterns)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"'{location}' is no folder, and it could not be had from the hub: {error}. Give a local folder, or check "
-            "the name and the network."
-        ) from error
-    return found, f"{repo}@{found.name}"
-
-
 def clip_source(cache: Cache, location: str) -> tuple[Path, str]:
-    """`source_of`, with models of open_clip turned into folders of transformers first; see `open_clip`."""
+    """`model_folder`, with models of open_clip turned into folders of transformers first; see `open_clip`."""
     packaged = location.startswith("open_clip:")
-    folder, identity = (Path(), location) if packaged else source_of(location)
+    folder, identity = (Path(), location) if packaged else model_folder(location)
     if not packaged and not is_open_clip(folder):
         return folder, identity
     packages = ("transformers", "open_clip_torch") if packaged else ("transformers",)
@@ -134,8 +107,9 @@ def clip_source(cache: Cache, location: str) -> tuple[Path, str]:
         sizes, tensors = from_package(location) if packaged else read_open_clip(folder)
         model = clip_model(sizes, tensors)
         model.save_pretrained(out)
-        words = folder if not packaged and (folder / "tokenizer_config.json").is_file() else _TOKENIZER
-        tokenizer = AutoTokenizer.from_pretrained(words)
+        own = not packaged and (folder / "tokenizer_config.json").is_file()
+        words, revision = (str(folder), "main") if own else _TOKENIZER
+        tokenizer = AutoTokenizer.from_pretrained(words, revision=revision)
         if len(tokenizer) != (n_tokens := model.config.text_config.vocab_size):
             raise CheckpointError(
                 f"'{location}' has {n_tokens} tokens, the tokenizer '{words}' {len(tokenizer)}. "

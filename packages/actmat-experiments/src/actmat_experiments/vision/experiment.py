@@ -23,13 +23,14 @@ from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.backbones import (
     Backbone,
     ClipHead,
+    Precision,
     load_expert,
     load_head,
     read_tensors,
     right_answers,
 )
 from actmat_experiments.vision.images import ImageTask
-from actmat_experiments.vision.train import Precision, Training, finetune
+from actmat_experiments.vision.train import Training, finetune
 
 __all__ = ["Vision", "common"]
 
@@ -37,6 +38,8 @@ _EXPERT_VERSION = 1
 _BATCH = 32
 _MOST_BYTES, _MOST_ROWS = 8e9, 16
 """Merged models that lie on the disk at the same time, and that an interruption loses at most."""
+_MOST_TESTED = 6e9
+"""Bytes of models that lie on the accelerator at the same time, to be tested on the same images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class Vision(Experiment):
         heads: task -> folder of its head, in the cache.
         schedules: regime -> task -> schedule of its expert.
         precision: of the forward passes in training.
+        test_precision: of the forward passes in tests.
         public: task -> folder of a ready-made expert, in place of full fine-tuning.
     """
 
@@ -56,6 +60,7 @@ class Vision(Experiment):
     schedules: Mapping[Regime, Mapping[str, Schedule]]
     rank: int = 16
     precision: Precision = "float32"
+    test_precision: Precision = "float32"
     public: Mapping[str, Path] = field(default_factory=dict)
 
     @property
@@ -81,7 +86,8 @@ class Vision(Experiment):
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""
-        return [[self.heads[t.name].name, *(t.content[p] for p in parts)] for t in self.tasks if t.name in tasks]
+        chosen = [t for t in self.tasks if t.name in tasks]
+        return [self.test_precision, [[self.heads[t.name].name, *(t.content[p] for p in parts)] for t in chosen]]
 
     def load(self, folder: Path) -> Any:
         """See `Experiment`."""
@@ -94,7 +100,12 @@ class Vision(Experiment):
 
     def test(self, model: Any, task: str, part: str) -> Counts:
         """See `Experiment`."""
-        return right_answers(self.backbone, model, self._head(task), getattr(self._task(task), part), self.device)
+        return self.test_all([model], task, part)[0]
+
+    def test_all(self, models: Sequence[Any], task: str, part: str) -> list[Counts]:
+        """See `Experiment`; the images are read once for all models."""
+        examples = getattr(self._task(task), part)
+        return [*right_answers(self.backbone, models, self._head(task), examples, self.device, self.test_precision)]
 
     def majority(self) -> dict[str, Counts]:
         """See `Experiment`."""
@@ -112,14 +123,16 @@ class Vision(Experiment):
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, str(adapter))
-        generator, pixels_NSSC = generator_for(self.seed, f"labels {task}"), self._task(task).train.head(n).pixels_NSSC
+        generator, examples = (
+            generator_for(self.seed, f"labels {task}"),
+            getattr(self._task(task), self.measured).head(n),
+        )
         head = self._head(task).to(self.device)
 
         def batches() -> Iterator[dict[str, Tensor]]:
-            for start in range(0, len(pixels_NSSC), _BATCH):
-                batch_NSSC = pixels_NSSC[start : start + _BATCH]
-                yield {"pixel_values": self.backbone.scale(batch_NSSC).to(self.device)}
-                advance(len(batch_NSSC))
+            for pixels_BSSC in examples.batches(_BATCH):
+                yield {"pixel_values": self.backbone.scale(pixels_BSSC.to(self.device))}
+                advance(len(pixels_BSSC))
 
         def log_likelihood(running: Any, batch: Mapping[str, Tensor]) -> Tensor:
             logp_NC = head(self.backbone.features(running, batch["pixel_values"])).float().log_softmax(-1)
@@ -183,5 +196,6 @@ def common(request: RunRequest, base: Path, cache: Cache, watch: Watch) -> dict[
         "device": request.device,
         "threads": threads,
         "testers": threads if request.device == "cpu" else None,
+        "at_once": max(1, min(_MOST_ROWS, int(_MOST_TESTED // size))),
         "together": max(1, min(_MOST_ROWS, int(_MOST_BYTES // (2 * size)))),
     }

@@ -1,11 +1,13 @@
-"""Image tasks: where they come from, and how they are split, resized once, kept on disk and mapped into memory.
+"""Image tasks: where they come from, and how they are split and resized: once, kept on disk and mapped into memory, or
+every time they are read, from the compressed images of their source.
 
     <data>/<task>.npz              x_train, y_train, x_test, y_test, class_names; uint8, `N H W` or `N H W 3`
     <data>/<task>/train/<class>/*  and test/<class>/*: image files
     hub id                         a `datasets` repository with an image and a label column
 
 The validation part is a tenth of the published training part, 5,000 at most, drawn once: it does not depend on the seed
-of a run, so that all seeds are judged alike. `limits` make all parts smaller, for machines that are.
+of a run, so that all seeds are judged alike. `limits` make all parts smaller, for machines that are. Images that cannot
+be read are left out and counted, one in a hundred at most.
 
 Shapes: `N` images, `H`, `W` pixels, `S` pixels a side. Pixels are uint8 `N S S 3`; a batch for an encoder is float32
 `N 3 S S`.
@@ -15,18 +17,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError
-from actmat_experiments.harness.cache import Cache, file_digest, library_versions
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
+from actmat_experiments.harness.hub import check_malformed, load_splits
+from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.results import majority_share
 
 if TYPE_CHECKING:
@@ -174,7 +178,7 @@ def open_folder(folder: Path) -> RawTask:
 
 
 def open_hub(name: str, where: HubSet, class_names: Sequence[str] | None = None) -> RawTask:
-    """A data set of the hub, downloaded or from the local store of `datasets`.
+    """A data set of the hub, downloaded or from the local store of `datasets`; only the splits that are used.
 
     Args:
         class_names: what the labels mean, where the data set's own names are not it.
@@ -182,40 +186,34 @@ def open_hub(name: str, where: HubSet, class_names: Sequence[str] | None = None)
     Raises:
         CheckpointError: splits or columns are missing, or the classes do not fit.
     """
-    import datasets
-
-    found = datasets.load_dataset(where.repo, where.config, revision=where.revision)
+    splits = (where.train, where.test)
+    found, identity = load_splits(where.repo, where.config, splits, where.revision)
     problems = [
-        f"there is no split '{s}'; there are {list(found)}" for s in (where.train, where.test) if s not in found
+        f"split '{split}' has no column '{column}'; it has {found[split].column_names}"
+        for split in splits
+        for column in (where.image, where.label)
+        if column not in found[split].column_names
     ]
-    for split in (where.train, where.test):
-        columns = found[split].column_names if split in found else []
-        problems += [
-            f"split '{split}' has no column '{c}'; it has {columns}"
-            for c in (where.image, where.label)
-            if columns and c not in columns
-        ]
     if problems:
         raise CheckpointError(f"The data set {where.repo} does not look as expected.", problems)
     own = getattr(found[where.train].features[where.label], "names", None)
     names = tuple(class_names or own or ())
-    highest = max(max(found[s][where.label]) for s in (where.train, where.test))
+    labels = {split: list(found[split][where.label]) for split in splits}
+    highest = max(max(some) for some in labels.values())
     if len(names) <= highest or (own and len(own) != len(names)):
         raise CheckpointError(
             f"The data set {where.repo} has labels up to {highest} and {len(own or ())} names of classes, but "
             f"{len(names)} names are known for '{name}'. Is it another version of the data?"
         )
-    prints = [found[s]._fingerprint for s in (where.train, where.test)]
-    return RawTask(
-        name, _hub_part(found[where.train], where), _hub_part(found[where.test], where), names, "/".join(prints)
-    )
+    train, test = (RawPart(_opener(found[s], where.image), labels[s]) for s in splits)
+    return RawTask(name, train, test, names, identity)
 
 
-def _hub_part(split: Any, where: HubSet) -> RawPart:
-    return RawPart(lambda i: split[i][where.image], list(split[where.label]))
+def _opener(split: Any, column: str) -> Callable[[int], Image]:
+    return lambda i: split[i][column]
 
 
-_VERSION = 1
+_VERSION = 2
 _BATCH = 256
 
 
@@ -235,20 +233,51 @@ class PixelScale:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
-    def __call__(self, pixels_NSSC: NDArray[np.uint8]) -> Tensor:
-        """uint8 `N S S 3` -> float32 `N 3 S S`."""
+    def __call__(self, pixels_NSSC: Tensor) -> Tensor:
+        """uint8 `N S S 3` -> float32 `N 3 S S`, where the pixels are."""
+        mean_C, std_C = (torch.tensor(x, device=pixels_NSSC.device) for x in (self.mean, self.std))
+        return ((pixels_NSSC.float() / 255 - mean_C) / std_C).permute(0, 3, 1, 2).contiguous()
+
+
+class Pixels(Protocol):
+    """uint8 `N S S 3` of the images at some positions."""
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]: ...
+
+
+class Streamed:
+    """Images that are opened and resized whenever they are read, in threads.
+
+    Args:
+        order: positions in the source.
+        threads: that resize side by side.
+    """
+
+    def __init__(self, source: RawPart, order: Sequence[int], size: int, threads: int) -> None:
+        self._source, self._order = source, order
+        self._resize, self._pool = _resizer(size), ThreadPoolExecutor(threads)
+
+    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
         import numpy as np
 
-        x_NSSC = torch.from_numpy(np.array(pixels_NSSC)).float() / 255
-        mean_C, std_C = torch.tensor(self.mean), torch.tensor(self.std)
-        return ((x_NSSC - mean_C) / std_C).permute(0, 3, 1, 2).contiguous()
+        places = np.atleast_1d(np.asarray(self._order)[index])
+        return np.stack(list(self._pool.map(self._one, places.tolist())))
+
+    def _one(self, i: int) -> NDArray[np.uint8]:
+        try:
+            resized: NDArray[np.uint8] = self._resize([self._source.image(i)])[0]
+            return resized
+        except OSError as error:
+            raise CheckpointError(
+                f"Image {i} of the source cannot be read: {error}. With --set images=stored it is left out and counted."
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Pixels, mapped from disk, and the right answers."""
+    """Pixels, mapped from disk or streamed, and the right answers."""
 
-    pixels_NSSC: NDArray[np.uint8]
+    pixels_NSSC: Pixels
     labels_N: Tensor
 
     def __len__(self) -> int:
@@ -258,6 +287,36 @@ class Examples:
         """The first `n`; they were shuffled when the task was prepared."""
         return Examples(self.pixels_NSSC[:n], self.labels_N[:n])
 
+    def batch(self, index_B: Tensor, scale: PixelScale, device: str) -> tuple[Tensor, Tensor]:
+        """Images, float32 `B 3 S S`, and labels at some positions, in the order of the positions.
+
+        They are read and sent to the device as bytes, and scaled there.
+        """
+        sorted_B = index_B.sort().values
+        pixels_BSSC = self._bytes(sorted_B.numpy())
+        return scale(pixels_BSSC.to(device)), self.labels_N[sorted_B].to(device)
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """uint8 `B S S 3` in order; the next one is read while one is used."""
+        starts = range(0, len(self), size)
+        with ThreadPoolExecutor(1) as pool:
+            read = [pool.submit(self._bytes, slice(start, start + size)) for start in starts[:_AHEAD]]
+            for number in range(len(starts)):
+                if number + _AHEAD < len(starts):
+                    start = starts[number + _AHEAD]
+                    read.append(pool.submit(self._bytes, slice(start, start + size)))
+                yield read[number].result()
+                read[number] = Future()  # its batch is not needed any more
+
+    def _bytes(self, index: Any) -> Tensor:
+        import numpy as np
+
+        return torch.from_numpy(np.array(self.pixels_NSSC[index]))
+
+
+_AHEAD = 3
+"""Batches that are read before they are needed."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageTask:
@@ -265,6 +324,7 @@ class ImageTask:
 
     Args:
         content: part -> hash of pixels and labels.
+        malformed: images that were left out, a line each.
     """
 
     name: str
@@ -274,6 +334,7 @@ class ImageTask:
     test: Examples
     content: Mapping[str, str]
     metric: str = "accuracy"
+    malformed: Sequence[str] = ()
 
     @property
     def majority(self) -> tuple[int, int]:
@@ -288,8 +349,14 @@ def split_indices(n: int, name: str) -> tuple[list[int], list[int]]:
     return order[held:], order[:held]
 
 
-def prepare_task(cache: Cache, raw: RawTask, size: int, watch: Watch, limits: Limits | None = None) -> ImageTask:
-    """The task at `size` pixels: shorter side resized (bicubic), centre cropped, by the image processor of CLIP."""
+def prepare_task(
+    cache: Cache, raw: RawTask, size: int, watch: Watch, limits: Limits | None = None, stream: int | None = None
+) -> ImageTask:
+    """The task at `size` pixels: shorter side resized (bicubic), centre cropped, by the image processor of CLIP.
+
+    Args:
+        stream: threads that resize images whenever they are read; None: all are resized now and kept.
+    """
     limits = limits or Limits()
     key = {
         "version": _VERSION,
@@ -300,12 +367,41 @@ def prepare_task(cache: Cache, raw: RawTask, size: int, watch: Watch, limits: Li
         "limits": limits,
         "libraries": library_versions("pillow", "transformers"),
     }
-    return load_task(cache.get("pixels", key, lambda out: _write(raw, size, limits, watch, out)))
+    if stream is None:
+        return load_task(cache.get("pixels", key, lambda out: _write(raw, size, limits, watch, out)))
+    parts = {
+        part: Examples(Streamed(source, index, size, stream), torch.tensor([source.labels[i] for i in index]))
+        for part, (source, index) in _parts(raw, limits).items()
+    }
+    content = {part: digest([key, part]) for part in parts}
+    return _task_of(raw.name, raw.class_names, parts, content)
 
 
-def _write(raw: RawTask, size: int, limits: Limits, watch: Watch, out: Path) -> None:
+def _task_of(
+    name: str,
+    classes: Sequence[str],
+    parts: Mapping[str, Examples],
+    content: Mapping[str, str],
+    malformed: Sequence[str] = (),
+) -> ImageTask:
+    train, validation, test = (parts[part] for part in ("train", "validation", "test"))
+    return ImageTask(name, tuple(classes), train, validation, test, content, malformed=malformed)
+
+
+def _parts(raw: RawTask, limits: Limits) -> dict[str, tuple[RawPart, list[int]]]:
+    """Part -> its source and its positions there."""
+    fit, held = split_indices(len(raw.train.labels), raw.name)
+    tested = torch.randperm(len(raw.test.labels), generator=generator_for(0, f"test {raw.name}")).tolist()
+    return {
+        "train": (raw.train, fit[: limits.train]),
+        "validation": (raw.train, held[: limits.validation]),
+        "test": (raw.test, tested[: limits.test]),
+    }
+
+
+def _resizer(size: int) -> Callable[[Sequence[Image]], NDArray[np.uint8]]:
+    """Images -> uint8 `N S S 3`."""
     import numpy as np
-    from numpy.lib.format import open_memmap
     from transformers import CLIPImageProcessorPil
 
     process = CLIPImageProcessorPil(
@@ -315,25 +411,58 @@ def _write(raw: RawTask, size: int, limits: Limits, watch: Watch, out: Path) -> 
         do_normalize=False,
         do_convert_rgb=True,
     )
-    fit, held = split_indices(len(raw.train.labels), raw.name)
-    tested = torch.randperm(len(raw.test.labels), generator=generator_for(0, f"test {raw.name}")).tolist()
-    order = {"train": fit[: limits.train], "validation": held[: limits.validation], "test": tested[: limits.test]}
-    content = {}
-    with watch.stage(f"images: {raw.name}", total=sum(map(len, order.values()))) as stage:
-        for part, index in order.items():
-            source = raw.test if part == "test" else raw.train
-            pixels = open_memmap(out / f"{part}.npy", mode="w+", dtype=np.uint8, shape=(len(index), size, size, 3))
-            for start in range(0, len(index), _BATCH):
-                chunk = [source.image(i).convert("RGB") for i in index[start : start + _BATCH]]
-                done = process(chunk, return_tensors="np", input_data_format="channels_last")["pixel_values"]
-                pixels[start : start + len(chunk)] = np.moveaxis(np.asarray(done), 1, -1)
-                stage.advance(len(chunk))
-            pixels.flush()
-            np.save(out / f"{part}_labels.npy", np.asarray([source.labels[i] for i in index], dtype=np.int64))
+
+    def resize(images: Sequence[Image]) -> NDArray[np.uint8]:
+        chunk = [image.convert("RGB") for image in images]
+        done = process(chunk, return_tensors="np", input_data_format="channels_last")["pixel_values"]
+        return np.moveaxis(np.asarray(done), 1, -1).astype(np.uint8)
+
+    return resize
+
+
+def _write(raw: RawTask, size: int, limits: Limits, watch: Watch, out: Path) -> None:
+    import numpy as np
+
+    parts = _parts(raw, limits)
+    content, malformed = {}, list[str]()
+    with watch.stage(f"images: {raw.name}", total=sum(len(index) for _, index in parts.values())) as stage:
+        for part, (source, index) in parts.items():
+            kept, bad = _write_pixels(source, index, size, out / f"{part}.npy", stage)
+            check_malformed(bad, len(index), f"{raw.name}, {part}")
+            malformed += [f"{part}, {line}" for line in bad]
+            np.save(out / f"{part}_labels.npy", np.asarray([source.labels[i] for i in kept], dtype=np.int64))
             content[part] = file_digest([out / f"{part}.npy", out / f"{part}_labels.npy"])
-        stage.log(f"{raw.name}: {', '.join(f'{len(i)} {p}' for p, i in order.items())}")
-    meta: dict[str, Any] = {"name": raw.name, "classes": raw.class_names, "content": content}
+        stage.log(f"{raw.name}: {', '.join(f'{len(i)} {p}' for p, (_, i) in parts.items())}; {len(malformed)} left out")
+    meta: dict[str, Any] = {"name": raw.name, "classes": raw.class_names, "content": content, "malformed": malformed}
     (out / "task.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
+def _write_pixels(
+    source: RawPart, index: Sequence[int], size: int, path: Path, stage: Stage
+) -> tuple[list[int], list[str]]:
+    """Write the images that can be read; their positions, and a line for each of the others."""
+    import numpy as np
+    from numpy.lib.format import open_memmap
+
+    resize, kept, bad = _resizer(size), list[int](), list[str]()
+    pixels = open_memmap(path, mode="w+", dtype=np.uint8, shape=(len(index), size, size, 3))
+    for start in range(0, len(index), _BATCH):
+        chunk = []
+        for i in index[start : start + _BATCH]:
+            try:
+                chunk.append((i, source.image(i).convert("RGB")))
+            except OSError as error:
+                bad.append(f"image {i} cannot be read: {error}")
+        if chunk:
+            pixels[len(kept) : len(kept) + len(chunk)] = resize([image for _, image in chunk])
+        kept += [i for i, _ in chunk]
+        stage.advance(len(index[start : start + _BATCH]))
+    pixels.flush()
+    if bad:
+        aside = path.with_suffix(".new.npy")
+        np.save(aside, pixels[: len(kept)])
+        aside.replace(path)
+    return kept, bad
 
 
 def load_task(folder: Path) -> ImageTask:
@@ -347,11 +476,5 @@ def load_task(folder: Path) -> ImageTask:
         pixels = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
         return Examples(pixels, torch.from_numpy(labels))
 
-    return ImageTask(
-        name=meta["name"],
-        class_names=tuple(meta["classes"]),
-        train=part("train"),
-        validation=part("validation"),
-        test=part("test"),
-        content=meta["content"],
-    )
+    parts = {name: part(name) for name in ("train", "validation", "test")}
+    return _task_of(meta["name"], meta["classes"], parts, meta["content"], meta["malformed"])

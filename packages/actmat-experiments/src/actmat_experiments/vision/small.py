@@ -189,7 +189,7 @@ def _head(cache: Cache, backbone: Backbone, settings: SmallSettings, base: Path,
 
     def make(out: Path) -> None:
         with one_thread_on(device):
-            features_ND = features(backbone, backbone.load(base), task.train, device)
+            (features_ND,) = features(backbone, [backbone.load(base)], task.train, device)
             head = fit_head(
                 features_ND,
                 task.train.labels_N,

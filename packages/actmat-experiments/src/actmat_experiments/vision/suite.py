@@ -10,24 +10,24 @@ from actmat.demo.training import Schedule
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.progress import Watch, quiet_libraries
-from actmat_experiments.harness.results import REGIMES, Regime
+from actmat_experiments.harness.results import REGIMES, Part, Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import study_experiments
 from actmat_experiments.suites import RunRequest, TableRequest
-from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone
+from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone, Precision
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, clip_tasks, public_expert
 from actmat_experiments.vision.curves import run_vision
 from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, RawTask, local_task, open_hub, prepare_task
-from actmat_experiments.vision.train import Precision
 
 __all__ = ["MODELS", "experiments", "run", "study", "table"]
 
 MODELS = {
-    "ViT-B/32": "openai/clip-vit-base-patch32",
-    "ViT-B/16": "openai/clip-vit-base-patch16",
-    "ViT-L/14": "openai/clip-vit-large-patch14",
+    "ViT-B/32": "openai/clip-vit-base-patch32@3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268",
+    "ViT-B/16": "openai/clip-vit-base-patch16@57c216476eefef5ab752ec549e440a49ae4ae5f3",
+    "ViT-L/14": "openai/clip-vit-large-patch14@32bd64288804d66eefd0ccbe215aa642df71cc41",
 }
+"""Names in tables -> repositories on the hub, at the last commits of their main branches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,13 @@ class ClipSettings:
         rate, lora_rate, weight_decay, warm_up_steps: of the schedules.
         epochs: one number for all tasks; default: each task's own, about 2,000 steps.
         rank: of LoRA.
-        precision: of the forward passes in training.
+        precision, test_precision: of the forward passes in training and in tests.
+        images: "stored": resized once and kept on disk, 150 kB an image (48 GB for all tasks); "streamed": resized
+            whenever they are read, by `loaders` threads, from the compressed images of the data set.
+        loaders: threads that resize streamed images.
         train, validation, test: largest number of examples per task.
-        samples: training images per task that statistics are measured on.
+        samples: images per task that statistics are measured on.
+        measured: the part that they are of: "train", as in the paper's code, or "validation", as in its text.
         subsets: subsets of experts per size, for the figure of accuracy against their number; 0 for none.
         size: pixels a side.
     """
@@ -59,10 +63,14 @@ class ClipSettings:
     epochs: int | None = None
     rank: int = 16
     precision: Precision = "bfloat16"
+    test_precision: Precision = "bfloat16"
+    images: Literal["stored", "streamed"] = "stored"
+    loaders: int = 8
     train: int | None = None
     validation: int | None = None
     test: int | None = None
     samples: int = 320
+    measured: Part = "train"
     subsets: int = 0
     size: int = 224
 
@@ -110,7 +118,9 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
     cache.root.mkdir(parents=True, exist_ok=True)
     known = clip_tasks(request.tasks)
     limits = Limits(settings.train, settings.validation, settings.test)
-    tasks = [prepare_task(cache, _raw(request, task), settings.size, watch, limits) for task in known]
+    stream = settings.loaders if settings.images == "streamed" else None
+    tasks = [prepare_task(cache, _raw(request, task), settings.size, watch, limits, stream) for task in known]
+    watch.note(f"left out: {line}" for task in tasks for line in task.malformed)
     for name in names:
         location = settings.base or MODELS[name]
         base = clip_base(cache, location)
@@ -119,7 +129,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
         }
         public = {}
         if settings.experts == "public":
-            family = MODELS[name].partition("/")[2]
+            family = MODELS[name].partition("/")[2].partition("@")[0]
             public = {task.name: public_expert(cache, f"tanganke/{family}_{task.expert}") for task in known}
         for seed in request.seeds:
             for regime in request.regimes:
@@ -135,8 +145,10 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
                     schedules={r: _schedules(settings, known, r) for r in REGIMES},
                     rank=settings.rank,
                     precision=settings.precision,
+                    test_precision=settings.test_precision,
                     public=public,
                     samples=settings.samples,
+                    measured=settings.measured,
                 )
 
 
@@ -162,5 +174,6 @@ def _schedules(settings: ClipSettings, known: Sequence[ClipTask], regime: Regime
 
 def _settings_digest(settings: ClipSettings, base: str, tasks: Sequence[ImageTask]) -> str:
     """Stands for all but seed, regime and row; what changes no score is left out."""
-    plain = {n: v for n, v in asdict(settings).items() if n not in ("subsets", "base", "train", "validation", "test")}
+    idle = ("subsets", "base", "train", "validation", "test", "images", "loaders")
+    plain = {n: v for n, v in asdict(settings).items() if n not in idle}
     return digest([plain, base, [[t.name, t.content] for t in tasks]])

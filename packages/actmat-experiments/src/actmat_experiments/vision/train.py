@@ -5,12 +5,11 @@ Shapes: `N` images, `S` pixels a side, `D` features.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,12 @@ from actmat.demo.heads import Head
 from actmat.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.training import Resume
-from actmat_experiments.vision.backbones import Backbone, ClipHead
+from actmat_experiments.vision.backbones import Backbone, ClipHead, Precision, autocast
 from actmat_experiments.vision.images import Examples, ImageTask
 
-__all__ = ["Precision", "Training", "VitSizes", "augmented", "batches", "finetune", "pretrain", "with_adapter"]
+__all__ = ["Training", "VitSizes", "augmented", "batches", "finetune", "pretrain", "with_adapter"]
 
 
-Precision = Literal["float32", "bfloat16"]
 CallbacksOf = Callable[[Any], Sequence[Callback]]
 """Makes the callbacks of a run from its model."""
 
@@ -63,7 +61,7 @@ def finetune(
 ) -> None:
     """Train an expert and write it: a checkpoint like the base's, or a PEFT adapter.
 
-    A run that was interrupted goes on from its last state, `state.safetensors` in `out`; with callbacks it begins
+    A run that was interrupted goes on from its last state, `state.pt` in `out`; with callbacks it begins
     again, since they have to see all of it.
 
     Args:
@@ -77,19 +75,20 @@ def finetune(
     model = model.to(how.device).train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     frozen_head = head.to(how.device)
-    cast = torch.autocast(torch.device(how.device).type, torch.bfloat16) if how.precision == "bfloat16" else None
 
-    def losses(first: int) -> Iterator[Tensor]:
+    def terms(index: Tensor) -> Iterator[Tensor]:
+        for piece in torch.tensor_split(index, schedule.micro_batches):
+            images_N3SS, labels_N = examples.batch(piece, backbone.scale, how.device)
+            with autocast(how.device, how.precision):
+                logits_NC = frozen_head(backbone.features(model, images_N3SS))
+            yield nn.functional.cross_entropy(logits_NC.float(), labels_N) * (len(piece) / len(index))
+
+    def losses(first: int) -> Iterator[Iterator[Tensor]]:
         for index in batches(examples, schedule, seed=how.seed, name=how.name, first=first):
-            for piece in torch.tensor_split(index, schedule.micro_batches):
-                images_N3SS = backbone.scale(examples.pixels_NSSC[piece.sort().values.numpy()]).to(how.device)
-                labels_N = examples.labels_N[piece.sort().values].to(how.device)
-                with cast or contextlib.nullcontext():
-                    logits_NC = frozen_head(backbone.features(model, images_N3SS))
-                yield nn.functional.cross_entropy(logits_NC.float(), labels_N)
+            yield terms(index)
 
     made = callbacks(model)
-    state = out / "state.safetensors"
+    state = out / "state.pt"
     resume = None if made else Resume(state, how.save_every)
     descend(parameters, losses, steps_of(schedule, len(examples)), schedule, on_step, made, resume)
     model.to("cpu").save_pretrained(out)
@@ -166,13 +165,12 @@ def pretrain(
 
     def losses(first: int) -> Iterator[Tensor]:
         for step, index in enumerate(batches(task.train, schedule, seed=seed, name=task.name, first=first), first):
-            index = index.sort().values
-            images_N3SS = backbone.scale(task.train.pixels_NSSC[index.numpy()])
+            images_N3SS, labels_N = task.train.batch(index, backbone.scale, "cpu")
             images_N3SS = augmented(images_N3SS, generator_for(seed, f"augmentation {step}")).to(device)
             logits_NC = head(backbone.features(model, images_N3SS))
-            yield nn.functional.cross_entropy(logits_NC, task.train.labels_N[index].to(device))
+            yield nn.functional.cross_entropy(logits_NC, labels_N.to(device))
 
-    state = out.parent / "state.safetensors"
+    state = out.parent / "state.pt"
     parameters = [*model.parameters(), *head.parameters()]
     descend(parameters, losses, steps_of(schedule, len(task.train)), schedule, on_step, (), Resume(state))
     model.to("cpu").save_pretrained(out)

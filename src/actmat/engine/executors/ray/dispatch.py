@@ -141,9 +141,8 @@ class Dispatcher:
         self._workers = []
 
     def _hire(self, offer: Offer) -> _Hired:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actor = ray.remote(
             num_cpus=1,

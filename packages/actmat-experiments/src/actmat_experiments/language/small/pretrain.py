@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from actmat.demo.training import generator_for, warm_cosine
+from actmat.demo.training import Schedule, descend, generator_for
 from actmat_experiments.language.exams import Encoded
 from actmat_experiments.language.train import summed_loss
 
@@ -117,9 +118,6 @@ def span_lengths(total: int, parts: int, generator: torch.Generator) -> list[int
     return [end - begin for begin, end in zip([0, *cuts], ends, strict=True)]
 
 
-_LONGEST_GRADIENT = 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """Sizes of the small T5 (v1.0: ReLU, tied embeddings).
@@ -207,20 +205,17 @@ def pretrain(
     """
     model.to(device).train()
     usable = [text for text in texts if len(text) >= 2]
-    losses: dict[str, list[float]] = {"texts": [], "questions": []}
-    optimiser: torch.optim.Optimizer = torch.optim.Adafactor(model.parameters(), lr=settings.learning_rate)
-    for update, (kind, batch) in enumerate(
-        _batches(usable, questions, sentinels, settings, model.config.eos_token_id, seed)
-    ):
-        optimiser.param_groups[0]["lr"] = settings.learning_rate * warm_cosine(update, settings.updates)
-        loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
-        optimiser.step()
-        optimiser.zero_grad()
-        losses[kind].append(loss.item())
-        on_step()
-    return losses
+    found: dict[str, list[float]] = {"texts": [], "questions": []}
+
+    def losses(_: int) -> Iterator[Tensor]:
+        for kind, batch in _batches(usable, questions, sentinels, settings, model.config.eos_token_id, seed):
+            loss = summed_loss(model, batch, model.config.pad_token_id, device) / sum(len(i.target) for i in batch)
+            found[kind].append(loss.item())
+            yield loss
+
+    schedule = Schedule(settings.updates, settings.batch_size, settings.learning_rate, optimiser="adafactor")
+    descend(list(model.parameters()), losses, settings.updates, schedule, on_step)
+    return found
 
 
 def _batches(

@@ -43,6 +43,7 @@ _FULL = FineTuning(
     patience=4,
     precision="no",
     max_length=48,
+    clip=1.0,
 )
 _LORA = replace(_FULL, learning_rate=3e-3, optimiser="adamw")
 

@@ -1,0 +1,175 @@
+"""The price of inputs on a web server: the same merge over local files and over HTTP on 127.0.0.1.
+
+    python -m benchmarks.remote
+    python -m benchmarks.remote --latency 0.02      # seconds before every answer
+
+Both kinds of run alternate, and must write the same bytes. The server is a process of its own and counts: requests for
+each shard, and the bytes sent against the bytes of all shards. Its time is part of the price: it shares the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    HERE,
+    WORK,
+    Run,
+    actmat_command,
+    alternate,
+    fresh,
+    markdown,
+    measure,
+    summary,
+    write_result,
+)
+from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
+from benchmarks.threads import weights_digest
+
+COLUMNS = ("inputs", "method", "wall_s", "ratio", "peak_anonymous_b", "shards", "requests_per_shard", "sent_over_size")
+COUNTS = "/counts"
+RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+
+
+def serve(root: Path, latency: float) -> None:
+    """Serve a folder by ranges, and the numbers of requests and bytes at `/counts`; prints the port."""
+    requests: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        wbufsize = 1 << 16
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            time.sleep(latency)
+            path = root / self.path.lstrip("/")
+            if self.path == COUNTS:
+                with lock:
+                    body = json.dumps({"requests": requests, "sent": sent}).encode()
+                    requests.clear()
+                    sent.clear()
+                return self.answer(200, body, {})
+            if not path.is_file():
+                return self.answer(404, b"", {})
+            status = path.stat()
+            wanted = RANGE.fullmatch(self.headers.get("Range", ""))
+            first, last = (int(wanted[1]), int(wanted[2])) if wanted else (0, status.st_size)
+            last = min(last, status.st_size - 1)
+            with path.open("rb") as file:
+                body = os.pread(file.fileno(), last - first + 1, first)
+            with lock:
+                requests[self.path] += 1
+                sent[self.path] += len(body)
+            span = {"Content-Range": f"bytes {first}-{last}/{status.st_size}", "ETag": f'"{status.st_mtime_ns}"'}
+            return self.answer(206, body, span)
+
+        def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_port, flush=True)
+    server.serve_forever()
+
+
+@contextmanager
+def served(root: Path, latency: float) -> Iterator[str]:
+    """URL of a server in another process."""
+    command = [sys.executable, "-m", "benchmarks.remote", "--serve", str(root), "--latency", str(latency)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
+    try:
+        assert child.stdout is not None
+        yield f"http://127.0.0.1:{int(child.stdout.readline())}"
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def counts(url: str) -> dict[str, dict[str, int]]:
+    """Requests and bytes since the last call."""
+    with urllib.request.urlopen(url + COUNTS) as answer:
+        found: dict[str, dict[str, int]] = json.load(answer)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=["average", "actmat"])
+    parser.add_argument("--experts", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--latency", type=float, default=0.0)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="remote", help="name of the result file")
+    add_size_arguments(parser)
+    parser.set_defaults(hidden=1024, intermediate=2816, layers=4)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.serve, given.latency)
+        return
+    size = size_from(given)
+    base, experts = make_family(home(WORK, size, "bfloat16"), size, given.experts, dtype="bfloat16")
+    folders = [Path(base), *map(Path, experts)]
+    shards = {f"/{f.name}/{p.name}": p.stat().st_size for f in folders for p in f.glob("*.safetensors")}
+    rows: list[dict[str, Any]] = []
+    with served(folders[0].parent, given.latency) as url:
+        for method in given.methods:
+            rows += compare(method, folders, url, shards, given.repeats)
+    print(markdown(rows, COLUMNS))
+    print(write_result(given.name, rows, parameters=size.parameters(), latency_s=given.latency, columns=COLUMNS))
+
+
+def compare(method: str, folders: list[Path], url: str, shards: dict[str, int], repeats: int) -> list[dict[str, Any]]:
+    """Rows of one method: over local files, and over HTTP."""
+    places = {"local": [str(f) for f in folders], "http": [f"{url}/{f.name}" for f in folders]}
+    outputs = {kind: WORK / "out" / f"remote-{kind}" for kind in places}
+    traffic: dict[str, float] = {}
+
+    def merge(kind: str) -> Run:
+        base, *experts = places[kind]
+        command: list[str | Path] = [*actmat_command(), "merge", "--base", base, "--method", method]
+        for expert in experts:
+            command += ["--expert", expert]
+        counts(url)
+        run = measure([*command, "--out", fresh(outputs[kind]), "--quiet"], None, PYTHONPATH=str(HERE.parent / "src"))
+        found = counts(url)
+        if kind == "http":
+            asked, sent = (sum(found[k].get(s, 0) for s in shards) for k in ("requests", "sent"))
+            traffic.update(requests_per_shard=asked / len(shards), sent_over_size=sent / sum(shards.values()))
+        return run
+
+    runs = alternate({kind: lambda kind=kind: merge(kind) for kind in places}, repeats)
+    if weights_digest(outputs["local"]) != weights_digest(outputs["http"]):
+        raise SystemExit("the bytes depend on where the inputs are")
+    found = {kind: summary(runs[kind]) for kind in places}
+    rows = []
+    for kind in places:
+        row = {"inputs": kind, "method": method, "shards": len(shards), **found[kind]}
+        row["ratio"] = row["wall_s"] / found["local"]["wall_s"]
+        rows.append(row | (traffic if kind == "http" else {"requests_per_shard": 0, "sent_over_size": 0}))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

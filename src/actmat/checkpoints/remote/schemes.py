@@ -1,0 +1,21 @@
+"""The store that serves the scheme of a URL."""
+
+from __future__ import annotations
+
+from actmat.checkpoints.remote.http import HttpStore
+from actmat.checkpoints.remote.objects import ObjectStore
+from actmat.checkpoints.remote.store import Store
+from actmat.errors import CheckpointError, MergeError
+
+__all__ = ["open_store"]
+
+
+def open_store(url: str, *, error: type[MergeError] = CheckpointError) -> Store:
+    """The store of a folder's URL, which passed `check_url`; makes no request.
+
+    Raises:
+        MergeError: an unknown scheme, or its package is not installed; of the type `error`.
+    """
+    if url.startswith(("http://", "https://")):
+        return HttpStore(url)
+    return ObjectStore(url, error=error)

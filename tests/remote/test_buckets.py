@@ -1,0 +1,354 @@
+"""Buckets as inputs and outputs: the same bytes as on disk, the order of an upload, and what a stopped one leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.merging import Family, Outcome, actmat
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.conformance import CheckpointConformance
+from actmat.checkpoints.remote import retry
+from actmat.checkpoints.remote.objects import ObjectStore
+from actmat.checkpoints.remote.retry import TransientError
+from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.upload import MARK_NAME
+from actmat.errors import CheckpointError
+
+SHARDS = "1kB"
+INDEX = "model.safetensors.index.json"
+
+
+def opened(url: str) -> tuple[Any, str]:
+    """File system of a URL, and the path in it."""
+    found, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    return found, path
+
+
+def send(folder: Path, url: str) -> str:
+    """Copy a folder's files into a bucket."""
+    for path in folder.iterdir():
+        write(f"{url}/{path.name}", path.read_bytes())
+    return url
+
+
+def write(url: str, content: bytes) -> None:
+    found, path = opened(url)
+    found.pipe_file(path, content)
+
+
+def read(url: str) -> bytes:
+    found, path = opened(url)
+    return bytes(found.cat_file(path))
+
+
+def names(url: str) -> set[str]:
+    found, path = opened(url)
+    try:
+        return {p.rpartition("/")[2] for p in found.ls(path, detail=False)}
+    except FileNotFoundError:
+        return set()
+
+
+def download(url: str, folder: Path) -> Path:
+    folder.mkdir()
+    for name in names(url):
+        (folder / name).write_bytes(read(f"{url}/{name}"))
+    return folder
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of an empty folder of a bucket that lives in this process: fast, and without conditional reads."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
+    return f"memory://{tmp_path.name}"
+
+
+class TestInMemory(CheckpointConformance):
+    """The shipped suite, over a file system of fsspec that does not check versions itself."""
+
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        save_sharded(dict(tensors), folder, shards=min(3, len(tensors)))
+        return open_checkpoint(send(folder, f"memory://{folder.name}"))
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return Family.make(tmp_path_factory.mktemp("family"), layers=3)
+
+
+@pytest.fixture(scope="module")
+def local(family: Family) -> Path:
+    """The same merge on disk."""
+    out = family.root / "local"
+    assert merge(family, str(out)).code == 0
+    return out
+
+
+def merge(family: Family, out: str, *flags: str) -> Outcome:
+    inputs = ["--base", str(family.base), *(x for e in family.experts for x in ("--expert", str(e)))]
+    return actmat(["merge", *inputs, "--out", out, "--max-shard-size", SHARDS, "--threads", "1", "--quiet", *flags])
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """Files that do not tell where inputs lie."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in (MANIFEST_NAME, "README.md")}
+
+
+class Puts:
+    """Order of the files that are sent; `before(name, number)` may fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Callable[[str, int], None] | None = None) -> None:
+        self.names: list[str] = []
+        put = ObjectStore.put
+
+        def counted(store: ObjectStore, path: Path, name: str) -> Any:
+            if before is not None:
+                before(name, len(self.names))
+            found = put(store, path, name)
+            self.names.append(name)
+            return found
+
+        monkeypatch.setattr(ObjectStore, "put", counted)
+
+
+def test_a_merge_of_buckets_into_a_bucket_has_the_bytes_of_a_local_one(
+    family: Family, local: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = send(family.base, f"{bucket}/base")
+    experts = [send(e, f"{bucket}/{e.name}") for e in family.experts]
+    puts = Puts(monkeypatch)
+    argv = ["merge", "--base", base, *(x for e in experts for x in ("--expert", e)), "--max-shard-size", SHARDS]
+    done = actmat([*argv, "--out", f"{bucket}/out", "--sha256", "--threads", "2"])
+    assert done.code == 0, done.err
+    assert f"{bucket}/out" in done.out.replace("\n", "")
+    got = download(f"{bucket}/out", tmp_path / "got")
+    assert weights(got) == weights(local)
+    ours, theirs = (json.loads((f / MANIFEST_NAME).read_text()) for f in (got, local))
+    assert ours["tensors"] == theirs["tensors"]
+    assert ours["base"]["location"] == base
+    assert len(ours["output"]["sha256"]) == len(ours["output"]["files"]) > 3
+    last = [n for n in puts.names if not n.startswith(".actmat")]
+    shards = [n for n in last if n.endswith(".safetensors")]
+    assert shards[-1].startswith("model-00001-of-")
+    assert last[-3:] == [shards[-1], INDEX, MANIFEST_NAME]
+    assert puts.names[0] == MARK_NAME
+    assert puts.names.index(shards[0]) < puts.names.index("config.json")
+    assert not list((tmp_path / "cache" / "actmat" / "uploads").iterdir())
+
+    again = actmat([*argv, "--out", f"{bucket}/out", "--sha256", "--threads", "2"])
+    assert again.code == 0, again.err
+    assert "is complete" in again.out
+    assert actmat(["verify", str(got)]).code == 0
+
+
+@pytest.mark.parametrize("stop", [1, 3, 6, -4, -2, -1])
+def test_a_stopped_upload_looks_unfinished_and_goes_on(
+    family: Family, local: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    """Stopped before the `stop`-th file (from the end, if negative); the local folder is lost in between as well."""
+    with monkeypatch.context() as patched:
+        order = Puts(patched)
+        assert merge(family, f"{memory}/first").code == 0
+    limit = stop % len(order.names)
+
+    def fail(name: str, number: int) -> None:
+        if number >= limit:
+            raise CheckpointError(f"{name}: no more")
+
+    url = f"{memory}/out"
+    with monkeypatch.context() as patched:
+        Puts(patched, fail)
+        stopped = merge(family, url)
+    assert stopped.code == 1, stopped.err
+    assert "no more" in stopped.err
+    there = names(url)
+    assert MANIFEST_NAME not in there
+    assert INDEX not in there or stop == -1
+    if "config.json" not in there:
+        assert not any(n.startswith("model-00001-of-") for n in there)
+    sent = {n for n in there if n.endswith(".safetensors") and f".actmat-upload.{n}.json" in there}
+    shutil.rmtree(tmp_path / "cache")  # another machine
+    with monkeypatch.context() as patched:
+        order = Puts(patched)
+        done = merge(family, url)
+    assert done.code == 0, done.err
+    assert not sent & set(order.names), "a shard that was sent is not sent again"
+    assert weights(download(url, tmp_path / "got")) == weights(local)
+
+
+def test_a_shard_that_was_changed_meanwhile_is_made_again(
+    family: Family, local: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str, number: int) -> None:
+        if name == "config.json":
+            raise CheckpointError("no more")
+
+    url = f"{memory}/out"
+    with monkeypatch.context() as patched:
+        Puts(patched, fail)
+        assert merge(family, url).code == 1
+    victim = sorted(n for n in names(url) if n.endswith(".safetensors"))[0]
+    content = bytearray(read(f"{url}/{victim}"))
+    content[-1] ^= 1
+    write(f"{url}/{victim}", bytes(content))
+    with monkeypatch.context() as patched:
+        order = Puts(patched)
+        assert merge(family, url).code == 0
+    assert victim in order.names
+    assert sum(n.endswith(".safetensors") for n in order.names) == 2, "the changed one and the one that is held"
+    assert weights(download(url, tmp_path / "got")) == weights(local)
+
+
+def test_another_recipe_replaces_an_unfinished_upload(
+    family: Family, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str, number: int) -> None:
+        if name == "config.json":
+            raise CheckpointError("no more")
+
+    url = f"{memory}/out"
+    with monkeypatch.context() as patched:
+        Puts(patched, fail)
+        assert merge(family, url).code == 1
+    other = merge(family, url, "--method", "average")
+    assert other.code == 0, other.err
+    assert merge(family, str(tmp_path / "other"), "--method", "average").code == 0
+    assert weights(download(url, tmp_path / "got")) == weights(tmp_path / "other")
+
+
+def test_a_finished_output_whose_notes_are_left_is_not_replaced_unasked(
+    family: Family, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: ObjectStore, names: Sequence[str]) -> None:
+        raise CheckpointError("no more")
+
+    url = f"{memory}/out"
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "delete", fail)
+        assert merge(family, url).code == 1
+    assert {MANIFEST_NAME, MARK_NAME} <= names(url)
+    refused = merge(family, url, "--method", "average")
+    assert refused.code == 1
+    assert "holds a finished output" in refused.err
+    done = merge(family, url)
+    assert done.code == 0, done.err
+    assert not any(n.startswith(".actmat") for n in names(url))
+
+
+def test_only_outputs_of_actmat_are_replaced(family: Family, memory: str, tmp_path: Path) -> None:
+    url = f"{memory}/out"
+    write(f"{url}/thesis.txt", b"years of work")
+    refused = merge(family, url, "--overwrite")
+    assert refused.code == 1
+    assert "was not written by actmat" in refused.err.replace("\n", " ")
+    assert names(url) == {"thesis.txt"}
+    found, path = opened(f"{url}/thesis.txt")
+    found.rm_file(path)
+    assert merge(family, url).code == 0
+    write(f"{url}/notes.txt", b"mine")
+    refused = merge(family, url, "--method", "average")
+    assert refused.code == 1
+    assert "--overwrite" in refused.err
+    assert merge(family, url, "--method", "average", "--overwrite", "--max-shard-size", "1GB").code == 0
+    assert {"model.safetensors", "notes.txt", MANIFEST_NAME} <= names(url)
+    assert not any("-of-" in n or n.startswith(".actmat") for n in names(url)), "nothing of the old output is left"
+    got = load_file(download(url, tmp_path / "got") / "model.safetensors")
+    assert all(torch.isfinite(t).all() for t in got.values())
+
+
+def test_values_that_cannot_be_merged_leave_nothing(family: Family, memory: str, tmp_path: Path) -> None:
+    bad = Family(tmp_path, family.base, (tmp_path / "bad", family.experts[1]))
+    shutil.copytree(family.experts[0], bad.experts[0])
+    bad.change(bad.experts[0], lambda tensors: tensors["lm_head.weight"].fill_(float("nan")))
+    stopped = merge(bad, f"{memory}/out")
+    assert stopped.code == 1
+    assert names(f"{memory}/out") == set()
+
+
+def test_places_that_cannot_be_written_are_told_before_the_work(family: Family, memory: str) -> None:
+    for out, said in (
+        ("https://host/out", "web servers take no files"),
+        ("hf://org/name", "every file would be a commit"),
+        ("gs://bucket/out", "pip install 'actmat[gcs]'"),
+    ):
+        refused = merge(family, out)
+        assert refused.code == 1
+        assert said in refused.err.replace("\n", " "), refused.err
+    missing = merge(family, "s3://no-such-bucket/out")
+    assert missing.code == 1
+    assert "Cannot write" in missing.err
+
+
+def test_an_output_in_a_bucket_is_verified(family: Family, memory: str) -> None:
+    url = f"{memory}/out"
+    assert merge(family, url, "--sha256").code == 0
+    found = actmat(["verify", url])
+    assert found.code == 0, found.out
+    assert "intact" in found.out
+    shard = next(n for n in sorted(names(url)) if n.endswith(".safetensors"))
+    content = bytearray(read(f"{url}/{shard}"))
+    content[-1] ^= 1
+    write(f"{url}/{shard}", bytes(content))
+    write(f"{url}/config.json", b"{}")
+    write(f"{url}/extra.txt", b"?")
+    said = " ".join(actmat(["verify", url, "--no-inputs"]).out.split())
+    for part in (
+        "has changed since the merge",
+        "another SHA-256",
+        "'config.json' of the output has 2 bytes",
+        "extra.txt",
+    ):
+        assert part in said, said
+    again = merge(family, url, "--sha256")
+    assert again.code == 1
+    assert "config.json" in again.err
+    missing = actmat(["verify", f"{memory}/none"])
+    assert missing.code == 1
+    assert "not found" in missing.err
+    found, path = opened(f"{url}/{MANIFEST_NAME}")
+    found.rm_file(path)
+    assert "has no actmat_manifest.json" in actmat(["verify", url]).err
+
+
+def test_uploads_are_tried_again(
+    family: Family, local: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: set[str] = set()
+
+    def fail(name: str, number: int) -> None:
+        if name not in failed:
+            failed.add(name)
+            raise TransientError("timeout")
+
+    Puts(monkeypatch, fail)
+    assert merge(family, f"{memory}/out").code == 0
+    assert weights(download(f"{memory}/out", tmp_path / "got")) == weights(local)
+
+
+def test_an_object_that_changes_midway_is_refused(bucket: str, tmp_path: Path) -> None:
+    tensors = {"w.0": torch.arange(600_000.0), "w.1": torch.ones(4)}
+    save_sharded(tensors, tmp_path, shards=1)
+    url = send(tmp_path, f"{bucket}/m")
+    with open_checkpoint(url) as found:
+        handle = found.handle()
+        assert torch.equal(found.read("w.1"), tensors["w.1"])
+        other = bytearray((tmp_path / "model-00001-of-00001.safetensors").read_bytes())
+        other[-1] ^= 1
+        write(f"{url}/model-00001-of-00001.safetensors", bytes(other))
+        with pytest.raises(CheckpointError, match=r"00001-of-00001.*changed since it was opened"):
+            found.read("w.0")
+    with pytest.raises(CheckpointError, match="changed since it was opened"):
+        open_handle(handle)

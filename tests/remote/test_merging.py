@@ -1,0 +1,204 @@
+"""Commands on remote inputs: the bytes of a local merge, few requests, resumed merges, adapters, the hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.adapters import save_adapter
+from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.merging import Family, actmat, hidden
+from tests.helpers.range_server import RangeServer
+
+from actmat.checkpoints import ranges
+from actmat.checkpoints.remote import retry
+from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.errors import CheckpointError
+
+THREADS = ("--threads", "2")
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """Files that do not tell where inputs lie."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in (MANIFEST_NAME, "README.md")}
+
+
+def inputs(server: RangeServer, family: Family) -> list[str]:
+    """Flags for a family below the server's root."""
+    url = [f"{server.url}/{p.name}" for p in (family.base, *family.experts)]
+    return ["--base", url[0], *(x for e in url[1:] for x in ("--expert", e))]
+
+
+@pytest.fixture
+def family(server: RangeServer, tmp_path: Path) -> Family:
+    return Family.make(tmp_path, layers=4)
+
+
+def test_a_merge_over_http_has_the_bytes_of_a_local_one(
+    server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(ranges, "SMALL_BYTES", 256)
+    for flags in ([], ["--method", "ties"]):
+        out = tmp_path / f"out{len(flags)}{flags[:1]}"
+        near = tmp_path / f"near{len(flags)}{flags[:1]}"
+        assert actmat(family.argv("--out", str(near), *flags)).code == 0
+        done = actmat(["merge", *inputs(server, family), "--out", str(out), *THREADS, *flags])
+        assert done.code == 0, done.err
+        assert weights(out) == weights(near)
+        ours, theirs = (json.loads((p / MANIFEST_NAME).read_text()) for p in (out, near))
+        assert ours["tensors"] == theirs["tensors"]
+        assert ours["base"]["files"][0]["path"] == f"{server.url}/base/model.safetensors"
+    assert actmat(["verify", str(out)]).code == 0
+    server.etags["expert0/model.safetensors"] = '"other"'
+    assert actmat(["verify", str(out)]).code == 0, "the bytes count"
+
+
+def test_planning_inspecting_and_diagnosing_read_headers(server: RangeServer, family: Family, tmp_path: Path) -> None:
+    size = (family.base / "model.safetensors").stat().st_size
+    server.reset()
+    server.root = tmp_path
+    planned = actmat(["plan", *inputs(server, family), "--json"])
+    assert planned.code == 0, planned.err
+    local = json.loads(actmat(family.argv("--json", command="plan")).out)
+    assert json.loads(planned.out)["items"] == local["items"]
+    for name in ("base", "expert0", "expert1"):
+        found = server.of(f"{name}/model.safetensors")
+        assert len(found) <= 2, "one to see if it is an adapter, one for the header"
+        assert all(r.start == 0 for r in found)
+    shown = actmat(["inspect", f"{server.url}/base"])
+    assert shown.code == 0, shown.err
+    assert "llama" in shown.out
+    server.reset()
+    server.root = tmp_path
+    diagnosed = actmat(["diagnose", *inputs(server, family), "--quiet", *THREADS])
+    assert diagnosed.code == 0, diagnosed.err
+    assert sum(r.sent for r in server.of("expert0/model.safetensors")) < 4 * size
+
+
+def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(
+    server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(ranges, "SMALL_BYTES", 256)
+    monkeypatch.setattr(retry, "ATTEMPTS", 2)
+    assert actmat(family.argv("--out", str(tmp_path / "local"))).code == 0
+    out, tensors = tmp_path / "out", 4 * 4 + 3
+    argv = ["merge", *inputs(server, family), "--out", str(out), "--threads", "1"]
+
+    def fail(path: str, number: int, start: int) -> str:
+        return "503" if path == "expert1/model.safetensors" and number > 8 else ""
+
+    server.fault = fail
+    stopped = actmat(argv)
+    assert stopped.code == 1
+    assert "expert1/model.safetensors" in stopped.err.replace("\n", "")
+    assert "tensors are kept" in stopped.err
+    assert not out.exists()
+    server.fault = lambda path, number, start: ""
+    before = len(server.requests)
+    done = actmat(argv)
+    assert done.code == 0, done.err
+    assert len(server.requests) - before > 0
+    assert weights(out) == weights(tmp_path / "local")
+    shutil.rmtree(out)
+
+    server.counts.clear()
+    server.fault = fail
+    assert actmat(argv).code == 1
+    server.fault = lambda path, number, start: ""
+    family.change(family.experts[1], lambda t: t["lm_head.weight"].mul_(2))
+    done = actmat(argv)
+    assert done.code == 0, done.err
+    assert f"{tensors} " in done.out or "merged" in done.out
+    assert actmat(family.argv("--out", str(tmp_path / "local"), "--overwrite")).code == 0
+    assert weights(out) == weights(tmp_path / "local")
+    assert not [n for n in hidden(tmp_path) if n.startswith(".out.")]
+
+
+def test_an_input_that_changes_midway_stops_the_merge(
+    server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(ranges, "SMALL_BYTES", 256)
+
+    def change(path: str, number: int, start: int) -> str:
+        if path == "expert0/model.safetensors" and number == 6:
+            server.etags[path] = '"other"'
+        return ""
+
+    server.fault = change
+    stopped = actmat(["merge", *inputs(server, family), "--out", str(tmp_path / "out"), *THREADS])
+    assert stopped.code == 1
+    said = stopped.err.replace("\n", " ")
+    assert "expert0/model.safetensors" in said
+    assert "changed since it was opened" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_downloaded_once(server: RangeServer, tmp_path: Path) -> None:
+    for seed, name in enumerate(("math", "code")):
+        save_adapter(tmp_path / name, "llama", seed)
+    server.reset()
+    server.root = tmp_path
+    urls = [x for n in ("math", "code") for x in ("-e", f"{server.url}/{n}")]
+    shown = actmat(["inspect", f"{server.url}/math"])
+    assert shown.code == 0, shown.err
+    assert "LoRA adapter" in shown.out
+    done = actmat(["merge", *urls, "--out", str(tmp_path / "far"), "--quiet"])
+    assert done.code == 0, done.err
+    local = [x for n in ("math", "code") for x in ("-e", str(tmp_path / n))]
+    assert actmat(["merge", *local, "--out", str(tmp_path / "near"), "--quiet"]).code == 0
+    assert weights(tmp_path / "far") == weights(tmp_path / "near")
+    one = actmat(["inspect", f"{server.url}/math/adapter_model.safetensors"])
+    assert one.code == 0, one.err
+    (tmp_path / "math" / "adapter_model.safetensors").unlink()
+    torch.save({}, tmp_path / "math" / "adapter_model.bin")
+    refused = actmat(["inspect", f"{server.url}/math"])
+    assert refused.code == 1
+    assert "torch file" in refused.err
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
+    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
+        yield stand_in
+
+
+def test_the_hub_is_read_by_ranges_at_a_pinned_commit(hub: HubStandIn, tmp_path: Path) -> None:
+    family = Family.make(tmp_path)
+    commit = hub.add("org/base", family.base)
+    with open_checkpoint("hf://org/base") as found:
+        handle = found.handle()
+        assert handle.address == f"hf://org/base@{commit}"
+        assert handle.streams
+        hub.add("org/base", family.experts[0])  # the branch moves
+        with open_handle(handle) as again, open_checkpoint(family.base) as near:
+            for name in near.specs:
+                assert torch.equal(found.read(name), near.read(name))
+                assert torch.equal(again.read(name), near.read(name))
+    assert not list((tmp_path / "cache").rglob("*.safetensors")), "no weights in the cache"
+    hub.add("org/math", family.experts[0])
+    hub.add("org/code", family.experts[1])
+    hub.add("org/base", family.base)
+    argv = ["merge", "-b", "hf://org/base", "-e", "hf://org/math", "-e", "hf://org/code", "--quiet"]
+    done = actmat([*argv, "--out", str(tmp_path / "far")])
+    assert done.code == 0, done.err
+    assert actmat(family.argv("--out", str(tmp_path / "near"))).code == 0
+    assert weights(tmp_path / "far") == weights(tmp_path / "near")
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_a_hub_without_ranges_is_refused_when_tensors_are_read(hub: HubStandIn, tmp_path: Path) -> None:
+    family = Family.make(tmp_path)
+    hub.add("org/base", family.base)
+    with open_checkpoint("hf://org/base") as found:
+        hub.honours_ranges = False
+        with pytest.raises(CheckpointError, match="ignored a range request"):
+            found.read("lm_head.weight")
