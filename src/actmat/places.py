@@ -1,4 +1,4 @@
-"""Where a run computes and writes: its executor, devices, limits and output, from the settings and the recipe."""
+"""The place of a run: its executor, devices, limits and output, from the settings and the recipe."""
 
 from __future__ import annotations
 
