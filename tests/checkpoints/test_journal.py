@@ -119,21 +119,21 @@ def test_two_writers_of_one_shard(tmp_path: Path) -> None:
     specs = [TensorSpec(n, (3,), "uint8", "") for n in "ab"]
     shards = plan_shards(specs, 1000)
     ShardWriter(tmp_path, shards, durable=False).settle()
-    first, second = (ShardWriter(tmp_path, shards, durable=False, shared=True) for _ in range(2))
+    first, second = (ShardWriter(tmp_path, shards, durable=False, attach="cached") for _ in range(2))
     first.sink("a").write(memoryview(b"123"))
     second.sink("b").write(memoryview(b"456"))
     first.sync()
     second.sync()
     content = ContentHash()
     content.update(b"123")
-    third = ShardWriter(tmp_path, shards, shared=True)
+    third = ShardWriter(tmp_path, shards, attach="cached")
     assert third.holds("a", content.hexdigest())
     assert not third.holds("b", content.hexdigest())
     third.close()
     assert (tmp_path / shards[0].file).read_bytes().endswith(b"123456")
     (tmp_path / shards[0].file).unlink()
     with pytest.raises(OutputError):
-        ShardWriter(tmp_path, shards, shared=True)
+        ShardWriter(tmp_path, shards, attach="cached")
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

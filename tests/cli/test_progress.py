@@ -21,7 +21,7 @@ def calls(kind: type) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("kind", [NoProgress, MergeProgress])
 def test_implementations_have_the_calls_of_the_protocol(kind: type) -> None:
-    assert set(calls(Progress)) == {"started", "tensor", "finishing"}
+    assert set(calls(Progress)) == {"started", "tensor", "node", "note", "finishing"}
     assert calls(kind) == calls(Progress)
 
 

@@ -290,17 +290,17 @@ def test_attached_files_are_never_made_or_cut(merged: Any, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
     path = tmp_path / shards[0].file
     path.write_bytes(b"short")
-    with pytest.raises(OutputError, match=r"expected the \d+ bytes that the run's driver prepared, found 5"):
+    with pytest.raises(OutputError, match=r"expected \d+ bytes and the header of this merge, found 5 bytes"):
         ShardWriter(tmp_path, shards, durable=False, attach="synchronous")
     assert path.read_bytes() == b"short"
-    path.write_bytes(bytes(shards[0].size))
+    path.write_bytes(shards[0].header + bytes(shards[0].size - len(shards[0].header)))
     writer = ShardWriter(tmp_path, shards, durable=False, attach="synchronous")
     name, extent = next(iter(shards[0].extents.items()))
     writer.sink(name).write(memoryview(bytes([7]) * extent.nbytes))
     writer.close()
-    assert path.read_bytes() == bytes(extent.offset) + bytes([7]) * extent.nbytes + bytes(
-        shards[0].size - extent.offset - extent.nbytes
-    )
+    before = shards[0].header + bytes(extent.offset - len(shards[0].header))
+    after = bytes(shards[0].size - extent.offset - extent.nbytes)
+    assert path.read_bytes() == before + bytes([7]) * extent.nbytes + after
 
 
 # Names

@@ -62,7 +62,7 @@ class SharedStage:
     @property
     def is_open(self) -> bool:
         """True if parts can be built: the folder exists and was not committed."""
-        return self.path.is_dir()
+        return os.path.isdir(self.path)  # False, too, where the name is too long for the file system
 
     def head(self) -> dict[str, Any]:
         """The first file: `fingerprint`, `parts`, and what all parts share.
