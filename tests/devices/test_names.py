@@ -12,9 +12,12 @@ from actmat.engine.executors.devices import DeviceExecutor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.resources import share_resources
 from actmat.errors import RecipeError
+from actmat.inputs import Problems
+from actmat.places import checked_room, executor_of
 from actmat.plan.model import MergePlan
-from actmat.plan.placement import HOST
+from actmat.plan.placement import HOST, STAGING_BYTES
 from actmat.recipe import make_recipe
+from actmat.settings import RunSettings
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,31 @@ def test_buffers_of_the_way_to_a_device_count_on_the_host() -> None:
     (device,) = open_devices("cpu:0")
     assert alone.memory - with_two.memory == 2 * device.staging_bytes
     assert (with_two.device, with_two.device_memory) == ("cpu:0,1", 1 << 26)
+
+
+def test_plans_for_devices_that_are_not_all_here_know_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert device_room("cuda:0,7").memory is None
+    assert device_room("mps").memory is None
+    assert device_room("mps", "1GB").memory == 10**9 - STAGING_BYTES
+
+
+def test_the_executor_of_a_run() -> None:
+    recipe = make_recipe({"base": "b", "experts": ["a"], "executor": "ray"})
+    plain = recipe.model_copy(update={"executor": None})
+    assert executor_of(RunSettings(), plain) == "auto"
+    assert executor_of(RunSettings(), recipe) == "ray"
+    assert executor_of(RunSettings(executor="devices"), recipe) == "devices"
+
+
+def test_problems_with_executor_and_device_are_told_together() -> None:
+    problems = Problems()
+    assert checked_room(RunSettings(device="cpu:0", device_memory="1"), "thread", problems).device == "cpu"
+    with pytest.raises(RecipeError) as caught:
+        problems.check()
+    assert "no executor 'thread'" in str(caught.value)
+    assert "--device-memory 1 is too little memory" in str(caught.value)
+    room = checked_room(RunSettings(device="cuda"), "ray=node:1", Problems())
+    assert room.device == "cuda", "the devices are on other machines"

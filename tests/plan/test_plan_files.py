@@ -94,7 +94,7 @@ def test_differences_are_told(plan: MergePlan) -> None:
     replace = dataclasses.replace
     (file,) = plan.experts[0].files
     expert = replace(plan.experts[0], files=(replace(file, size=1),))
-    gone = replace(plan.experts[0], files=())
+    gone, first = replace(plan.experts[0], files=()), plan.items[0]
     for other, said in [
         (replace(plan, experts=(expert, *plan.experts[1:])), f"has {file.size} bytes there, 1 here"),
         (replace(plan, experts=(gone, *plan.experts[1:])), "is missing here"),
@@ -104,6 +104,10 @@ def test_differences_are_told(plan: MergePlan) -> None:
         (replace(plan, statistics_identity=(1,)), "statistics are others"),
         (replace(plan, items=plan.items[1:]), f"{len(plan.items)} tensors would be merged there"),
         (replace(plan, items=(replace(plan.items[0], reason="?"), *plan.items[1:])), "in another way"),
+        (
+            replace(plan, items=(replace(first, cost=replace(first.cost, device_bytes=1)), *plan.items[1:])),
+            f"tensor '{first.name}' would be merged on the host there, on a device here",
+        ),
         (plan, "the plans differ"),
     ]:
         (found,) = plan_differences(plan, other)

@@ -113,10 +113,11 @@ class ShardWriter:
             size, header = os.fstat(handle).st_size, os.pread(handle, len(shard.header), 0)
             _forget_pages(handle, 0, 0)
         if size != shard.size or header != shard.header:
+            built = self.directory if ".actmat-" in self.directory.name else self.directory.parent
             raise OutputError(
                 f"{path} is damaged: expected {shard.size} bytes and the header of this merge, found {size} bytes"
                 f"{'' if size != shard.size else ' and another header'}. Likely cause: another program changed the "
-                f"file, or this is another folder of the same name. Fix: remove {self.directory.parent} (rm -r), run "
+                f"file, or this is another folder of the same name. Fix: remove {built} (rm -r), run "
                 "again, and write to storage that all workers share."
             )
         with disk_errors(self.directory):
