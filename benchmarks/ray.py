@@ -58,7 +58,8 @@ def make_small(folder: Path, tensors: int, experts: int) -> tuple[Path, list[Pat
 
 @contextlib.contextmanager
 def cluster() -> Iterator[str]:
-    """Address of a cluster of one node with two cores."""
+    """Address of a cluster of one node with two cores, on 127.0.0.1."""
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray reads it on import, children inherit it
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": CORES, "include_dashboard": False, "object_store_memory": STORE_BYTES}

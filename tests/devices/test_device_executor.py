@@ -6,6 +6,7 @@ import gc
 import json
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ import actmat as library
 from actmat.engine.devices.device import SimulatedDevice
 from actmat.engine.executors import lockstep
 from actmat.engine.executors.base import Executor
+from actmat.engine.executors.batches import batches_of
 from actmat.engine.executors.conformance import ExecutorConformance, _Run
 from actmat.engine.executors.devices import DeviceExecutor
 from actmat.engine.executors.samples import Samples
@@ -83,6 +85,29 @@ def test_nothing_waits_for_a_collection_of_garbage(tmp_path: Path) -> None:
     finally:
         gc.enable()
     assert 0 <= peaks[6] - peaks[1] < 1000, "single numbers at most"
+
+
+# Order
+
+
+def test_files_are_finished_one_after_another_where_they_are_sent(tmp_path: Path) -> None:
+    """A batch holds tensors of one file; otherwise it would take those of the last file with those of the first."""
+    samples = large(tmp_path, 300, 200, layers=6)
+    with opened(samples, "out", {"method": "actmat", "max_shard_size": "250kB"}) as run:
+        (plan,) = run.spec.plans
+        file = {name: n for n, shard in enumerate(plan.shards) for name in shard.extents}
+        assert [len(shard.extents) for shard in plan.shards] == [2, 2, 2]
+
+        def sizes(in_order: bool) -> list[int]:
+            return [len(b) for b in batches_of(run.units, [plan], 1, 1 << 30, in_order=in_order)]
+
+        assert sizes(in_order=False) == [6]
+        assert sizes(in_order=True) == [2, 2, 2]
+        executor = executor_of(run, SimulatedDevice("cpu:0", 256 << 20))
+        executor._resources = replace(executor._resources, in_order=True)
+        run.survey(executor)
+        found = [file[result.unit.name] for result in executor.run(run.spec, list(run.units))]
+        assert found == [0, 0, 1, 1, 2, 2]
 
 
 # Memory

@@ -36,6 +36,7 @@ from actmat.engine.session import UnitResult
 from actmat.errors import MergeError
 from actmat.progress import NoProgress
 
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on 127.0.0.1 only; read on import
 ray = pytest.importorskip("ray")
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30}
 NODES = 3
@@ -57,6 +58,11 @@ def running() -> Iterator[Any]:
     finally:
         ray.shutdown()
         started.shutdown()
+
+
+def test_the_cluster_is_not_seen_from_other_machines(running: Any) -> None:
+    assert running.address.startswith("127.0.0.1:")
+    assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
 
 
 @pytest.fixture(scope="module")

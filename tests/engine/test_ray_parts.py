@@ -28,9 +28,10 @@ from actmat.engine.executors.ray.batches import (
     unit_seconds,
 )
 from actmat.engine.executors.ray.cluster import connect
-from actmat.engine.executors.ray.executor import _needs, _observed
+from actmat.engine.executors.ray.executor import RayExecutor, _needs, _observed
 from actmat.engine.executors.ray.shared import prepared_storage, storage_problems
 from actmat.engine.executors.ray.worker import Answer, Opening, Worker
+from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
@@ -85,6 +86,38 @@ def test_a_batch_is_of_one_sort_and_as_large_as_its_largest_unit() -> None:
         u.name: d for u, d in zip(units, device, strict=True)
     }
     assert all(b.memory == max(u.host_bytes for u in b.units) for b in batches)
+
+
+def test_units_in_the_order_of_the_output_make_batches_in_that_order() -> None:
+    """As an upload wants them; also with accelerators, whose batches lie between the others."""
+    units = [unit(f"{n}", flops=(n * 7919 % 13) * 10**10) for n in range(60)]
+    batches = make_batches(units, no_device(units), workers=2, in_order=True)
+    assert [u for b in batches for u in b.units] == units
+    assert 2 * 8 <= len(batches) < 60, "small units still travel together"
+    assert [u for b in make_batches(units, no_device(units), workers=2) for u in b.units] != units
+    device = [n % 3 == 0 for n in range(60)]
+    batches = make_batches(units, device, workers=2, in_order=True)
+    assert all({device[units.index(u)] for u in b.units} == {b.device} for b in batches)
+    firsts = [units.index(b.units[0]) for b in batches]
+    assert firsts == sorted(firsts)
+    for sort in (True, False):
+        of_sort = [u for b in batches if b.device == sort for u in b.units]
+        assert of_sort == [u for u, needs in zip(units, device, strict=True) if needs == sort]
+
+
+class _Idle:
+    """Workers that were sent nothing yet, by their number."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_executor_asks_for_the_order_that_its_resources_say(merged: Any, in_order: bool) -> None:
+    spec, units, _ = merged
+    executor = RayExecutor(None, (), Resources(2, GB, in_order=in_order), workers=_Idle())
+    found = [u.name for batch in executor._batches(spec, units) for u in batch.units]
+    assert (found == [u.name for u in units]) == in_order
 
 
 # Sizes of workers

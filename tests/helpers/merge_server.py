@@ -1,12 +1,13 @@
 """Runs `actmat` in children that have everything imported, so that a signal falls into the merge and not into imports.
 
 Reads one JSON list of arguments per line; answers with a line `started PID`, then `ended STATUS` (negative: signal).
-Started with `python -m tests.helpers.merge_server`; `Server` is the other end of the pipe.
+Started with `python -m tests.helpers.merge_server ERRORS [MODULE...]`; `Server` is the other end of the pipe.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -36,11 +37,11 @@ class Run:
 
 
 class Server:
-    """A process that forks an `actmat` per request, one at a time."""
+    """A process that forks an `actmat` per request, one at a time; `modules` are imported before as well."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, modules: Sequence[str] = ()) -> None:
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-        command = [sys.executable, "-m", "tests.helpers.merge_server", str(folder / "stderr.txt")]
+        command = [sys.executable, "-m", "tests.helpers.merge_server", str(folder / "stderr.txt"), *modules]
         self._folder = folder
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=folder
@@ -68,10 +69,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def merge_server(folder: Path) -> Iterator[Server]:
-    """A server that writes its children's stderr into `folder`."""
+def merge_server(folder: Path, modules: Sequence[str] = ()) -> Iterator[Server]:
+    """A server that writes its children's stderr into `folder`, and has imported `modules` for them."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = Server(folder)
+    server = Server(folder, modules)
     try:
         yield server
     finally:
@@ -97,13 +98,15 @@ def _child(argv: list[str], errors: str) -> None:
         os._exit(code)
 
 
-def _serve(errors: str) -> None:
+def _serve(errors: str, modules: Sequence[str]) -> None:
     import torch
 
     import actmat.api
     import actmat.cli.main
     import actmat.cli.screen  # noqa: F401 - everything a merge imports
 
+    for name in modules:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -116,4 +119,4 @@ def _serve(errors: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(sys.argv[1], sys.argv[2:])

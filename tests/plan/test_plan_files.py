@@ -1,17 +1,15 @@
-"""Plans in files, pickled by reference, divided into parts, and compared in words."""
+"""Plans in files, divided into parts, and compared in words."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 from pathlib import Path
 
 import pytest
 from tests.helpers.merging import Family
 
 import actmat
-from actmat.engine.session import SessionSpec
 from actmat.engine.shares import Part, plan_part, share_units, work_of
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import RecipeError
@@ -46,20 +44,6 @@ def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(RecipeError, match=r"expected a plan of layout 2|the plan is damaged"):
         MergePlan.read(tmp_path / "plan.json")
-
-
-def test_a_spec_is_shipped_with_the_path_of_its_plan(plan: MergePlan, tmp_path: Path) -> None:
-    spec = SessionSpec((plan,), None, (), (tmp_path,))
-    shipped = spec.shipped()
-    assert len(pickle.dumps(shipped)) < len(pickle.dumps(spec)) / 4
-    again = pickle.loads(pickle.dumps(shipped))
-    assert again.plans == (plan,)
-    assert again.outputs == spec.outputs
-    assert again.shipped() is again
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
-    unwritten = dataclasses.replace(spec, outputs=(None,))
-    assert unwritten.shipped() is unwritten
-    assert pickle.loads(pickle.dumps(unwritten)).plans == (plan,)
 
 
 def test_shares_have_every_unit_once_whatever_is_done(plan: MergePlan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from actmat.checkpoints.remote import retry
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
+from actmat.experts.resolve import open_expert
+from actmat.experts.resolve import open_handle as open_expert_handle
 
 THREADS = ("--threads", "2")
 
@@ -162,6 +165,25 @@ def test_adapters_are_downloaded_once(server: RangeServer, tmp_path: Path) -> No
     refused = actmat(["inspect", f"{server.url}/math"])
     assert refused.code == 1
     assert "torch file" in refused.err
+
+
+def test_a_handle_of_an_adapter_names_the_versions_of_its_files(server: RangeServer, tmp_path: Path) -> None:
+    """Another process must merge the adapter that was planned with."""
+    save_adapter(tmp_path / "math", "llama", 0)
+    with open_expert(f"{server.url}/math", None) as expert:
+        handle = pickle.loads(pickle.dumps(expert.handle()))
+        name = next(iter(expert.specs))
+        expected = expert.read(name)
+    ((file, size, etag),) = handle.etags
+    assert (file, size) == ("adapter_model.safetensors", (tmp_path / "math" / file).stat().st_size)
+    with open_expert_handle(handle) as again:
+        assert torch.equal(again.read(name), expected)
+    server.etags[f"math/{file}"] = '"other"'
+    with pytest.raises(CheckpointError, match="the adapter changed since it was opened") as caught:
+        open_expert_handle(handle)
+    assert f"{file} had {size} bytes, version {etag}; found {size} bytes, version" in caught.value.problems[0]
+    with open_expert(str(tmp_path / "math"), None) as near:
+        assert near.handle().etags == ()
 
 
 @pytest.fixture

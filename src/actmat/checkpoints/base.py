@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actmat.errors import CheckpointError
 
-__all__ = ["DTYPES", "Checkpoint", "CheckpointHandle", "FileIdentity", "TensorSpec", "torch_dtype"]
+__all__ = ["DTYPES", "Checkpoint", "CheckpointHandle", "FileIdentity", "TensorSpec", "torch_dtype", "versions_of_files"]
 
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float64": (torch.float64, "F64"),
@@ -90,6 +90,11 @@ class FileIdentity:
     modified_ns: int = 0
     change_ns: int = 0
     etag: str = ""
+
+
+def versions_of_files(files: Iterable[FileIdentity]) -> tuple[tuple[str, int, str], ...]:
+    """Name, size and version of the files that have one: those of remote storage. For handles."""
+    return tuple((f.path.rpartition("/")[2], f.size, f.etag) for f in files if f.etag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from actmat.bounds import kind_of_file, list_folder
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, versions_of_files
 from actmat.checkpoints.file_names import NOT_WEIGHTS
 from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX, member, read_config, read_index
@@ -179,7 +179,7 @@ class StoredCheckpoint(Checkpoint):
     def handle(self) -> CheckpointHandle:
         """Address of the source, the format, and the versions of remote files."""
         source = self.source
-        etags = tuple((f.path.rpartition("/")[2], f.size, f.etag) for f in self.identity() if f.etag)
+        etags = versions_of_files(self.identity())
         return CheckpointHandle(
             source.address, self.format, self.location, str(source.cache_dir or ""), source.streams, etags
         )

@@ -9,10 +9,6 @@ No callbacks and no state shared with other sessions: a session in another proce
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +19,6 @@ from torch import Tensor
 
 from actmat.checkpoints.base import CheckpointHandle, torch_dtype
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
-from actmat.checkpoints.writing.staging import PLAN_NAME, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.deltas import Deltas
 from actmat.engine.devices.device import open_devices
@@ -73,7 +68,6 @@ class SessionSpec:
         device: where items with `device_bytes` are merged, see `devices.names`; of several, a session takes the first,
             unless it is given one (`Staging`).
         room: bytes that a worker may keep mapped between tensors.
-        plan_files: where the plans are written, see `shipped`; a pickle then has these paths in place of the plans.
     """
 
     plans: tuple[MergePlan, ...]
@@ -84,43 +78,6 @@ class SessionSpec:
     surveys: Mapping[SurveyKey, Any] = field(default_factory=dict)
     device: str = "cpu"
     room: int = 0
-    plan_files: tuple[Path, ...] = ()
-
-    def shipped(self) -> SessionSpec:
-        """The same spec, with every plan written once beside its output: its pickle has a path for each plan.
-
-        For executors whose workers see the folders of the outputs: a plan of 100,000 tensors takes 100 MB, which would
-        go to every worker with every spec. Outputs that are not written keep their plans in the pickle.
-
-        Raises:
-            OutputError: the disk.
-        """
-        if self.plan_files or not all(self.outputs):
-            return self
-        files = []
-        for plan, folder in zip(self.plans, self.outputs, strict=True):
-            assert folder is not None
-            unfinished = folder / f"{PLAN_NAME}.{secrets.token_hex(4)}"
-            with disk_errors(folder):
-                plan.write(unfinished)
-                os.replace(unfinished, folder / PLAN_NAME)
-            files.append(folder / PLAN_NAME)
-        return dataclasses.replace(self, plan_files=tuple(files))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | ({"plans": ()} if self.plan_files else {})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self.plan_files:
-            vars(self)["plans"] = tuple(_plan_at(path, os.stat(path).st_mtime_ns) for path in self.plan_files)
-
-
-@functools.lru_cache(maxsize=8)
-def _plan_at(path: Path, modified_ns: int) -> MergePlan:
-    """A plan from its file, read once per process; `modified_ns` tells files of one name apart."""
-    del modified_ns
-    return MergePlan.read(path)
 
 
 @dataclass(frozen=True)

@@ -171,12 +171,14 @@ class Family:
 class AdapterHandle:
     """Address from which `resolve.open_handle` opens an adapter again, also in another process; picklable.
 
-    A relative `location` is one of the working directory; `base` is what the adapter was fitted to.
+    A relative `location` is one of the working directory; `base` is what the adapter was fitted to; `etags` are name,
+    size and version of remote files, which must be the same.
     """
 
     location: str
     family: Family
     base: CheckpointHandle | None = None
+    etags: tuple[tuple[str, int, str], ...] = ()
 
 
 ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle

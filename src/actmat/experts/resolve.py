@@ -10,11 +10,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, ExpertHandle, Family
+from actmat.experts.base import AdapterHandle, Expert, ExpertHandle, Family
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.lora.expert import LORA
 from actmat.experts.lora.open import open_adapter
@@ -60,14 +60,33 @@ def open_handle(handle: ExpertHandle) -> Expert:
     """Open the expert that `Expert.handle` described, in any process that has the same storage.
 
     Raises:
-        CheckpointError: its files are gone or damaged.
+        CheckpointError: its files are gone or damaged, or remote ones have other versions than the handle says.
     """
     if isinstance(handle, CheckpointHandle):
         return CheckpointExpert(open_checkpoint_handle(handle))
     if handle.base is None:
-        return _open_unfitted(handle.family, handle.location)
+        return _as_it_was(_open_unfitted(handle.family, handle.location), handle)
     with open_checkpoint_handle(handle.base) as base:
-        return handle.family.open(handle.location, base)
+        return _as_it_was(handle.family.open(handle.location, base), handle)
+
+
+def _as_it_was(expert: Expert, handle: AdapterHandle) -> Expert:
+    """The expert, closed and refused if its remote files are not those of the handle."""
+    now = {name: (size, etag) for name, size, etag in versions_of_files(expert.identity())}
+    problems = [
+        f"{handle.location}: {name} had {size} bytes, version {etag}; found "
+        + ("{} bytes, version {}".format(*now[name]) if name in now else "no such file")
+        for name, size, etag in handle.etags
+        if now.get(name) != (size, etag)
+    ]
+    if problems:
+        expert.close()
+        raise CheckpointError(
+            f"{handle.location}: the adapter changed since it was opened. Likely cause: somebody uploads it. Fix: wait "
+            "until that is done, then run again.",
+            problems,
+        )
+    return expert
 
 
 def _open_unfitted(family: Family, location: str) -> Expert:

@@ -12,7 +12,7 @@ from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names
-from actmat.checkpoints.writing.staging import BOOKKEEPING, MANIFEST_NAME, PLAN_NAME
+from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
@@ -194,11 +194,11 @@ def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: Callabl
     output = manifest["output"]
     if sha256 is not None:
         output["sha256"] = {f: sha256(f) for f in output["files"]}
-    known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", *BOOKKEEPING, *output["files"]}
+    known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", JOURNAL_NAME, *output["files"]}
     rows = {
         p.name: {"size": p.stat().st_size, "hash": hash_file(p)}
         for p in sorted(directory.iterdir())
-        if p.is_file() and p.name not in known and not p.name.startswith(f"{PLAN_NAME}.")
+        if p.is_file() and p.name not in known
     }
     output["side_files"] = {n: row for n, row in rows.items() if n not in REPORTS}
     if reports := {n: row for n, row in rows.items() if n in REPORTS}:

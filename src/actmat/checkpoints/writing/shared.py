@@ -28,12 +28,13 @@ from actmat.bounds import kind_of_file, read_object
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.shards import Shard
-from actmat.checkpoints.writing.staging import PLAN_NAME, disk_errors, occupied, remove_plans, sibling, sync_directory
+from actmat.checkpoints.writing.staging import disk_errors, occupied, sibling, sync_directory
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
 
 __all__ = ["SharedStage"]
 
+PLAN_NAME = "plan.json"
 HEAD_NAME = "parts.json"
 SUFFIX = "parts"
 
@@ -132,7 +133,6 @@ class SharedStage:
         with disk_errors(self.out.parent):
             if problems := occupied(self.out, overwrite=overwrite):
                 raise OutputError(problems[0])
-            remove_plans(self.path)
             sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
                 if self._previous.exists():

@@ -28,24 +28,17 @@ from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError, format_size
 
 __all__ = [
-    "BOOKKEEPING",
     "JOURNAL_NAME",
     "MANIFEST_NAME",
-    "PLAN_NAME",
     "Staging",
     "check_output_path",
     "disk_errors",
     "occupied",
-    "remove_plans",
     "sibling",
     "sync_directory",
 ]
 
 JOURNAL_NAME = "journal.jsonl"
-PLAN_NAME = "plan.json"
-BOOKKEEPING = frozenset({JOURNAL_NAME, PLAN_NAME})
-"""Files of a partial folder that are no files of the output."""
-
 MANIFEST_NAME = "actmat_manifest.json"
 LONGEST_NAME = 255
 
@@ -246,7 +239,6 @@ class Staging:
             if problems := occupied(self.out, overwrite=self.overwrite):
                 raise OutputError(problems[0])
             self._journal.close()
-            remove_plans(self.path)
             os.rename(self.path / JOURNAL_NAME, self._journal_aside)
             sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
@@ -313,12 +305,6 @@ def _foreign(folder: Path) -> bool:
     """True if the folder holds anything but regular files: no run left it, and a link would be written through."""
     with os.scandir(folder) as entries:
         return not all(entry.is_file(follow_symlinks=False) for entry in entries)
-
-
-def remove_plans(folder: Path) -> None:
-    """Remove the plan that workers read, and unfinished copies of it."""
-    for path in folder.glob(f"{PLAN_NAME}*"):
-        path.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:

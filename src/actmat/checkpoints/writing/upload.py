@@ -36,7 +36,7 @@ from actmat.checkpoints.remote.schemes import open_store
 from actmat.checkpoints.remote.store import MissingFileError, RemoteFile, Store, check_url
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.shards import Shard
-from actmat.checkpoints.writing.staging import BOOKKEEPING, MANIFEST_NAME, Staging, disk_errors
+from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME, Staging, disk_errors
 from actmat.errors import CheckpointError, OutputError
 
 __all__ = ["MARK_NAME", "UploadStaging", "check_upload_url", "clear_upload", "staging_folder"]
@@ -191,7 +191,7 @@ class UploadStaging(Staging):
         self._mark()
         weights = {s.file for s in self._shards}
         last = [n for n in (INDEX_NAME, MANIFEST_NAME) if (self.path / n).is_file()]
-        names = sorted(p.name for p in self.path.iterdir() if p.name not in {*BOOKKEEPING, *last, *weights})
+        names = sorted(p.name for p in self.path.iterdir() if p.name not in {JOURNAL_NAME, *last, *weights})
         for name in names:
             self._put(self.path / name, name)
         first = self._shards[0].file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from actmat.engine.units import Unit
 from actmat.methods import get_method
@@ -20,15 +20,25 @@ BATCH = 16
 """Largest number of units in a batch; each has a thread."""
 
 
-def batches_of(units: Sequence[Unit], plans: Sequence[MergePlan], n_devices: int, room: int) -> list[Batch]:
+def batches_of(
+    units: Sequence[Unit], plans: Sequence[MergePlan], n_devices: int, room: int, *, in_order: bool = False
+) -> list[Batch]:
     """All units in batches, in the order of their first units.
 
     Units of one batch agree in shape, dtypes and methods, and fit into `room` bytes of a device together. Each device
     gets a share of every shape.
+
+    Args:
+        units: in the order in which they should begin.
+        plans: of the outputs.
+        n_devices: that share them.
+        room: bytes that a batch may take.
+        in_order: units of one batch also begin in one file, so that no later file delays it.
     """
+    files = {n: k for k, shard in enumerate(plans[0].shards) for n in shard.extents} if in_order else {}
     alike: dict[Hashable, list[Unit]] = {}
     for unit in units:
-        alike.setdefault(_likeness(unit, plans), []).append(unit)
+        alike.setdefault((_likeness(unit, plans), _file(unit, plans[0], files)), []).append(unit)
     out: list[Batch] = []
     for group in alike.values():
         most = max(unit.device_bytes for unit in group)
@@ -36,6 +46,12 @@ def batches_of(units: Sequence[Unit], plans: Sequence[MergePlan], n_devices: int
         out += [group[start : start + size] for start in range(0, len(group), size)]
     place = {unit.name: n for n, unit in enumerate(units)}
     return sorted(out, key=lambda batch: place[batch[0].name])
+
+
+def _file(unit: Unit, plan: MergePlan, files: Mapping[str, int]) -> int:
+    """Number of the file of the first plan in which the unit's bytes begin; -1 where that does not matter."""
+    outputs = [s.name for (p, n), *_ in unit.groups if p == 0 for s in plan.items[n].outputs]
+    return min((files[name] for name in outputs if name in files), default=-1)
 
 
 def _likeness(unit: Unit, plans: Sequence[MergePlan]) -> Hashable:

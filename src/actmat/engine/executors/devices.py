@@ -102,9 +102,10 @@ class DeviceExecutor:
         moved = [u for u in ordered if u.device_bytes]
         rooms = {d.name: d.usable_bytes(d.free_bytes()) for d in self._devices}
         _check_rooms(moved, rooms)
+        least, in_order = min(rooms.values(), default=0), self._resources.in_order
         run = _Run(
             host=deque(u for u in ordered if not u.device_bytes),
-            device=deque(batches_of(moved, spec.plans, len(self._devices), min(rooms.values(), default=0))),
+            device=deque(batches_of(moved, spec.plans, len(self._devices), least, in_order=in_order)),
             budget=Budget(self._resources.memory),
         )
         lanes = [partial(self._use_device, run, d, spec, rooms[d.name]) for d in self._devices if moved]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec, versions_of_files
 from actmat.checkpoints.hashing import hash_names
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, Family, Source
@@ -120,8 +120,9 @@ class AdapterExpert(Expert):
         return hash_names((n, hashes[n]) for n in self._tensors_of(name))
 
     def handle(self) -> AdapterHandle:
-        """The adapter's location and the address of its base."""
-        return AdapterHandle(self.location, LORA, None if self._base is None else self._base.handle())
+        """The adapter's location, the address of its base, and the versions of remote files."""
+        base = None if self._base is None else self._base.handle()
+        return AdapterHandle(self.location, LORA, base, versions_of_files(self.identity()))
 
     def _product(self, name: str, dtype: torch.dtype) -> LowRank:
         """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""

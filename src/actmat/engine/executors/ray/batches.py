@@ -1,7 +1,8 @@
 """Batches of units, and sizes of workers: decided from the plan's costs and the cluster's nodes, without Ray.
 
-Longest first: a large unit that came last would leave the other workers idle. Small units travel together, so that the
-driver's time per tensor stays small; a batch is short, because a lost worker loses the batch that it was at.
+Longest first: a large unit that came last would leave the other workers idle. Or in the order of the output, where its
+files are sent when they are finished. Small units travel together, so that the driver's time per tensor stays small; a
+batch is short, because a lost worker loses the batch that it was at.
 """
 
 from __future__ import annotations
@@ -76,30 +77,34 @@ def unit_seconds(unit: Unit) -> float:
     return UNIT_SECONDS + unit.flops / FLOPS_PER_SECOND + unit.traffic / BYTES_PER_SECOND
 
 
-def make_batches(units: Sequence[Unit], device: Sequence[bool], workers: int) -> list[Batch]:
+def make_batches(units: Sequence[Unit], device: Sequence[bool], workers: int, *, in_order: bool = False) -> list[Batch]:
     """All units in batches, the longest first; a unit longer than a batch should be is alone.
 
     Args:
         units: to merge.
         device: per unit, whether it needs an accelerator; a batch holds units of one sort.
         workers: that share them.
+        in_order: units keep their order, and batches have that of their first units.
     """
     total = sum(map(unit_seconds, units))
     most = min(BATCH_SECONDS, total / (workers * BATCHES_PER_WORKER)) if workers else BATCH_SECONDS
-    batches: list[tuple[float, Batch]] = []
+    order = [(n, unit) for n, unit in enumerate(units)]
+    if not in_order:
+        order.sort(key=lambda numbered: unit_seconds(numbered[1]), reverse=True)
+    batches: list[tuple[float, Batch]] = []  # what they are sorted by
     for wanted in (True, False):
-        of_sort = [u for u, needs in zip(units, device, strict=True) if needs == wanted]
-        held: list[Unit] = []
+        held: list[tuple[int, Unit]] = []
         seconds = 0.0
-        for unit in sorted(of_sort, key=unit_seconds, reverse=True):
-            if held and (seconds + unit_seconds(unit) > most or len(held) == BATCH_UNITS):
-                batches.append((seconds, _batch(held, device=wanted)))
+        of_sort = [(n, unit) for n, unit in order if device[n] == wanted]
+        for n, unit in [*of_sort, (-1, None)]:
+            if held and (unit is None or seconds + unit_seconds(unit) > most or len(held) == BATCH_UNITS):
+                batch = _batch([u for _, u in held], device=wanted)
+                batches.append((held[0][0] if in_order else -seconds, batch))
                 held, seconds = [], 0.0
-            held.append(unit)
-            seconds += unit_seconds(unit)
-        if held:
-            batches.append((seconds, _batch(held, device=wanted)))
-    return [batch for _, batch in sorted(batches, key=lambda b: b[0], reverse=True)]
+            if unit is not None:
+                held.append((n, unit))
+                seconds += unit_seconds(unit)
+    return [batch for _, batch in sorted(batches, key=lambda b: b[0])]
 
 
 def _batch(units: Sequence[Unit], *, device: bool) -> Batch:

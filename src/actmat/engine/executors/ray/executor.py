@@ -109,7 +109,7 @@ class RayExecutor:
 
     def _batches(self, spec: SessionSpec, units: Sequence[Unit]) -> list[Batch]:
         assert self._workers is not None
-        return make_batches(units, _needs(units), len(self._workers))
+        return make_batches(units, _needs(units), len(self._workers), in_order=self._resources.in_order)
 
     def _opened(self, spec: SessionSpec, units: Sequence[Unit]) -> Dispatcher:
         """Workers with an open session for the spec; its surveys may be missing there."""
