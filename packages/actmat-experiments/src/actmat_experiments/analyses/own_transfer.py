@@ -21,7 +21,7 @@ from actmat_experiments.core import DataOptions, load_model
 __all__ = ["transfer_of_models"]
 
 AGREEMENT = 1e-3
-"""How far (relative) the mean of the samples' losses may be from the loss that the model gives, a mean, too."""
+"""Largest relative difference of the mean of the samples' losses from the loss that the model gives, a mean, too."""
 
 
 def transfer_of_models(
