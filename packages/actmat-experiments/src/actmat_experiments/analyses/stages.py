@@ -67,14 +67,18 @@ def stages_of(model: nn.Module, run: Callable[[], object]) -> list[Stage]:
 
 @contextlib.contextmanager
 def outputs_of(stage: Stage) -> Iterator[list[Tensor]]:
-    """Outputs of a stage, one per forward pass; of a stage without a module, none."""
+    """Outputs of a stage, one per forward pass; of a stage without a module, or whose output is no tensor, none."""
     found: list[Tensor] = []
+
+    def seen(module: nn.Module, given: object, y: object) -> None:
+        if isinstance(y, Tensor):
+            found.append(y.detach().clone())
+
     with contextlib.ExitStack() as stack:
         if stage.tap is not None:
             stack.enter_context(reading([stage.tap], lambda tap, z, y: found.append(y.detach().clone())))
         elif stage.module is not None:
-            hook = stage.module.register_forward_hook(lambda module, given, y: found.append(y.detach().clone()))
-            stack.callback(hook.remove)
+            stack.callback(stage.module.register_forward_hook(seen).remove)
         yield found
 
 

@@ -19,7 +19,7 @@ from actmat_experiments.analyses.drift import DriftAlongRun, Moment, moments_unt
 from actmat_experiments.analyses.monitor import DriftMonitor
 from actmat_experiments.core import DataOptions, load_model, make_batches
 
-__all__ = ["Finetuning", "Subject", "finetune", "open_subject"]
+__all__ = ["Finetuning", "Subject", "finetune", "no_loss", "open_subject"]
 
 Batch = Mapping[str, Tensor]
 
@@ -45,14 +45,19 @@ class Subject:
         """
         found = getattr(self.model(**batch), "loss", None)
         if not isinstance(found, Tensor):
-            raise RecipeError(
-                f"{self.location}: {type(self.model).__name__} gives no loss on this data. It needs a head that "
-                "computes one, and labels: choose --model-class, and --label-column or --target-column."
-            )
+            raise no_loss(self.location, self.model)
         return found
 
     def whole(self, n_samples: int) -> Tensor:
-        """Loss of the first samples, for `correlation`: samples must have one length.
+        """Loss of the first samples, for `correlation`.
+
+        Raises:
+            RecipeError: padding, or fewer samples than wanted.
+        """
+        return self.loss(self.batch(n_samples))
+
+    def batch(self, n_samples: int) -> Batch:
+        """The first samples as one batch: they must have one length.
 
         Raises:
             RecipeError: padding, or fewer samples than wanted.
@@ -60,15 +65,22 @@ class Subject:
         if n_samples > self.n_samples:
             raise RecipeError(f"{self.location}: there are {self.n_samples} samples, fewer than {n_samples}.")
         shapes = {tuple(v.shape[1:] for v in b.values()) for b in self.batches}
-        if len(shapes) > 1 or any(
-            bool((b["attention_mask"] == 0).any()) for b in self.batches if "attention_mask" in b
-        ):
+        masks = [b[k] for b in self.batches for k in ("attention_mask", "decoder_attention_mask") if k in b]
+        if len(shapes) > 1 or any(bool((mask == 0).any()) for mask in masks):
             raise RecipeError(
-                f"{self.location}: the samples have different lengths, and padding correlates with everything. Choose "
-                "texts that all reach --max-length."
+                f"{self.location}: the samples have different lengths, and padding would count as data. Choose texts "
+                "that all reach --max-length."
             )
         keys = self.batches[0].keys()
-        return self.loss({k: torch.cat([b[k] for b in self.batches])[:n_samples] for k in keys})
+        return {k: torch.cat([b[k] for b in self.batches])[:n_samples] for k in keys}
+
+
+def no_loss(location: str, model: nn.Module) -> RecipeError:
+    """Error about a model that computes no loss."""
+    return RecipeError(
+        f"{location}: {type(model).__name__} gives no loss on this data. It needs a head that computes one, and "
+        "labels: choose --model-class, and --label-column or --target-column."
+    )
 
 
 def open_subject(location: str, data: DataOptions, *, model_class: str | None = None, device: str = "cpu") -> Subject:
@@ -76,9 +88,11 @@ def open_subject(location: str, data: DataOptions, *, model_class: str | None = 
 
     Raises:
         StatisticsError: model or data cannot be loaded.
-        RecipeError: the data is empty.
+        RecipeError: the data is empty, or has no column of labels for a classifier of texts.
     """
     loaded = load_model(location, model_class=model_class, device=device)
+    if data.label_column is None and type(loaded.model).__name__.endswith("ForSequenceClassification"):
+        raise no_loss(location, loaded.model)
     batches = list(make_batches(loaded, data, labels=True))
     if not batches:
         raise RecipeError(f"{data.location} is empty: expected at least one sample.")

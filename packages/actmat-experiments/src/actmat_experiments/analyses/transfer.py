@@ -289,6 +289,13 @@ def _task(
     return TaskTransfer(float(transfer_N.abs().mean()), float(transfer_N.mean()), changes)
 
 
+def _norms(change: Tensor, n: int) -> Tensor:
+    """Norm per sample; what all samples share (positions, biases between them) changes for each by the whole."""
+    rows = change.reshape(1, -1).expand(n, -1) if change.shape[0] % n else change.reshape(n, -1)
+    found: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return found
+
+
 def _terms(
     stage: Stage,
     change_N: Tensor,
@@ -303,7 +310,7 @@ def _terms(
         value = float(size_N.mean())
         return StageTerms(math.nan, value, value, 0.0, 0.0, math.nan)
     n = len(size_N)
-    local_N = (outputs[0].double() - outputs[1].double()).reshape(n, -1).norm(dim=1)
+    local_N = _norms(outputs[0].double() - outputs[1].double(), n)
     if stage.tap is not None and stage.tap.sequence_first:
         local_N = by_sample(outputs[0].double() - outputs[1].double(), n, stage.tap).reshape(n, -1).norm(dim=1)
     moved_N = local_N > 0

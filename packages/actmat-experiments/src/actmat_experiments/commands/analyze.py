@@ -15,6 +15,7 @@ from actmat.cli import flags
 from actmat.cli.signature import with_flags
 from actmat.errors import RecipeError
 from actmat_experiments.commands.own import (
+    OwnMerge,
     OwnModel,
     OwnRun,
     named,
@@ -275,13 +276,19 @@ def perturbation(
 @_analysis
 def transfer(
     demo: Demo = DEMO,
-    method: Annotated[str, typer.Option("--method", "-m", help="Which of the demo's merges.")] = "actmat",
+    method: Annotated[str | None, typer.Option("--method", "-m", help="Which of the demo's merges; actmat.")] = None,
+    *,
+    own: OwnMerge,
 ) -> Any:
-    """Theorem 2 on a transformer: mean absolute negative transfer of every task, and its bounds."""
+    """Theorem 2 on real networks: mean absolute negative transfer of every task, and its bounds."""
     from actmat_experiments.analyses.demo_bounds import demo_transfer
 
     with _working("replacing layers", None):
-        return demo_transfer(demo, method=method)
+        if found := own.measure():
+            if method is not None:
+                raise RecipeError("--method chooses among the merges of a demo; your own merge is --merged.")
+            return found
+        return demo_transfer(demo, method=method or "actmat")
 
 
 @_analysis

@@ -22,7 +22,8 @@ from actmat_experiments.harness.report import stored_scores
 from actmat_experiments.harness.results import REFERENCES, Score, append_scores
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.harness.table import Figure, Line, average_table, markdown_table, summarise
+from actmat_experiments.harness.table import Line, average_table, markdown_table, summarise
+from actmat_experiments.paper import REASONING, paper_figures
 from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
 from actmat_experiments.reasoning.evaluate import Counts, Exam, ReasoningSettings, unsolvable
 from actmat_experiments.reasoning.generate import Measuring, in_template, measure
@@ -35,17 +36,6 @@ __all__ = ["NAME", "NOTES", "run", "table"]
 NAME = "reasoning"
 AVERAGED = ("humaneval", "humaneval_plus", "aime24", "aime25", "ifeval")
 """The paper's average is over these at one answer; IFEval counts whole prompts, loosely. GSM8K is an addition."""
-
-PAPER: Figure = {
-    ("base", "default"): 34.5,
-    ("experts", "default"): 54.1,
-    ("regmean", "default"): 45.7,
-    ("average", "default"): 41.8,
-    ("iso_c", "default"): 40.1,
-    ("tsv", "default"): 43.6,
-    ("actmat", "default"): 45.9,
-}
-"""Averages of the paper for OLMo-3-7B and its three RL-Zero experts, in percent."""
 
 NOTES = (
     "The paper gives one run and no intervals: two of its averages closer than the interval here are not told apart.",
@@ -304,7 +294,7 @@ def table(request: TableRequest) -> list[Line]:
     averaged = [at(name, 1) for name in AVERAGED if at(name, 1) in there]
     whole = len(averaged) == len(AVERAGED)
     own = [s for s in scores if not s.method.startswith("expert ")]
-    lines = summarise(own, averaged, PAPER if whole else None) if averaged else []
+    lines = summarise(own, averaged, paper_figures(REASONING, "full") if whole else None) if averaged else []
     experts = [m for m in dict.fromkeys(s.method for s in scores) if m.startswith("expert ")]
     merged = [line.method for line in lines if line.method not in REFERENCES]
     order = list(dict.fromkeys(["base", *experts, "experts", *(merged or (s.method for s in own))]))
