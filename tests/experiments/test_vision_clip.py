@@ -18,7 +18,7 @@ from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision import suite
 from actmat_experiments.vision.backbones import ClipHead, load_head, read_tensors
-from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert
+from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert, text_feature
 from actmat_experiments.vision.images import HubSet, ImageTask, load_task
 
 TASKS = ("mnist", "svhn", "eurosat")
@@ -173,6 +173,13 @@ def test_local_files_are_known_by_their_content(tmp_path):
     assert model_folder(str(tmp_path / "clip"))[1] != before[1]
     with pytest.raises(CheckpointError, match="no folder"):
         model_folder("not a hub id at all")
+
+
+def test_a_prompt_that_the_text_encoder_cannot_read_is_told(tmp_path):
+    write_clip(tmp_path / "clip")
+    model, tokenizer = (kind.from_pretrained(tmp_path / "clip") for kind in (CLIPModel, AutoTokenizer))
+    with pytest.raises(CheckpointError, match=r"a yyy.* has 152 tokens; the text encoder reads 128"):
+        text_feature(["a x", "a " + "y" * 149], model, tokenizer, "cpu")
 
 
 def test_pixels_are_shared_between_models(finished):

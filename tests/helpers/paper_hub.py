@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from tests.helpers.hub import HubStandIn
 from tests.helpers.language import HUB_ROWS
+
+from actmat_experiments.vision.clip import clip_tasks
 
 HERE = Path(__file__).parents[1] / "experiments"
 RECORD: dict[str, Any] = json.loads((HERE / "rehearsal" / "hub.json").read_text(encoding="utf-8"))
@@ -83,14 +86,26 @@ class PaperHub:
 # Vision
 
 
+def _merges() -> list[tuple[str, str]]:
+    """Merges of letters to the words of the tasks' prompts, which would have more than 77 tokens otherwise."""
+    found: dict[tuple[str, str], None] = {}
+    texts = [t for task in clip_tasks() for t in (*task.templates, *(task.classes or ()))]
+    for word in sorted({w for text in texts for w in re.findall("[a-z]{3,}", text.lower())}):
+        letters = [*word[:-1], word[-1] + "</w>"]
+        found |= {("".join(letters[:n]), letters[n]): None for n in range(1, len(letters))}
+    return list(found)
+
+
 def clip(folder: Path, patch: int, *, seed: int = 0) -> Any:
     """CLIP with the odd config of OpenAI's repositories (every key of 2021, the end token 2), and its tokenizer."""
     from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
     letters = [chr(c) for c in range(33, 127)]
-    tokens = [*letters, *(c + "</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
+    merges = _merges()
+    tokens = [*letters, *(c + "</w>" for c in letters), *dict.fromkeys(a + b for a, b in merges)]
+    tokens += ["<|startoftext|>", "<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges)]) + "\n")
     CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77).save_pretrained(folder)
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
     special = {n: {"content": f"<|{t}oftext|>", **added} for n, t in (("bos_token", "start"), ("eos_token", "end"))}

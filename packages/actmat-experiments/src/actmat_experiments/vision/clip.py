@@ -35,6 +35,7 @@ __all__ = [
     "clip_source",
     "clip_tasks",
     "public_expert",
+    "text_feature",
 ]
 
 _VERSION = 1
@@ -185,11 +186,21 @@ def clip_head(cache: Cache, location: str, base: Path, task: ImageTask, known: C
 
 @torch.inference_mode()
 def text_feature(prompts_K: Sequence[str], model: Any, tokenizer: Any, device: str) -> Tensor:
-    """Mean of the normalised features of the prompts: `K -> P`."""
-    found = []
+    """Mean of the normalised features of the prompts: `K -> P`.
+
+    Raises:
+        CheckpointError: a prompt has more tokens than the model reads.
+    """
+    found, most = [], model.config.text_config.max_position_embeddings
     for start in range(0, len(prompts_K), _TEXT_BATCH):
         batch = list(prompts_K[start : start + _TEXT_BATCH])
         tokens = tokenizer(batch, padding=True, return_tensors="pt").to(device)
+        lengths = tokens["attention_mask"].sum(1).tolist()
+        if (longest := max(lengths)) > most:
+            raise CheckpointError(
+                f"The prompt '{batch[lengths.index(longest)]}' has {longest} tokens; the text encoder reads {most}. "
+                "Give the class a shorter name."
+            )
         features_KP = model.text_projection(model.text_model(**tokens).pooler_output)
         found.append(torch.nn.functional.normalize(features_KP, dim=-1).float().cpu())
     return torch.cat(found).mean(0)
