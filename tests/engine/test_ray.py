@@ -105,6 +105,7 @@ class TestRay(ExecutorConformance):
         assert len(run.records) == len(run.units)
         assert all(result.where for result in self.results)
 
+    @pytest.mark.slow  # compares the speed of processes, which a busy machine changes
     def test_a_slow_node_does_less(self, tmp_path: Path) -> None:
         trouble = self.trouble(tmp_path, "slow")
         self._assert_same(Samples.checkpoints(tmp_path), [AVERAGE], trouble)

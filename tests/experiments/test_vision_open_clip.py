@@ -256,7 +256,7 @@ def test_names_of_the_package(folder, tmp_path, monkeypatch):
 
     package = SimpleNamespace(get_model_config={"ViT-B-32": SIZES}.get, create_model=create_model)
     monkeypatch.setitem(sys.modules, "open_clip", package)
-    monkeypatch.setattr(clip, "_TOKENIZER", str(folder))
+    monkeypatch.setattr(clip, "_TOKENIZER", (str(folder), "main"))
     with pytest.raises(CheckpointError, match="knows no model 'ViT-X'"):
         clip_base(cache, "open_clip:ViT-X:openai")
     with pytest.raises(CheckpointError, match=r"Pretrained weights \(laion\) not found"):

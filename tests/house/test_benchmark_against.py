@@ -218,6 +218,7 @@ def test_an_expected_difference_passes_and_another_fails(tmp_path: Path) -> None
     assert (found["verdict"], found["notes"]) == ("expected", ["plan: rank (1 changed)"])
 
 
+@pytest.mark.slow
 def test_a_merge_with_this_very_revision_is_the_same(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout")

@@ -39,6 +39,7 @@ def test_values_lie_on_the_line_through_two_rows() -> None:
     assert [on_line(few, many, "wall_s", n) for n in (1, 3, 32)] == [5.0, 9.0, 67.0]
 
 
+@pytest.mark.slow
 def test_a_merge_is_measured_and_the_whole_model_estimated_from_headers(given: argparse.Namespace) -> None:
     few = merged("average", size_of(given), given)
     assert few["what"] == "measured"

@@ -27,9 +27,7 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
     form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
     fill = batch * rows * width if rule.needs_sum else 0
     panel = min(rows, PANEL_ROWS) * width * (3 if rule.needs_sum else 2)
-    # deltas far from 1 are brought near it: a copy of the delta, and of the factor's source, while it is added
-    near = rows * width + (width * width if has_grams else rows * width)
-    estimate = near + (0 if has_grams else _estimate(rows, width, rule.estimator))
+    estimate = 0 if has_grams else _estimate(rows, width, rule.estimator)
     if rule.null == "minus_base":  # the identity, eigenvectors of `S`, and the base in their coordinates and back
         panel += 3 * width * width + 2 * rows * width
     if form == "primal":
