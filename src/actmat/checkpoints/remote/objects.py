@@ -134,7 +134,7 @@ class ObjectStore(Store):
             if error.errno == errno.EBUSY:  # FileExpired of s3fs: the etag is another
                 raise _changed(what, _first_line(error)) from error
             raise TransientError(f"{type(error).__name__}: {_first_line(error)}") from error
-        except Exception as error:
+        except Exception as error:  # each store raises errors of its own library
             raise CheckpointError(
                 f"{what}: cannot be used: {type(error).__name__}: {_first_line(error)}. Likely cause: no credentials, "
                 "or another region or endpoint (docs/remote.md)."

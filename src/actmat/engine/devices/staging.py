@@ -193,7 +193,7 @@ class Staging:
         while True:
             try:
                 slot.fill(self.device, transfer, start)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: a slot that is not given back would block the next run
                 self._give_back([slot])
                 raise
             start += slot.there.numel()
