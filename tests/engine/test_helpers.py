@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,22 +74,37 @@ def test_panels_do_not_depend_on_who_computes_them(monkeypatch: pytest.MonkeyPat
         assert torch.equal(again, added)
 
 
-def busy_panel(seen: set[int], own: slice) -> None:
-    seen.add(threading.get_ident())
-    time.sleep(0.02)
+class Meeting:
+    """A panel in which each thread waits, once, until so many have come: no clock decides who gets a panel."""
+
+    def __init__(self, threads: int) -> None:
+        self.seen: set[int] = set()
+        self.begun = threading.Event()
+        self._all_here = threading.Barrier(threads, timeout=30)
+
+    def __call__(self, own: slice) -> None:
+        self.begun.set()
+        if threading.get_ident() not in self.seen:
+            self.seen.add(threading.get_ident())
+            self._all_here.wait()
 
 
 def test_idle_workers_take_panels() -> None:
-    seen: set[int] = set()
+    meeting = Meeting(3)
     with Helped(2) as idle, helped_by(idle):
-        run_panels(lambda own: busy_panel(seen, own), [slice(k, k + 1) for k in range(12)])
-    assert len(seen) == 3
+        run_panels(meeting, [slice(k, k + 1) for k in range(12)])
+    assert len(meeting.seen) == 3
 
 
 def test_without_memory_nobody_helps_and_all_is_done() -> None:
     seen: set[int] = set()
+
+    def panel(own: slice) -> None:
+        seen.add(threading.get_ident())
+        time.sleep(0.02)
+
     with Helped(2, memory=MATRIX_BYTES - 1) as idle, helped_by(idle):
-        run_panels(lambda own: busy_panel(seen, own), [slice(k, k + 1) for k in range(6)])
+        run_panels(panel, [slice(k, k + 1) for k in range(6)])
     assert seen == {threading.get_ident()}
 
 
@@ -104,20 +120,20 @@ def test_an_error_of_any_panel_is_raised(bad: int) -> None:
 
 
 def test_long_units_are_helped_before_others_begin() -> None:
-    idle, seen = IdleWorkers(Budget(ROOM), units=2), set[int]()
+    idle = IdleWorkers(Budget(ROOM), units=2)
 
-    def owner(first: bool) -> None:
+    def owner(first: bool, meeting: Meeting) -> None:
         with helped_by(HelpersOfUnit(idle, first=first)):
-            run_panels(lambda own: busy_panel(seen, own), [slice(k, k + 1) for k in range(20)])
+            run_panels(meeting, [slice(k, k + 1) for k in range(20)])
 
     for first, workers in ((False, 1), (True, 2)):
-        seen.clear()
-        thread = threading.Thread(target=owner, args=(first,))
+        meeting = Meeting(workers)
+        thread = threading.Thread(target=owner, args=(first, meeting))
         thread.start()
-        time.sleep(0.05)
+        assert meeting.begun.wait(30)
         idle.help_first()
-        thread.join()
-        assert len(seen) == workers
+        thread.join(30)
+        assert len(meeting.seen) == workers
 
 
 def test_units_are_ordered_by_planned_time() -> None:
@@ -158,7 +174,17 @@ def test_one_wide_matrix_uses_all_workers_with_the_same_bytes(
         helped += 1
         one(self, shared)
 
+    taken = IdleWorkers._next
+
+    def patient(self: IdleWorkers, shared: helpers._Shared) -> Callable[[], None] | None:
+        """The owner leaves panels to the others until one of them has come, for this is no test of speed."""
+        end = time.monotonic() + 30
+        while workers > 1 and not helped and time.monotonic() < end:
+            time.sleep(0.001)
+        return taken(self, shared)
+
     monkeypatch.setattr(IdleWorkers, "_one", counted)
+    monkeypatch.setattr(IdleWorkers, "_next", patient)
     base, experts = wide
     found = {}
     for workers in (1, 2, 4):
