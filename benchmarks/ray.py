@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import HERE, WORK, Run, actmat_command, fresh, markdown, measure, write_result
+from benchmarks.common import HERE, RESULTS, WORK, Run, actmat_command, fresh, markdown, measure, write_result
 from benchmarks.make_llama import Size, add_size_arguments, home, make_family, size_from
 from benchmarks.threads import weights_digest
 
@@ -121,7 +121,9 @@ def main() -> None:
     parser.set_defaults(hidden=1024, intermediate=2816, layers=6)
     given = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # children and the cluster inherit it
-    rows = []
+    stored = RESULTS / f"{given.name}.json"  # the case that is not run again keeps its row
+    kept = json.loads(stored.read_text())["rows"] if given.only and stored.exists() else []
+    rows = [row for row in kept if row["case"] != given.only]
     with cluster() as address:
         if given.only != "small":
             size = size_from(given)

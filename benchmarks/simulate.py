@@ -5,7 +5,8 @@
 
 Machines of 8 workers share storage of 1 GB/s per worker. `ideal` is the larger of all work over the number of workers
 and all bytes over the bandwidth. Columns are efficiencies, ideal over simulated time, per number of workers. For the
-first below 0.90 the longest unit is named, with the part of its time that no other worker can take over.
+first below 0.90 the cause is named: a unit, with the part of its time that no other worker can take over, or storage
+and computing by turns.
 """
 
 from __future__ import annotations
@@ -45,17 +46,13 @@ def runs_of(plan: MergePlan, rates: Rates, counts: Sequence[int]) -> list[dict[s
         nodes, each = (1, workers) if workers <= PER_NODE else (workers // PER_NODE, PER_NODE)
         found = predict(plan, rates, f"{nodes}x{each}", bandwidth=f"{workers}GB")
         s = found.simulation
-        longest = s.longest
-        limited = longest if longest is not None and s.efficiency < GOOD else None
         runs.append(
             {
                 "workers": workers,
                 "hours": s.makespan_s / 3600,
                 "ideal_hours": s.ideal_s / 3600,
                 "efficiency": s.efficiency,
-                "limited_by": None if limited is None else limited.name,
-                "longest_hours": None if limited is None else limited.seconds / 3600,
-                "alone_hours": None if limited is None else limited.serial_s / 3600,
+                "limited_by": found.limit,
                 "peak_b": max(s.peak_bytes),
                 "work_hours": found.work_s / 3600,
             }
@@ -66,7 +63,7 @@ def runs_of(plan: MergePlan, rates: Rates, counts: Sequence[int]) -> list[dict[s
 def row_of(plan: MergePlan, model: str, method: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Efficiencies of all runs in one row, and what limits the first that is below the bar."""
     poor = next((r for r in runs if r["efficiency"] < GOOD), None)
-    limit = "-" if poor is None else f"{poor['limited_by']}: {poor['alone_hours']:.2g} h alone"
+    limit = "-" if poor is None else poor["limited_by"]
     row = {
         "model": model,
         "method": method,

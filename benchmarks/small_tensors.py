@@ -2,8 +2,8 @@
 
     python -m benchmarks.small_tensors
 
-Each tensor has 16 entries, so that memory is a matter of their number. `per_tensor_b` is the slope between few and many
-tensors; `allowed_b` is what the plan counts per tensor. `ratio` is measured / estimated.
+Each tensor has 16 entries, so that memory is a matter of their number. `per_tensor_kb` is the slope between few and
+many tensors; `allowed_kb` is what the plan counts per tensor. `ratio` is measured / estimated.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ COLUMNS = (
     "estimate_b",
     "peak_anonymous_b",
     "ratio",
-    "per_tensor_b",
-    "allowed_b",
+    "per_tensor_kb",
+    "allowed_kb",
     "wall_s",
 )
 
@@ -83,10 +83,10 @@ def main() -> None:
         for experts in given.experts:
             few, many = (benchmark(method, n, experts) for n in (FEW, given.tensors))
             slope = (many["peak_anonymous_b"] - few["peak_anonymous_b"]) / (given.tensors - FEW)
-            many |= {"per_tensor_b": round(slope), "allowed_b": ITEM_BYTES + SOURCE_BYTES * experts}
+            many |= {"per_tensor_kb": slope / 1000, "allowed_kb": (ITEM_BYTES + SOURCE_BYTES * experts) / 1000}
             rows += [few, many]
             print(markdown([many], COLUMNS), flush=True)
-    write_result(given.name, rows, COLUMNS)
+    print(write_result(given.name, rows, columns=COLUMNS))
 
 
 if __name__ == "__main__":

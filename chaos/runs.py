@@ -153,6 +153,8 @@ def _flags(executor: str) -> tuple[str, ...]:
     """Flags that choose an executor; where a run has no flag for it, the default of this process is changed."""
     if executor == FIRST_EXECUTOR:
         return ()
+    if executor == "devices":
+        return ("--device", "cpu:0,1")
     if typing.get_origin(typing.get_type_hints(RunSettings, include_extras=True)["executor"]) is typing.Annotated:
         return ("--executor", executor)
     defaults = RunSettings.__init__.__kwdefaults__

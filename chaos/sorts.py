@@ -53,9 +53,9 @@ _OF_ANY_EXECUTOR = (
     Sort("adapters into a model", ("--threads", "2"), inputs="base and adapters"),
     Sort("overwrite", ("--overwrite", "--threads", "1"), replaces=True),
 )
-DISTURBED = [e for e in EXECUTORS if e not in ("ray", "devices")]
+DISTURBED = [e for e in EXECUTORS if e != "ray"]
 """Executors that run in the forked process. Ray's workers are processes elsewhere, which `tests/engine/test_ray.py`
-kills; devices write by the same threads."""
+kills."""
 
 SORTS = {s.label: s for e in DISTURBED for s in (replace(o, executor=e) for o in _OF_ANY_EXECUTOR)}
 """Every sort of output by every executor that is disturbed here."""

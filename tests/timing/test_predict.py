@@ -13,9 +13,10 @@ import actmat as library
 from actmat.errors import RecipeError
 from actmat.linalg.operations import Operation, total
 from actmat.plan.operations import item_operations
-from actmat.timing.predict import duration, parse_nodes, predict
+from actmat.timing.predict import Prediction, duration, parse_nodes, predict
 from actmat.timing.rates import save_rates
-from actmat.timing.work import _Counter, work_of
+from actmat.timing.schedule import Cluster, simulate
+from actmat.timing.work import Work, _Counter, work_of
 
 
 @pytest.fixture
@@ -155,3 +156,13 @@ def test_without_rates_the_command_says_how_to_get_them(
     outcome = actmat(family.argv("--simulate", "2", command="plan"))
     assert outcome.code == 1
     assert "actmat calibrate" in outcome.err
+
+
+def test_units_that_read_and_compute_by_turns_are_no_units_fault() -> None:
+    works = [Work(f"unit {k}", RATE, 0, serial_s=2.0) for k in range(64)]
+    cluster = Cluster(nodes=1, workers=2, node_bandwidth=RATE)
+    found = Prediction(rates_of(), cluster, simulate(works, cluster), 128.0, 128.0)
+    assert found.simulation.efficiency < 0.9
+    assert found.limit == "storage and computing, which take turns in each worker"
+    assert found.to_json()["limited_by"] == found.limit
+    assert f"limited by {found.limit}" in found.lines

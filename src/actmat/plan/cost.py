@@ -46,9 +46,9 @@ __all__ = [
 BASELINE_BYTES = 300_000_000
 """Anonymous memory of the process itself with torch loaded; see `benchmarks/memory.py`."""
 
-ITEM_BYTES, SOURCE_BYTES = 4_000, 1_000
+ITEM_BYTES, SOURCE_BYTES = 6_000, 1_000
 """Memory that stays with each item of a run, and with each of its experts: plan, headers, place of the journal's line.
-`tests/e2e/test_memory_of_a_merge.py` measures 5.6 kB per tensor with 2 experts, where the plan is made twice."""
+`benchmarks/small_tensors.py` measures both."""
 
 MATRIX_BYTES = 120_000_000
 """Bytes that one worker's linear algebra library keeps (packing buffers, scratch), on top of the declared

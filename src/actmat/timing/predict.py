@@ -51,9 +51,23 @@ class Prediction:
             f"per node: peak memory up to {format_size(max(s.peak_bytes))}, {format_size(max(s.node_bytes))} read and "
             "written at most",
         ]
-        if s.efficiency < GOOD and s.last is not None:
-            found.append(f"limited by {self._limit(s.last)}")
-        return found
+        return [*found, f"limited by {self.limit}"] if self.limit else found
+
+    @property
+    def limit(self) -> str | None:
+        """The cause of an efficiency below `GOOD`, in words."""
+        s = self.simulation
+        if s.efficiency >= GOOD or s.last is None:
+            return None
+        lost = s.makespan_s - s.ideal_s
+        if s.start_s > (1 - GOOD) * s.makespan_s and s.makespan_s - s.start_s < 10:
+            return "the start of the process"
+        longest = s.longest if s.longest is not None else s.last
+        work = longest if longest.seconds > s.compute_bound_s else s.last
+        if work.seconds < lost / 2:  # no unit is long enough to keep the others waiting
+            return "storage and computing, which take turns in each worker"
+        share = f"{duration(work.serial_s)} of which one worker computes alone"
+        return f"'{work.name}', which takes {duration(work.seconds)} on one worker, {share}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -69,6 +83,7 @@ class Prediction:
             "storage_bound_seconds": s.storage_bound_s,
             "start_seconds": s.start_s,
             "efficiency": s.efficiency,
+            "limited_by": self.limit,
             "work_seconds": self.work_s,
             "serial_seconds": self.serial_s,
             "peak_bytes_per_node": list(s.peak_bytes),
@@ -76,15 +91,6 @@ class Prediction:
             "last": None if s.last is None else _described(s.last) | {"began": s.last_began_s},
             "longest": None if s.longest is None else _described(s.longest),
         }
-
-    def _limit(self, last: Work) -> str:
-        s = self.simulation
-        if s.start_s > (1 - GOOD) * s.makespan_s and s.makespan_s - s.start_s < 10:
-            return "the start of the process"
-        longest = s.longest if s.longest is not None else last
-        work = longest if longest.seconds > s.compute_bound_s else last
-        share = f"{duration(work.serial_s)} of which one worker computes alone"
-        return f"'{work.name}', which takes {duration(work.seconds)} on one worker, {share}"
 
 
 def predict(

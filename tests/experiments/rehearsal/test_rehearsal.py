@@ -75,6 +75,34 @@ def test_the_quickest_run_of_vision(paper: PaperHub, tmp_path: Path) -> None:
     assert [p for p in sent if "cropped_digits/train-" in p]
 
 
+def test_the_quickest_run_of_language(paper: PaperHub, tmp_path: Path) -> None:
+    """Two tasks, from T5 on the hub to the table."""
+    publish_language(paper, tmp_path / "data")
+    tiny = settings(experts__full__max_updates=1, experts__full__validate_every=1, experts__full__batch_size=4)
+    shown = experiment(
+        *(paper.hub, tmp_path, "run", "language", "--tasks", "wikiqa,wsc", "--methods", "average,actmat"),
+        *(*tiny, *settings(samples=2)),
+    )
+    found = scores(tmp_path, "language")
+    assert {(s.regime, s.task) for s in found} == {("full", "wikiqa"), ("full", "wsc")}
+    assert {"average", "actmat", "experts"} <= {s.method for s in found}
+    assert "76.0" in shown, "the paper's figure for ACTMat"
+
+
+def test_the_quickest_run_of_reasoning(paper: PaperHub, tmp_path: Path) -> None:
+    """One benchmark of each sort, from OLMo 3 on the hub to the table."""
+    publish_reasoning(paper)
+    tiny = settings(samples=1, max_tokens=2, engine__longest=4096)
+    shown = experiment(
+        *(paper.hub, tmp_path, "run", "reasoning", "--tasks", "humaneval,ifeval", "--methods", "average,actmat"),
+        *tiny,
+    )
+    found = scores(tmp_path, "reasoning")
+    assert {s.task.partition("@")[0] for s in found} == {"humaneval", "ifeval"}
+    assert {"average", "actmat", "experts"} <= {s.method for s in found}
+    assert "45.9" in shown, "the paper's figure for ACTMat"
+
+
 @pytest.mark.slow
 def test_vision_from_download_to_table(paper: PaperHub, tmp_path: Path) -> None:
     publish_vision(paper, ["ViT-B/32", "ViT-B/16", "ViT-L/14"])
