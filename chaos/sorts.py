@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from actmat.engine.executors import EXECUTORS
 
-__all__ = ["SORTS", "Sort", "command", "contents", "leftovers", "make_inputs", "prepare"]
+__all__ = ["SORTS", "Sort", "command", "contents", "leftovers", "make_inputs", "prepare", "weights"]
 
 WIDTH, LAYERS, RANK = 16, 6, 2
 FIRST_EXECUTOR = "threads"
@@ -104,6 +104,11 @@ def contents(out: Path) -> dict[str, bytes]:
     """Every file below an output, without those of unfinished merges; manifests and reports without times."""
     files = {str(p.relative_to(out)): p for p in sorted(out.rglob("*")) if p.is_file()}
     return {name: _timeless(path) for name, path in files.items() if ".actmat-" not in name}
+
+
+def weights(found: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of weights among the `contents`; the others tell on what they were made."""
+    return {name: data for name, data in found.items() if name.endswith(".safetensors")}
 
 
 def _timeless(path: Path) -> bytes:
