@@ -26,7 +26,8 @@ help:  ## this list
 demo: $(VENV)/demo.stamp  ## install what the demo needs and run it
 	$(BIN)/actmat demo
 
-test: lint examples  ## install everything, check style and types, run all tests
+test: $(VENV)/dev.stamp  ## install everything, check style and types, run all tests
+	$(MAKE) --no-print-directory -j 2 lint examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 examples: $(VENV)/dev.stamp  ## run the examples in docstrings

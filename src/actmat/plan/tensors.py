@@ -15,6 +15,7 @@ from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
+from actmat.plan.adapter.notes import free_note
 from actmat.plan.adapter.problems import adapter_problems
 from actmat.plan.align import Alignment, align
 from actmat.plan.choose import Chooser, Decision, depth_factors
@@ -279,16 +280,10 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
         notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
         if expert.adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights; the base's own are used")
-    calls = [(i, i.call) for i in items if i.form == "factored" and i.call is not None]
-    free = [i for i, call in calls if get_method(call.method).meets_every_expert]
-    small = [i for i in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]
-    if small and len(experts) > 1:
-        notes.append(
-            f"in {len(small)} tensors the ranks add up to no more than the inputs: where the experts' row spaces are "
-            "independent there, the merge meets every expert on its own rows and is close to the plain sum of the "
-            "deltas; --scale or another method shrinks it"
-        )
-    return notes
+    calls = [(i, i.call.method) for i in items if i.form == "factored" and i.call is not None]
+    free = [(i, method) for i, method in calls if get_method(method).meets_every_expert]
+    small = [m for i, m in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]
+    return [*notes, free_note(f"{len(small)} tensors", small[0])] if small and len(experts) > 1 else notes
 
 
 def _names(item: Item, t: int) -> set[str]:

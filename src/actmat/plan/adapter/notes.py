@@ -34,12 +34,7 @@ def plan_notes(
     free = [m for m in modules if _meets_every_expert(m) and sum(m.pair.ranks) <= m.shape[-1]]
     if free and len(adapters) > 1:
         method = free[0].call.method if free[0].call is not None else ""
-        notes.append(
-            f"in {len(free)} of {len(modules)} modules the ranks add up to no more than the inputs: where the experts' "
-            f"row spaces are independent there, {method} meets every expert on its own rows, whatever the "
-            "weights, and is close to the plain sum of the deltas (equal to it where the row spaces are orthogonal). "
-            "Compare 'norm' with 'sum_norm' in the records; --scale or another method shrinks it"
-        )
+        notes.append(free_note(f"{len(free)} of {len(modules)} modules", method))
     dense = [m for m in modules if m.form == "dense"]
     if dense:
         notes.append(
@@ -59,6 +54,14 @@ def plan_notes(
     else:
         notes += serving_notes(config, modules)
     return notes
+
+
+def free_note(which: str, method: str) -> str:
+    """The size of a merge of experts whose row spaces are independent: nothing makes it small."""
+    return (
+        f"in {which} the ranks add up to no more than the inputs: there {method} can meet every expert in full, at the "
+        "length of the plain sum or more; --scale or another method shrinks it"
+    )
 
 
 def _meets_every_expert(item: Item) -> bool:
