@@ -15,6 +15,7 @@ from actmat import api
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.report import verify
+from actmat.report.manifest import read_manifest
 
 
 @pytest.fixture
@@ -48,6 +49,18 @@ def test_only_the_config_and_one_weight_file_are_fetched_once(hub: HubStandIn, t
     one, two, found = (deltas_of(tmp_path / n, "llama") for n in ("repo1", "repo2", "out"))
     for name, delta in found.items():
         assert float((delta - (one[name] + two[name]) / 2).norm()) <= 1e-12
+    assert verify(tmp_path / "out").ok
+
+
+def test_the_record_names_the_commit_and_verify_reads_that_one(hub: HubStandIn, tmp_path: Path) -> None:
+    first = publish(hub, tmp_path / "repo", "org/a", 1)
+    tiny("llama").save_pretrained(tmp_path / "base")
+    hub.add("org/base", tmp_path / "base")
+    api.merge("org/base", ["org/a"], out=tmp_path / "out", method="average", durable=False, threads=1)
+    publish(hub, tmp_path / "later", "org/a", 2)  # the branch moves on
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest["experts"][0]["commit"] == first
+    assert len(manifest["base"]["commit"]) == 40
     assert verify(tmp_path / "out").ok
 
 

@@ -20,9 +20,21 @@ from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, did_you_mean
 
-__all__ = ["HUB_ID", "find_source", "open_checkpoint", "open_handle"]
+__all__ = ["HUB_ID", "commit_of", "find_source", "open_checkpoint", "open_handle"]
 
+COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+
+
+def commit_of(address: str) -> str:
+    """The commit that a hub id names in full, else an empty string.
+
+    >>> commit_of("hf://org/name@" + "0" * 40) == "0" * 40, commit_of("org/name@main"), commit_of("https://host/a")
+    (True, '', '')
+    """
+    found = HUB_ID.fullmatch(address)
+    revision = (found["revision"] if found is not None else None) or ""
+    return revision if COMMIT.fullmatch(revision) else ""
 
 
 def open_checkpoint(

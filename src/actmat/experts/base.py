@@ -180,6 +180,11 @@ class AdapterHandle:
     base: CheckpointHandle | None = None
     etags: tuple[tuple[str, int, str], ...] = ()
 
+    @property
+    def address(self) -> str:
+        """Place of the adapter, as for a checkpoint."""
+        return self.location
+
 
 ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle
 """Address of an expert: that of a checkpoint for a full one."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.errors import AlignmentError
+from actmat.checkpoints.resolve import commit_of
+from actmat.errors import AlignmentError, CheckpointError
 from actmat.experts.base import Expert
 from actmat.methods.user import is_user_method, user_method_hash
 from actmat.plan.adapter.modules import plan_modules
@@ -95,4 +96,13 @@ def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[
         n_tensors, nbytes = len(source.specs), sum(s.nbytes for s in source.specs.values())
     else:
         n_tensors, nbytes = source.n_tensors, source.nbytes
-    return InputSummary(label, source.location, source.identity(), n_tensors, nbytes, kind, ignored)
+    location, identity = source.location, source.identity()
+    return InputSummary(label, location, identity, n_tensors, nbytes, kind, ignored, _commit(source))
+
+
+def _commit(source: Checkpoint | Expert) -> str:
+    """Commit of a repository on the hub; empty for what is elsewhere."""
+    try:
+        return commit_of(source.handle().address)
+    except CheckpointError:  # tensors in memory have no address
+        return ""

@@ -191,7 +191,7 @@ class Item(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class InputSummary(_Plain):
-    """One input as the plan saw it."""
+    """One input as the plan saw it; `commit` is that of a repository on the hub, whatever branch was asked for."""
 
     label: str
     location: str
@@ -200,6 +200,7 @@ class InputSummary(_Plain):
     nbytes: int
     kind: Literal["model", "adapter"] = "model"
     ignored: tuple[str, ...] = ()
+    commit: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for manifests; times and etags stay out of the record, they belong to this machine."""
@@ -210,6 +211,7 @@ class InputSummary(_Plain):
             "tensors": self.n_tensors,
             "bytes": self.nbytes,
             "ignored_tensors": list(self.ignored),
+            **({"commit": self.commit} if self.commit else {}),
         }
 
 

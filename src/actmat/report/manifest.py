@@ -275,6 +275,8 @@ def expert_hashes(manifest: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def input_location(entry: Mapping[str, Any], out: Path) -> str:
-    """Present location of an input: relative to the output if it is there, else as it was given."""
+    """Present location of an input: relative to the output if it is there, a commit on the hub, or as it was given."""
     near = out / entry["from_here"] if entry.get("from_here") else None
+    if near is None and entry.get("commit"):
+        return f"{str(entry['location']).partition('@')[0]}@{entry['commit']}"
     return os.path.normpath(near) if near is not None and os.path.exists(near) else str(entry["location"])

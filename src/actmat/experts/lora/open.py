@@ -74,7 +74,7 @@ def open_adapter(location: str | Path) -> Adapter:
         names = [n for n in ADAPTER_WEIGHTS if (folder / n).is_file()] if path.is_dir() else [path.name]
         files = {n: member(folder, n) for n in names[:1]}
     else:
-        config, files = _fetch(str(location))
+        location, config, files = _fetch(str(location))
     if not files:
         raise CheckpointError(f"{location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
     parsed, problems = parse_adapter_config(read_object(config))
@@ -104,7 +104,8 @@ def _holds_adapter(names: list[str]) -> bool:
     return ADAPTER_CONFIG in names and not any(n.endswith(full) for n in names if n not in NOT_WEIGHTS)
 
 
-def _fetch(location: str) -> tuple[Path, dict[str, Path]]:
+def _fetch(location: str) -> tuple[str, Path, dict[str, Path]]:
+    """Hub id with the commit, so that another process opens the same files; config and weights in the cache."""
     from actmat.checkpoints.hub import open_repository
 
     hub_id = HUB_ID.fullmatch(location)
@@ -112,7 +113,8 @@ def _fetch(location: str) -> tuple[Path, dict[str, Path]]:
         raise CheckpointError(f"{location}: expected the folder or hub id of an adapter, found nothing there")
     repository = open_repository(hub_id["repo"], hub_id["revision"])
     names = [n for n in ADAPTER_WEIGHTS if n in repository.files][:1]
-    return repository.fetch(ADAPTER_CONFIG), {n: repository.fetch(n) for n in names}
+    pinned = f"{repository.repo_id}@{repository.commit}"
+    return pinned, repository.fetch(ADAPTER_CONFIG), {n: repository.fetch(n) for n in names}
 
 
 def _pair_list(path: Path) -> list[Tensor] | None:
