@@ -28,7 +28,7 @@ demo: $(VENV)/demo.stamp  ## install what the demo needs and run it
 
 test: $(VENV)/dev.stamp  ## install everything, check style and types, run all tests
 	$(MAKE) --no-print-directory -j 2 lint examples
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 examples: $(VENV)/dev.stamp  ## run the examples in docstrings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules src/actmat

@@ -1,4 +1,4 @@
-"""The harness that disturbs merges at random: a dozen runs, and it sees a writer that breaks its promise."""
+"""The harness that disturbs merges at random: a few runs, and it sees a writer that breaks its promise."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def chaos(*flags: str, startup: str = "", folder: Path) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
 
 
-def test_a_dozen_runs(tmp_path: Path) -> None:
-    done = chaos("--runs", "18", folder=tmp_path)
+def test_a_few_runs(tmp_path: Path) -> None:
+    sorts = ("sharded", "variants", "adapter", "overwrite", "model, devices")
+    done = chaos("--runs", "10", *(flag for sort in sorts for flag in ("--sort", sort)), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "18 runs, 0 problems" in done.stdout
+    assert "10 runs, 0 problems" in done.stdout
 
 
 @pytest.mark.parametrize("count", [1, 6, 9, 10, 18])
@@ -41,7 +42,7 @@ def test_every_sort_meets_every_kind_of_fault(count: int) -> None:
 def test_every_executor_makes_every_sort() -> None:
     names = {s.name for s in SORTS.values()}
     assert len(SORTS) == len(names) * len(DISTURBED)
-    assert {s.executor for s in SORTS.values()} == set(DISTURBED) == set(EXECUTORS) - {"ray", "devices"}
+    assert {s.executor for s in SORTS.values()} == set(DISTURBED) == set(EXECUTORS) - {"ray"}
 
 
 STRAY = """
@@ -60,6 +61,6 @@ Staging._read_journal = leaving_a_file
 
 
 def test_a_resumption_that_gives_another_output_is_found(tmp_path: Path) -> None:
-    done = chaos("--runs", "7", startup=STRAY, folder=tmp_path)
+    done = chaos("--runs", "7", "--sort", "model", startup=STRAY, folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "other bytes in the end" in done.stdout
