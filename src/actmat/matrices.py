@@ -9,19 +9,27 @@ import torch
 from torch import Tensor
 
 from actmat.errors import AlignmentError, NumericalError, RecipeError
+from actmat.linalg.lowrank import LowRank
 from actmat.methods import MergeMethod, Survey, get_method
+from actmat.methods.post import Step, apply_steps, get_step
+from actmat.methods.spaces import Space, as_factors, merge_in_space, space_problems
+from actmat.recipe import PostRef
 
 __all__ = ["merge_matrices"]
+
+Pair = tuple[Tensor, Tensor]
 
 
 def merge_matrices(
     method: str,
-    deltas: Sequence[Tensor],
+    deltas: Sequence[Tensor] | Sequence[Pair],
     *,
     base: Tensor | None = None,
     statistics: Mapping[str, Sequence[Tensor]] | None = None,
     weights: Sequence[float] | None = None,
     generator: torch.Generator | None = None,
+    space: Space = "full",
+    post: str | Sequence[str | Mapping[str, Any]] = (),
     **options: Any,
 ) -> Tensor:
     """Merge the deltas of one layer.
@@ -29,18 +37,22 @@ def merge_matrices(
     Args:
         method: name of the method.
         deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise methods); floating
-            point, one dtype, one device. bfloat16 and float16 are computed in float32.
+            point, one dtype, one device. bfloat16 and float16 are computed in float32. In another space than the full
+            one, a pair `(b, a)` of `O x R` and `R x I` per expert, computed in float64.
         base: `W_0`; ignored by methods that do not read it.
         statistics: kind ("gram", "fisher") -> one tensor per expert, for methods that need them.
         weights: one per expert, for methods that take them.
         generator: CPU generator of random methods; default: seeded with 0.
+        space: in which deltas of adapters are merged, see `methods.spaces`: "full", "core" or "factors".
+        post: steps of post-processing, in this order: "svc", "svc:alpha=0.1" or {"name": "svc", "options": {...}}.
+            Those over layers (`larv`, `esm`) need a whole model.
         options: options of the method.
 
     Returns:
-        The merged delta `D*`, in the dtype of the deltas.
+        The merged delta `D*` (`O x I`), in the dtype of the deltas.
 
     Raises:
-        RecipeError: unknown method or option, or a missing need of the method.
+        RecipeError: unknown method, option, step or space, or a missing need of the method.
         AlignmentError: deltas of different shapes, or of a shape that the method does not merge.
         NumericalError: the result is not finite in the dtype of the deltas.
 
@@ -49,7 +61,11 @@ def merge_matrices(
     """
     chosen = get_method(method)
     resolved = chosen.resolve_options(options)
-    _check_deltas(chosen, deltas)
+    steps = _steps(post)
+    pairs = _pairs(deltas, space)
+    dense = [d for d in deltas if isinstance(d, Tensor)] if space == "full" else [p.b_OR for p in pairs]
+    if space == "full":
+        _check_deltas(chosen, dense, steps)
     needs: dict[str, Any] = {"base": base} if chosen.needs_base else {}
     for name, value in (("statistics", statistics), ("weights", weights)):
         if name in chosen.needs:
@@ -63,18 +79,89 @@ def merge_matrices(
         raise RecipeError(f"'{method}' needs statistics measured on data: pass statistics={{{missing[0]!r}: [...]}}.")
     if chosen.is_random:
         needs["generator"] = torch.Generator("cpu").manual_seed(0) if generator is None else generator
-    if not deltas[0].numel():
-        return deltas[0].clone()
-    half = deltas[0].dtype in (torch.bfloat16, torch.float16)
+    if pairs:
+        return _merge_pairs(chosen, pairs, space, needs, resolved, steps)
+    if not dense[0].numel():
+        return dense[0].clone()
+    half = dense[0].dtype in (torch.bfloat16, torch.float16)
     with torch.no_grad():
-        inputs = [d.float() for d in deltas] if half else list(deltas)
+        inputs = [d.float() for d in dense] if half else dense
         if half and needs.get("base") is not None:
             needs["base"] = needs["base"].float()
-        merged = _merge(chosen, inputs, needs, resolved)
-        return _checked(merged.to(deltas[0].dtype), method, deltas)
+        merged = apply_steps(_merge(chosen, inputs, needs, resolved), inputs, steps).value
+        return _checked(merged.to(dense[0].dtype), method, dense)
 
 
-def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor]) -> None:
+def _steps(post: str | Sequence[str | Mapping[str, Any]]) -> list[Step]:
+    """Steps with all their options.
+
+    Raises:
+        RecipeError: an unknown step or option, or a step over layers.
+    """
+    out: list[Step] = []
+    for given in [post] if isinstance(post, str) else post:
+        try:
+            ref = PostRef.model_validate(given)
+        except ValueError as error:
+            raise RecipeError(f"merge_matrices: post={given!r} is no step: {error}") from None
+        step = get_step(ref.name)
+        if step.layers is not None:
+            raise RecipeError(
+                f"merge_matrices: '{ref.name}' scales each layer by measures of all layers, and this call sees one. "
+                "Merge checkpoints (post in a recipe, or --post)."
+            )
+        out.append((step, step.resolve_options(ref.options)))
+    return out
+
+
+def _pairs(deltas: Sequence[Any], space: Space) -> list[LowRank]:
+    """The factors of all experts, in a space other than the full one.
+
+    Raises:
+        RecipeError: another space, or deltas that are no pairs.
+        AlignmentError: products of different shapes, or ranks that do not go together.
+    """
+    if space not in ("full", "core", "factors"):
+        raise RecipeError(f"merge_matrices: space is 'full', 'core' or 'factors'; got {space!r}.")
+    if space == "full":
+        if any(not isinstance(d, Tensor) for d in deltas):
+            raise RecipeError("merge_matrices: pairs (b, a) go with space='core' or space='factors'; pass b @ a.")
+        return []
+    if not deltas:
+        raise RecipeError("merge_matrices: there are no deltas to merge.")
+    pairs = as_factors(deltas)
+    shapes = {tuple(p.shape) for p in pairs}
+    if len(shapes) > 1:
+        raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
+    ranks = sorted({p.rank for p in pairs})
+    if space == "factors" and len(ranks) > 1:
+        raise AlignmentError(
+            f"merge_matrices: space='factors' adds factors entry by entry, and their ranks differ: {ranks}. Take "
+            "space='core'."
+        )
+    return pairs
+
+
+def _merge_pairs(
+    method: MergeMethod,
+    pairs: Sequence[LowRank],
+    space: Space,
+    needs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    steps: Sequence[Step],
+) -> Tensor:
+    """The merged delta of factors, multiplied out."""
+    problems = space_problems(space, method, options, needs.get("weights"))
+    if problems:
+        raise RecipeError(f"'{method.name}' cannot merge in this space.", problems)
+    dtype = pairs[0].b_OR.dtype
+    with torch.no_grad():
+        exact = [p.to(torch.float64) for p in pairs]
+        merged = merge_in_space(space, method, exact, needs, options, steps)
+        return _checked(merged.value.dense().to(dtype), method.name, [p.dense() for p in pairs])
+
+
+def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor], steps: Sequence[Step]) -> None:
     if not deltas:
         raise RecipeError("merge_matrices: there are no deltas to merge.")
     shapes = {tuple(d.shape) for d in deltas}
@@ -82,6 +169,8 @@ def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor]) -> None:
         raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
     if method.acts_on == "matrix" and deltas[0].ndim < 2:
         raise AlignmentError(f"'{method.name}' merges matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
+    if steps and deltas[0].ndim < 2:
+        raise AlignmentError(f"'{steps[0][0].name}' changes matrices (..., O, I); got shape {tuple(deltas[0].shape)}.")
 
 
 def _checked(value: Tensor, method: str, deltas: Sequence[Tensor]) -> Tensor:

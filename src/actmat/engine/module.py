@@ -20,7 +20,8 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.apply import cap_factors, compute_dtype, matrix_label, merge_factors
+from actmat.engine.after import finish_factors, stacked
+from actmat.engine.apply import compute_dtype, merge_factors
 from actmat.engine.inputs import Inputs
 from actmat.engine.naming import named_errors
 from actmat.engine.needs import Surroundings, needs_of
@@ -32,7 +33,7 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, Truncated, frobenius_norm, truncate, weighted_sum
 from actmat.plan.model import Item
-from actmat.plan.regions import Region, cut
+from actmat.plan.regions import Region, cut, matrix_label
 
 __all__ = ["merge_full_tensor", "merge_module", "module_deltas"]
 
@@ -120,7 +121,7 @@ def _logical(item: Item) -> Region:
 
 
 def _merge_blocks(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> list[LowRank]:
-    """Merged delta of every block, capped."""
+    """Merged delta of every block, finished."""
     region, by_matrix = _logical(task.item), task.item.form == "factored" or task.method.acts_on == "matrix"
     whole = None if by_matrix else _merge_stored(task, deltas, around)
     values = []
@@ -129,35 +130,26 @@ def _merge_blocks(task: Task, deltas: Sequence[LowRank], around: Surroundings) -
             values.append(_merge_block(task, region, k, own, around))
         else:
             value = _as_factors(region.layout.to_matrices(whole)[k])
-            values.append(cap_factors(task, value, own, region, label))
+            values.append(finish_factors(task, value, own, region.layout, label))
         _observe(task, label, own, values[-1])
     return values
 
 
 def _merge_block(task: Task, region: Region, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
-    """Merged delta of one block; random methods take a stack by matrix, to draw as they do in a model."""
-    if task.method.is_random and deltas[0].b_OR.ndim == 3:
+    """Merged delta of one block; random methods and spaces take a stack by matrix, as in a model."""
+    if deltas[0].b_OR.ndim == 3 and (task.method.is_random or task.call.space != "full"):
         found = []
         for e in range(deltas[0].b_OR.shape[0]):
             own = [LowRank(d.b_OR[e], d.a_RI[e]) for d in deltas]
             found.append(_merge_block(task, dataclasses.replace(region, label=str(e)), k, own, around))
-        return _stacked(found)
+        return stacked(found)
     if task.item.form == "factored":
         return merge_factors(task, region, k, deltas, around)
     label = matrix_label(region, k)
     dense = [d.dense().to(around.dtype) for d in deltas]
     merged = task.method.merge(dense, **needs_of(task, region, k, label, around), **task.call.options)
     task.note(label, merged.stats)
-    return cap_factors(task, _as_factors(merged.value), deltas, region, label)
-
-
-def _stacked(found: Sequence[LowRank]) -> LowRank:
-    """Matrices as one stack; zeros make their ranks equal."""
-    pad, top = torch.nn.functional.pad, max(f.rank for f in found)
-    return LowRank(
-        torch.stack([pad(f.b_OR, (0, top - f.rank)) for f in found]),
-        torch.stack([pad(f.a_RI, (0, 0, 0, top - f.rank)) for f in found]),
-    )
+    return finish_factors(task, _as_factors(merged.value), deltas, region.layout, label)
 
 
 def _merge_stored(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> Tensor:

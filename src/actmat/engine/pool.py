@@ -48,7 +48,7 @@ def merge_pool(
     rows = pooled(items)
     whole = Region(0, rows.numel, rows.shape, rows.layout)
     first = variants[0][0]
-    once = len(variants) == 1 and first.method.one_pass and not first.caps.caps and first.observer is None
+    once = len(variants) == 1 and first.method.one_pass and not first.looks_again and first.observer is None
     with readers[0].computing():
         deltas: Sequence[Tensor] = stacked(members) if once else list(stacked(members))
     flat = torch.cat([b.reshape(-1) for b in base_raw])

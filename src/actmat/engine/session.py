@@ -26,6 +26,7 @@ from actmat.engine.devices.reader import DeviceReader
 from actmat.engine.devices.staging import Staging
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
+from actmat.engine.layers import LayerObserver, LayerState
 from actmat.engine.memory import Scratch
 from actmat.engine.module import merge_full_tensor, merge_module, module_deltas
 from actmat.engine.observer import NoWriter, ObserverFactory, SinkSource
@@ -39,11 +40,11 @@ from actmat.engine.units import Member, Unit
 from actmat.experts.base import ExpertHandle
 from actmat.experts.resolve import open_handle
 from actmat.methods import get_method
-from actmat.plan.model import Item, MergePlan, MethodCall
+from actmat.plan.model import Item, MergePlan, MethodCall, PostCall
 from actmat.plan.regions import Region, cut
 from actmat.plan.statistics import opened_statistics
 
-__all__ = ["Session", "SessionSpec", "SurveyKey", "UnitResult", "survey_key"]
+__all__ = ["Session", "SessionSpec", "SurveyKey", "UnitResult", "layer_key", "survey_key"]
 
 SurveyKey = tuple[int, str, str, str]
 """Items whose calls agree in this are surveyed together: plan, method, options and weights, but not the scale."""
@@ -52,6 +53,11 @@ SurveyKey = tuple[int, str, str, str]
 def survey_key(plan: int, call: MethodCall) -> SurveyKey:
     """Key of the survey that an item of this plan with this call takes part in."""
     return plan, call.method, str(sorted(call.options.items())), str(call.weights)
+
+
+def layer_key(plan: int, call: PostCall) -> SurveyKey:
+    """Key of the survey of a plan's merged layers."""
+    return plan, f"post {call.name}", str(sorted(call.options.items())), ""
 
 
 @dataclass(frozen=True)
@@ -206,13 +212,39 @@ class Session:
         self._ahead = {}
 
     def observe(self, item: Item, state: Any) -> None:
-        """Give the deltas of an item to a state of its method's survey."""
+        """Give the deltas of an item to a state of its method's survey, or what is merged of them to one of layers."""
         assert item.call is not None
+        if isinstance(state, LayerState):
+            measured = self._measured(item, state)
+            state.found.update({(item.name, label): values for label, values in measured.items()})
+            return
         survey = get_method(item.call.method).survey
         assert survey is not None
         with torch.no_grad():
             for deltas in self._observed(item):
                 survey.observe(state, deltas, item.call.options)
+
+    def _measured(self, item: Item, state: LayerState) -> Mapping[str, tuple[float, ...]]:
+        """Merge an item without writing it: the measures of its matrices, by their labels."""
+        assert item.call is not None
+        assert item.call.layer_call is not None, "the survey chose the items"
+        step = item.call.layer_call.step.layers
+        assert step is not None, "a step over layers"
+        observer = LayerObserver(step)
+        survey = state.surveys.get(survey_key(state.plan, item.call))
+        task = Task(self.spec.plans[state.plan], item, NoWriter(), survey, observer)
+        with torch.no_grad():
+            if item.factors is not None:
+                merge_module(task, self.inputs)
+                return observer.found
+            findings = Findings(tolerated=True)  # what is broken is found when the item is merged
+            reader = self._reader([item], findings, self._scratch, on_device=item.cost.device_bytes > 0)
+            merge = TensorMerge([task], reader, findings)
+            room = merge.room_bytes()
+            with self._scratch.room.opened(room, elsewhere=max(0, item.cost.host_bytes - room)):
+                merge.run()
+            reader.close()
+        return observer.found
 
     def _observed(self, item: Item) -> Iterator[Sequence[Tensor]]:
         """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
@@ -266,7 +298,15 @@ class Session:
             writer=self._writers[member[0]],
             survey=self.spec.surveys.get(survey_key(member[0], item.call)) if item.call is not None else None,
             observer=self.spec.observers.observer(item) if observed and self.spec.observers is not None else None,
+            layer_factors=self._layer_factors(member[0], item),
         )
+
+    def _layer_factors(self, plan: int, item: Item) -> Mapping[str, float] | None:
+        call = item.call.layer_call if item.call is not None else None
+        if call is None:
+            return None
+        factors: Mapping[str, float] = self.spec.surveys[layer_key(plan, call)][item.name]
+        return factors
 
     def _item(self, member: Member) -> Item:
         return self.spec.plans[member[0]].items[member[1]]

@@ -140,6 +140,7 @@ def survey_bytes(plan: MergePlan) -> int:
         if item.call is None:
             continue
         survey = get_method(item.call.method).survey
-        if survey is not None and survey.applies(item.call.options):
+        wanted = survey is not None and survey.applies(item.call.options)
+        if wanted or item.call.layer_call is not None:
             total += item.cost.read_bytes
     return total

@@ -1,4 +1,4 @@
-"""The passes over all items that some methods want before the first is merged (thresholds over a whole model)."""
+"""The passes over all items before the first is written: thresholds over a whole model, factors of layers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from actmat.engine.session import SessionSpec, SurveyKey, survey_key
+from actmat.engine.layers import LayerState, survey_layers
+from actmat.engine.session import SessionSpec, SurveyKey, layer_key, survey_key
 from actmat.methods import get_method
 from actmat.plan.model import Item
+from actmat.plan.post import layer_items
 
 __all__ = ["Observe", "run_surveys"]
 
@@ -21,7 +23,8 @@ def run_surveys(spec: SessionSpec, observe: Observe) -> Mapping[SurveyKey, Any]:
     """Results of the surveys of all plans.
 
     All items of a plan take region, also those that an earlier run finished: a threshold over the whole model must not
-    depend on where a merge was interrupted. Plans that survey the same items in the same way share the passes.
+    depend on where a merge was interrupted. Plans that survey the same items in the same way share the passes. Those of
+    merged layers come last, one for each plan that wants them.
     """
     shared: dict[tuple[tuple[str, ...], frozenset[str]], Any] = {}
     out: dict[SurveyKey, Any] = {}
@@ -30,6 +33,11 @@ def run_surveys(spec: SessionSpec, observe: Observe) -> Mapping[SurveyKey, Any]:
         if same not in shared:
             shared[same] = _result(items, observe)
         out[key] = shared[same]
+    for p, plan in enumerate(spec.plans):  # after the methods' own, which they need to merge
+        if items := layer_items(plan.items):
+            call = items[0].call.layer_call if items[0].call is not None else None
+            assert call is not None, "chosen by it"
+            out[layer_key(p, call)] = survey_layers(call, items, LayerState(p, dict(out)), observe)
     return out
 
 

@@ -31,6 +31,7 @@ class Task:
         writer: receives the output's bytes.
         survey: result of the method's survey of the whole model, if it has one.
         observer: measures the merge, if one was asked for.
+        layer_factors: by label, the factor of each logical matrix from a survey of the merged model, if there is one.
         stats: what the method reported so far.
     """
 
@@ -39,6 +40,7 @@ class Task:
     writer: SinkSource
     survey: Any = None
     observer: Observer | None = None
+    layer_factors: Mapping[str, float] | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,6 +70,11 @@ class Task:
         return "tensor" if self.item.factors is None else "module"
 
     @property
+    def looks_again(self) -> bool:
+        """True if something looks at the deltas after the method: steps of post-processing, or caps."""
+        return self.caps.caps or bool(self.call.post)
+
+    @property
     def merges(self) -> bool:
         """True if a method is called; else the base is copied."""
         return self.item.call is not None
@@ -77,7 +84,8 @@ class Task:
         """The regions that the method is called on, in storage order; none for a copy, which takes any."""
         if not self.merges:
             return ()
-        return tuple(cut(self.item.shape, self.item.layout, granularity(self.method, self.caps)))
+        acts_on = granularity(self.method, self.caps, space=self.call.space, post=bool(self.call.post))
+        return tuple(cut(self.item.shape, self.item.layout, acts_on))
 
     def note(self, label: str, stats: Mapping[str, Any]) -> None:
         """Keep what the method reported of the region with this label."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.engine.apply import apply_method, apply_to_factors, narrowed, stage_key
+from actmat.engine.after import narrowed
+from actmat.engine.apply import apply_method, apply_to_factors, stage_key
 from actmat.engine.combine import merge_combined
 from actmat.engine.deltas import Deltas
 from actmat.engine.findings import Findings
@@ -129,7 +130,7 @@ class TensorMerge:
             self.reader.n_experts,
             self.reader.compute_dtype.itemsize,
             chunkable=self.reader.chunkable,
-            observed=task.caps.caps or task.observer is not None,
+            observed=task.looks_again or task.observer is not None,
             copied=len(self.tasks) > 1,
         )
 

@@ -49,6 +49,8 @@ __all__ = [
     "Stages",
     "Survey",
     "Weights",
+    "declared_options",
+    "resolved_options",
 ]
 
 NEEDS = ("weights", "base", "statistics", "generator", "survey")
@@ -301,19 +303,7 @@ class MergeMethod:
     @cached_property
     def options(self) -> Mapping[str, Option]:
         """Options by name, in the order of the signature."""
-        docs = _argument_docs(self.merge.__doc__ or "")
-        out: dict[str, Option] = {}
-        for name, parameter in self.parameters.items():
-            if name in NEEDS:
-                continue
-            if parameter.default is parameter.empty:
-                raise TypeError(f"{self.name}: option '{name}' has no default")
-            kind: Any = Any if parameter.annotation is parameter.empty else parameter.annotation
-            kind, *notes = typing.get_args(kind) if typing.get_origin(kind) is Annotated else [kind]
-            bounds = next((n for n in notes if isinstance(n, Bounds)), None)
-            doc = next((n for n in notes if isinstance(n, str)), docs.get(name, ""))
-            out[name] = Option(name, kind, parameter.default, bounds, doc)
-        return out
+        return declared_options(self.name, self.merge)
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults overlaid with `given`.
@@ -321,18 +311,44 @@ class MergeMethod:
         Raises:
             RecipeError: unknown options or values that do not fit; carries all problems.
         """
-        problems = []
-        for name, value in given.items():
-            option = self.options.get(name)
-            if option is None:
-                known = ", ".join(self.options) or "none"
-                hint = did_you_mean(name, self.options)
-                problems.append(f"method '{self.name}' has no option '{name}'.{hint} Its options: {known}")
-            elif (problem := option.problem(value)) is not None:
-                problems.append(f"method '{self.name}': {problem}")
-        if problems:
-            raise RecipeError("The options do not fit the method.", problems)
-        return {name: given.get(name, o.default) for name, o in self.options.items()}
+        return resolved_options(f"method '{self.name}'", self.options, given)
+
+
+def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:
+    """Options of `function`: its keyword-only parameters other than `NEEDS`; `name` is for errors."""
+    docs = _argument_docs(function.__doc__ or "")
+    out: dict[str, Option] = {}
+    for key, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if parameter.kind is not parameter.KEYWORD_ONLY or key in NEEDS:
+            continue
+        if parameter.default is parameter.empty:
+            raise TypeError(f"{name}: option '{key}' has no default")
+        kind: Any = Any if parameter.annotation is parameter.empty else parameter.annotation
+        kind, *notes = typing.get_args(kind) if typing.get_origin(kind) is Annotated else [kind]
+        bounds = next((n for n in notes if isinstance(n, Bounds)), None)
+        doc = next((n for n in notes if isinstance(n, str)), docs.get(key, ""))
+        out[key] = Option(key, kind, parameter.default, bounds, doc)
+    return out
+
+
+def resolved_options(what: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of `options` overlaid with `given`; `what` has them, such as "method 'ties'".
+
+    Raises:
+        RecipeError: unknown options or values that do not fit; carries all problems.
+    """
+    problems = []
+    for name, value in given.items():
+        option = options.get(name)
+        if option is None:
+            known = ", ".join(options) or "none"
+            hint = did_you_mean(name, options)
+            problems.append(f"{what} has no option '{name}'.{hint} Its options: {known}")
+        elif (problem := option.problem(value)) is not None:
+            problems.append(f"{what}: {problem}")
+    if problems:
+        raise RecipeError("The options do not fit the method.", problems)
+    return {name: given.get(name, o.default) for name, o in options.items()}
 
 
 def _not_finite(value: Any) -> float | None:

@@ -14,7 +14,9 @@ from actmat.layout.paper import paper_scope
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
+from actmat.methods.spaces import space_problems
 from actmat.plan.model import Action, MethodCall
+from actmat.plan.post import has_spectrum, post_calls
 from actmat.recipe import Recipe
 
 __all__ = ["Chooser", "Decision", "depth_factors", "depth_of"]
@@ -39,12 +41,13 @@ class Decision:
 class Chooser:
     """The recipe's choices, patterns compiled once.
 
-    `problems` collects what is wrong with methods, options and patterns.
+    `problems` collects what is wrong with methods, options and patterns; `post` are the steps of post-processing.
     """
 
     def __init__(self, recipe: Recipe, available: frozenset[str] = frozenset()) -> None:
         self.recipe = recipe
         self.problems: list[str] = []
+        self.post = post_calls(recipe, self.problems)
         weights = recipe.weights if any(w != 1.0 for w in recipe.weights) else None
         self._default = self._call(recipe.method, recipe.options, recipe.scale, weights, "", available)
         self._rules: list[tuple[list[tuple[str, Callable[[str], bool]]], MethodCall | None, str]] = []
@@ -81,9 +84,11 @@ class Chooser:
             return Decision("average", "", layout)
         method = get_method(call.method)
         inside, reason, layout = self._inside(spec, layout, explicit=bool(why))
-        if inside and method.acts_on == "matrix" and not _has_matrices(layout):
+        if inside and method.acts_on == "matrix" and not has_spectrum(layout):
             inside, reason = False, f"{layout.reason}: {call.method} acts on matrices"
         if inside:
+            if not has_spectrum(layout):  # vectors and tables: entries only
+                call = dataclasses.replace(call, space="full", post=())
             return Decision("merge", f"{reason}: {call.method}{why}", layout, call)
         return Decision("average", f"{reason}: mean of the deltas", layout, self.average())
 
@@ -148,7 +153,9 @@ class Chooser:
             )
         if weights is not None and not method.is_weighted:
             self.problems.append(f"{where}method '{name}' takes no weights, but the recipe gives experts weights")
-        return MethodCall(name, resolved, scale, weights if method.is_weighted else None)
+        own = weights if method.is_weighted else None
+        self.problems.extend(where + p for p in space_problems(self.recipe.space, method, resolved, own))
+        return MethodCall(name, resolved, scale, own, self.recipe.space, self.post)
 
     def _patterns(self, texts: tuple[str, ...], where: str) -> list[tuple[str, Callable[[str], bool]]]:
         out = []
@@ -161,10 +168,6 @@ class Chooser:
 
     def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
         return next((text for text, matches in patterns if matches(name)), None)
-
-
-def _has_matrices(layout: TensorLayout) -> bool:
-    return layout.role.is_matrix or layout.role is Role.CONVOLUTION
 
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")

@@ -25,7 +25,9 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.operations import Operation, entries, repeated
+from actmat.linalg.svd import svd_workspace
 from actmat.methods.contract import MergeMethod
+from actmat.methods.spaces import Space
 from actmat.plan.reading import reading_of
 from actmat.plan.regions import CHUNK, Region
 from actmat.recipe import Postprocess
@@ -66,6 +68,8 @@ class CallShape:
         compute_dtype: dtype of the deltas.
         caps: limits on the result, which look at the deltas again and may decompose the result.
         chunkable: see `plan.reading.reading_of`.
+        post: whether steps of post-processing follow, which decompose the result.
+        space: in which the method works.
     """
 
     method: MergeMethod
@@ -75,6 +79,13 @@ class CallShape:
     compute_dtype: str
     caps: Postprocess = field(default_factory=Postprocess)
     chunkable: bool = True
+    post: bool = False
+    space: Space = "full"
+
+    @property
+    def observed(self) -> bool:
+        """True if more than the method looks at the deltas, which are then whole."""
+        return self.caps.caps or self.post or self.space != "full"
 
 
 def region_peak_bytes(region: Region, call: CallShape) -> int:
@@ -84,7 +95,7 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
     by_matrix = method.acts_on == "matrix"
     matrices = region.layout.matrix_shapes(region.shape) if by_matrix else [region.shape]
     single = len(matrices) == 1 and region.layout.orientation == "OI"
-    how = reading_of(method, call.options, region, n_experts, width, chunkable=call.chunkable, observed=call.caps.caps)
+    how = reading_of(method, call.options, region, n_experts, width, chunkable=call.chunkable, observed=call.observed)
     entries = how.whole_deltas(n_experts) * region.numel or n_experts * min(region.numel, CHUNK_ENTRIES)
     workspace = max(_workspace(method, shape, n_experts, call.options) for shape in matrices)
     if how.strategy == "combine":
@@ -96,6 +107,10 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
     if call.caps.singular_value_cap is not None and _has_singular_values(region):
         workspace = max(
             workspace, region.numel + max(_svd_workspace(m) for m in region.layout.matrix_shapes(region.shape))
+        )
+    if call.post and _has_singular_values(region):
+        workspace = max(
+            workspace, region.numel + max(_step_workspace(m) for m in region.layout.matrix_shapes(region.shape))
         )
     packed = 0 if single or not by_matrix else region.numel + sum(math.prod(m) for m in matrices)
     library = MATRIX_BYTES if by_matrix else 0
@@ -119,6 +134,11 @@ def _svd_workspace(shape: Sequence[int]) -> int:
     """A thin SVD in LAPACK's divide and conquer: a copy, the factors, its scratch, and their product again."""
     short = min(shape[-2:])
     return 3 * math.prod(shape) + 6 * short**2
+
+
+def _step_workspace(shape: Sequence[int]) -> int:
+    """A thin SVD, the response of one expert along its directions in float64, and the result in float64."""
+    return svd_workspace(*shape[-2:]) + 6 * math.prod(shape[-2:])
 
 
 def statistics_bytes(method: MergeMethod, matrices: Sequence[Sequence[int]], n_experts: int, width: int) -> int:

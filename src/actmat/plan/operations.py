@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from actmat.linalg.operations import Operation, entries, product, repeated
+from actmat.linalg.operations import Operation, entries, product, repeated, thin_svd
 from actmat.methods import get_method
 from actmat.plan.cost import method_operations
 from actmat.plan.model import Item, MethodCall
@@ -22,8 +22,9 @@ def item_operations(item: Item, compute_dtype: str) -> list[Operation]:
     if item.call is None:
         return []
     method, double = get_method(item.call.method), compute_dtype == "float64"
+    steps = _steps(item, item.call, double=double)
     if item.form == "factored":
-        return _factored(item, item.call)
+        return _twice([*_factored(item, item.call), *steps], item.call)
     shapes = [item.shape or (1,)]
     if method.acts_on == "matrix" and item.factors is None:
         shapes = item.layout.matrix_shapes(item.shape)
@@ -31,6 +32,29 @@ def item_operations(item: Item, compute_dtype: str) -> list[Operation]:
     if item.factors is not None:  # deltas are formed from their factors, and the merged one is decomposed again
         rank = sum(item.factors.ranks)
         found += _dense_module(item.shape, rank)
+    return _twice([*found, *steps], item.call)
+
+
+def _twice(found: list[Operation], call: MethodCall) -> list[Operation]:
+    """The same operations, twice where layers are measured on the merged model before it is written."""
+    return found if call.layer_call is None else repeated(found, 2)
+
+
+def _steps(item: Item, call: MethodCall, *, double: bool) -> list[Operation]:
+    """Each step decomposes the merged matrix and multiplies it out; some look at every expert along its directions."""
+    if not call.matrix_steps:
+        return []
+    shapes, inner = item.layout.matrix_shapes(item.shape), None
+    if item.form == "factored":
+        total = sum(item.factors.ranks if item.factors is not None else [s.rank for s in item.sources if s is not None])
+        shapes, inner = [item.shape], max(1, total)
+    found = []
+    for *batch, rows, columns in shapes:
+        kept = min(rows, columns, inner or rows)
+        wide, long = (rows, columns) if inner is None else (kept, kept)
+        once = [*thin_svd(wide, long, kept, double=double or inner is not None)]
+        once += [product(rows, columns, kept, double=True)] * (1 + len(item.sources))
+        found += repeated(once, len(call.matrix_steps) * math.prod(batch))
     return found
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.contract import ActsOn, MergeMethod
+from actmat.methods.spaces import Space
 from actmat.recipe import Postprocess
 
-__all__ = ["CHUNK", "HELD_BYTES", "Region", "cut", "granularity", "streams"]
+__all__ = ["CHUNK", "HELD_BYTES", "Region", "cut", "granularity", "matrix_label", "streams"]
 
 CHUNK = 1 << 19
 """Entries of a chunk: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
@@ -46,9 +47,16 @@ class Region:
         return self.stop - self.start
 
 
-def granularity(method: MergeMethod, postprocess: Postprocess) -> ActsOn:
-    """Granularity of one call: caps measure whole tensors, also those of an elementwise method."""
-    return "tensor" if method.acts_on == "elementwise" and postprocess.caps else method.acts_on
+def granularity(method: MergeMethod, postprocess: Postprocess, *, space: Space = "full", post: bool = False) -> ActsOn:
+    """Granularity of one call: caps and steps measure whole tensors, factors are those of single matrices.
+
+    Args:
+        space: in which the method works.
+        post: whether steps of post-processing follow.
+    """
+    if space != "full":
+        return "matrix"
+    return "tensor" if method.acts_on == "elementwise" and (postprocess.caps or post) else method.acts_on
 
 
 def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_experts: int, itemsize: int) -> bool:
@@ -88,3 +96,9 @@ def cut(shape: Sequence[int], layout: TensorLayout, acts_on: ActsOn) -> list[Reg
             for b in sorted(layout.blocks, key=lambda b: b.start)
         ]
     return whole
+
+
+def matrix_label(region: Region, k: int) -> str:
+    """Label of logical matrix `k` of a region in records: "q", "3/gate"."""
+    blocks = region.layout.blocks
+    return "/".join(x for x in (region.label, blocks[k].name if blocks else "") if x)

@@ -25,6 +25,7 @@ from actmat.plan.model import Cost, Form, Item, MethodCall
 from actmat.plan.operations import item_operations
 from actmat.plan.placement import HOST, DeviceRoom, Placed, place
 from actmat.plan.pools import assign_pools
+from actmat.plan.post import factor_problems, in_space, post_problems, space_input_problems
 from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
 from actmat.plan.statistics import ExpertStatistics, with_statistics
@@ -65,6 +66,7 @@ def plan_tensors(
         given[name] = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
         decided[name] = _of_touched(decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
+    problems += _space_problems(recipe, experts, chooser)
     problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     max_shard_bytes = 1
     try:
@@ -166,6 +168,10 @@ class _TensorPlanner:
     ) -> Item:
         """Item of a tensor and of those tied to it."""
         spec, call, reason = self.base.specs[names[0]], decision.call, decision.reason
+        if call is not None:
+            stored = [n for n, s in zip(self.recipe.labels, sources, strict=True) if s.kind == "stored"]
+            call, words = in_space(call, stored)
+            reason += words
         form: Form = "dense"
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
@@ -208,6 +214,8 @@ class _TensorPlanner:
 
     def _is_factored(self, call: MethodCall, sources: Sequence[Source]) -> bool:
         """True if a matrix method can work on factors: no expert stores the whole tensor."""
+        if call.space != "full":
+            return True
         method = get_method(call.method)
         if method.acts_on != "matrix" or self.recipe.pool:
             return False
@@ -222,7 +230,9 @@ class _TensorPlanner:
         if item.call is None:
             return 0
         ranks = tuple(s.rank for s in item.sources if s is not None) if item.form == "factored" else ()
-        key = (item.call.method, str(item.call.options), item.shape, item.layout, len(item.sources), ranks)
+        call = item.call
+        named = (call.method, str(call.options), call.space, str(call.post))
+        key = (named, item.shape, item.layout, len(item.sources), ranks)
         if key not in self._counted:
             self._counted[key] = total(item_operations(item, self.recipe.compute_dtype))
         return self._counted[key]
@@ -233,7 +243,8 @@ class _TensorPlanner:
             return Placed(item.numel * torch_dtype(item.base_dtype).itemsize)
         chunkable = item.is_chunkable
         # the options live as long as the decisions, which outlive this planner
-        key = (item.call.method, id(item.call.options), item.shape, item.base_dtype, item.layout, chunkable, item.form)
+        named = (item.call.method, id(item.call.options), item.call.space, bool(item.call.post))
+        key = (named, item.shape, item.base_dtype, item.layout, chunkable, item.form)
         if key not in self._places:
             call = CallShape(
                 method=get_method(item.call.method),
@@ -243,10 +254,22 @@ class _TensorPlanner:
                 compute_dtype=self.recipe.compute_dtype,
                 caps=self.recipe.postprocess,
                 chunkable=chunkable,
+                post=bool(item.call.post),
+                space=item.call.space,
             )
-            regions = cut(item.shape, item.layout, granularity(call.method, self.recipe.postprocess))
+            acts_on = granularity(call.method, self.recipe.postprocess, space=call.space, post=call.post)
+            regions = cut(item.shape, item.layout, acts_on)
             self._places[key] = place(regions, call, item.form, self.room)
         return self._places[key]
+
+
+def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser) -> list[str]:
+    labelled = list(zip(recipe.labels, experts, strict=True))
+    return [
+        *post_problems(recipe, chooser.post, has_base=True),
+        *space_input_problems(recipe, [label for label, e in labelled if e.adapter is None]),
+        *factor_problems(recipe, [(label, e.adapter) for label, e in labelled if e.adapter is not None]),
+    ]
 
 
 def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from actmat.recipe.load import load_recipe, recipe_yaml
-from actmat.recipe.schema import ExpertRef, Postprocess, Recipe, RoleRule, Rule, add_statistics, make_recipe
+from actmat.recipe.schema import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule, add_statistics, make_recipe
 from actmat.recipe.variants import parse_option, variants
 
 __all__ = [
     "ExpertRef",
+    "PostRef",
     "Postprocess",
     "Recipe",
     "RoleRule",

@@ -5,6 +5,7 @@ Settings of a run (threads, memory, overwriting) are in `actmat.settings`: they 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
 
-__all__ = ["ExpertRef", "Postprocess", "Recipe", "RoleRule", "Rule", "add_statistics", "make_recipe"]
+__all__ = ["ExpertRef", "PostRef", "Postprocess", "Recipe", "RoleRule", "Rule", "add_statistics", "make_recipe"]
 
 Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -66,6 +67,11 @@ def _listed(value: Any) -> Any:
 
 
 Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+
+
+def _steps(value: Any) -> Any:
+    """A single step, as text or mapping, as a list of one."""
+    return (value,) if isinstance(value, str | Mapping) else value
 
 
 class _Strict(BaseModel):
@@ -150,6 +156,35 @@ class Postprocess(_Strict):
         return self.norm_cap is not None or self.singular_value_cap is not None
 
 
+class PostRef(_Strict):
+    """One step of post-processing: its name and options; as text, `svc` or `svc:alpha=0.1`."""
+
+    name: str = Field(description="name of the step, see docs/post")
+    options: Options = Field(default_factory=dict, description="options of that step")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        name, colon, rest = value.partition(":")
+        options: dict[str, Any] = {}
+        for text in rest.split(",") if colon else ():
+            option, equals, found = text.partition("=")
+            if not equals or not option.strip() or not found.strip():
+                raise ValueError(f"found '{value[:200]}', expected NAME or NAME:OPTION=VALUE,OPTION=VALUE")
+            options[option.strip()] = _scalar(found.strip())
+        return {"name": name.strip(), "options": options}
+
+
+def _scalar(text: str) -> Any:
+    """A number where the text is one, else the text."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
 class Recipe(_Strict):
     """One merge, completely. A field annotated with a `Flag` is a flag of `merge`, `plan` and `diagnose`."""
 
@@ -194,7 +229,23 @@ class Recipe(_Strict):
         default="token",
         description="what an expert's Gram is divided by: its tokens, its samples (long inputs count more), or nothing",
     )
-    postprocess: Postprocess = Field(default=Postprocess(), description="changes to every merged delta")
+    space: Annotated[Literal["full", "core", "factors"], Flag()] = Field(
+        default="full",
+        description="space in which the deltas of adapters are merged: as they are (full), in the core space of their "
+        "factors (core), or A and B each by itself (factors)",
+    )
+    post: Annotated[
+        tuple[PostRef, ...],
+        BeforeValidator(_steps),
+        Flag(help="Post-processing after the method: NAME, or NAME:OPTION=VALUE,...; once per step.", repeated=True),
+    ] = Field(
+        default=(),
+        description="post-processing of every merged matrix, in this order: svc, subspace_boosting, isotropise, and "
+        "at the end larv or esm; texts or mappings",
+    )
+    postprocess: Postprocess = Field(
+        default=Postprocess(), description="limits and factors of every merged delta, after 'post'"
+    )
     dtype: Annotated[OutputDtype | None, Flag()] = Field(
         default=None,
         description="dtype of the output: float64, float32, bfloat16 or float16; default: the base's, per tensor",
@@ -326,6 +377,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "experts": ExpertRef,
     "rules": Rule,
     "roles": RoleRule,
+    "post": PostRef,
     "postprocess": Postprocess,
 }
 

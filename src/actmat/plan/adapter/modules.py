@@ -30,6 +30,7 @@ from actmat.plan.cost import factored_bytes, statistics_bytes
 from actmat.plan.draft import Draft
 from actmat.plan.model import Cost, FactorPlan, Item, MethodCall
 from actmat.plan.operations import item_operations
+from actmat.plan.post import factor_problems, in_space, post_problems
 from actmat.plan.roles import resolve_roles
 from actmat.plan.statistics import ExpertStatistics, module_statistics
 from actmat.recipe import Recipe
@@ -68,6 +69,8 @@ def plan_modules(
         )
     extras, extra_problems, notes = plan_full_tensors(recipe, adapters, chooser, kept, dtype)
     problems += chooser.problems + layout_problems
+    problems += post_problems(recipe, chooser.post, has_base=False)
+    problems += factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
     problems += recipe_problems(recipe, {m.name: m.decision for m in found if m.decision is not None})
     problems += extra_problems
     known = {*(m.spec.name for m in found), *kept, *(n for a in adapters for n in a.extras)}
@@ -162,15 +165,17 @@ class _ModulePlanner:
         return tuple(out)
 
     def _item(self, module: _Found, decision: Decision, call: MethodCall) -> Item:
-        why_dense = get_method(call.method).why_dense(call.options, len(self.adapters), call.weights)
+        method = get_method(call.method)
+        why_dense = None
+        if call.space == "full":
+            why_dense = method.why_dense(call.options, len(self.adapters), call.weights)
         first = module.first
         ranks = tuple(0 if m is None else m.rank for m in module.modules)
         limit = min(first.shape[-2:])
         blocks = _blocks(decision.layout, first)
-        # packed maps whose merged rows leave the joint row space of the experts share no rows: their ranks add up
-        apart = len(blocks) if blocks and not get_method(call.method).keeps_row_space else 1
-        exact = limit if why_dense else min(apart * sum(ranks), limit)
-        rank = min(exact, apart * sum(ranks)) if self.recipe.rank is None else min(self.recipe.rank, limit)
+        together = _exact_rank(call, ranks, len(blocks))
+        exact = limit if why_dense else min(together, limit)
+        rank = min(exact, together) if self.recipe.rank is None else min(self.recipe.rank, limit)
         factors = FactorPlan(
             kind=first.kind,
             tensor=module.spec.name,
@@ -185,7 +190,7 @@ class _ModulePlanner:
         )
         biased = [m is not None and m.bias is not None for m in module.modules]
         form = f"on dense deltas: {why_dense}" if why_dense else "in factored form"
-        reason = decision.reason + ("; " if why_dense else ", ") + form
+        reason = decision.reason + in_space(call, ())[1] + ("; " if why_dense else ", ") + form
         if any(biased) and not all(biased):
             missing = [label for label, has in zip(self.recipe.labels, biased, strict=True) if not has]
             reason += f"; bias: mean over the experts that have it; not in {', '.join(missing)}"
@@ -233,6 +238,16 @@ class _ModulePlanner:
         cost = dataclasses.replace(item.cost, write_bytes=sum(s.nbytes for s in outputs))
         return dataclasses.replace(item, outputs=outputs, factors=dataclasses.replace(item.pair, rank=rank),
                                    cost=cost)  # fmt: skip
+
+
+def _exact_rank(call: MethodCall, ranks: Sequence[int], blocks: int) -> int:
+    """Rank that holds every delta that a factored merge can give, by the number of packed maps."""
+    method = get_method(call.method)
+    if call.space == "factors":
+        return max(ranks) * (blocks if blocks and method.is_random else 1)
+    # packed maps whose merged rows leave the joint row space of the experts share no rows: their ranks add up
+    keeps = method.keeps_row_space or call.space == "core"
+    return sum(ranks) * (blocks if blocks and not keeps else 1)
 
 
 def _source(adapter: Adapter, module: AdapterModule) -> Source:

@@ -1,0 +1,44 @@
+"""Post-processing steps: one file each, listed once in `STEPS`."""
+
+from __future__ import annotations
+
+from actmat.errors import RecipeError, did_you_mean
+from actmat.methods.post.contract import Layer, LayerStep, Measures, PostStep, Step, apply_steps, apply_steps_lowrank
+from actmat.methods.post.esm import ESM
+from actmat.methods.post.isotropise import ISOTROPISE
+from actmat.methods.post.larv import LARV
+from actmat.methods.post.subspace_boosting import SUBSPACE_BOOSTING
+from actmat.methods.post.svc import SVC
+
+__all__ = [
+    "STEPS",
+    "Layer",
+    "LayerStep",
+    "Measures",
+    "PostStep",
+    "Step",
+    "apply_steps",
+    "apply_steps_lowrank",
+    "get_step",
+]
+
+STEPS: tuple[PostStep, ...] = (SVC, SUBSPACE_BOOSTING, ISOTROPISE, LARV, ESM)
+"""All steps, in the order of the tables."""
+
+
+def get_step(name: str) -> PostStep:
+    """The step called `name`.
+
+    Raises:
+        RecipeError: no such step; the message offers the nearest name and lists all.
+
+    >>> get_step("svc").options["alpha"].default
+    1.0
+    """
+    for step in STEPS:
+        if step.name == name:
+            return step
+    known = [s.name for s in STEPS]
+    raise RecipeError(
+        f"There is no post-processing '{name}'.{did_you_mean(name, known)} Post-processing: {', '.join(known)}"
+    )

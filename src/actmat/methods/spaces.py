@@ -1,0 +1,168 @@
+"""Spaces in which the deltas of adapters can be merged, for any method: the core space, and the factors themselves.
+
+    full      the method sees the deltas `D_t = b_t a_t`, dense or in an exact low-rank form of its own
+    core      it sees `M_t = U^T b_t a_t V`, and `D* = U M V^T`: `U` and `V` are singular vectors of all `b_t` side by
+              side and of all `a_t` one below the other
+    factors   it sees `b_1 .. b_T`, then `a_1 .. a_T`, and `D* = b a`
+
+Core space: A. Panariello et al., "Accurate and Efficient Low-Rank Model Merging in Core Space", NeurIPS 2025.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank, `P`, `Q` sides of the core, at most `sum_t R_t`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from actmat.errors import RecipeError
+from actmat.linalg.lapack import retry_stats
+from actmat.linalg.lowrank import LowRank, core_bases
+from actmat.methods.contract import MergedLowRank, MergeMethod
+from actmat.methods.post.contract import Step, apply_steps, apply_steps_lowrank
+
+__all__ = [
+    "Space",
+    "as_factors",
+    "merge_in_core",
+    "merge_in_factors",
+    "merge_in_space",
+    "space_problems",
+    "space_words",
+]
+
+Space = Literal["full", "core", "factors"]
+
+
+def merge_in_space(
+    space: Space,
+    method: MergeMethod,
+    deltas: Sequence[LowRank],
+    needs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    steps: Sequence[Step] = (),
+) -> MergedLowRank:
+    """Merge deltas of one matrix in a space other than the full one; post-processing steps act in that space.
+
+    Args:
+        deltas: one per expert, in two dimensions, float64.
+        needs, options: keyword arguments of the method.
+        steps: matrix steps of post-processing.
+    """
+    if space == "core":
+        return merge_in_core(method, deltas, needs, options, steps)
+    assert space == "factors", "the full space has the method's own forms"
+    return merge_in_factors(method, deltas, needs, options, steps)
+
+
+def merge_in_core(
+    method: MergeMethod,
+    deltas: Sequence[LowRank],
+    needs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    steps: Sequence[Step] = (),
+) -> MergedLowRank:
+    """`D* = U method(M_1 .. M_T) V^T` with `M_t = U^T b_t a_t V`, which loses nothing of any delta.
+
+    Singular vectors of a repeated singular value are not determined by the inputs, nor is what a method that looks at
+    single entries makes of them. A change of their signs changes no method that treats plus and minus alike.
+    """
+    bases, retries = core_bases(deltas)
+    cores = list(bases.cores_PQ)
+    merged = method.merge(cores, **needs, **options)
+    changed = apply_steps(merged.value, cores, steps)
+    size = "x".join(map(str, cores[0].shape[-2:]))
+    stats = {**merged.stats, **changed.stats, "core": size, **retry_stats(retries)}
+    return MergedLowRank(bases.lift(changed.value), stats)
+
+
+def merge_in_factors(
+    method: MergeMethod,
+    deltas: Sequence[LowRank],
+    needs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    steps: Sequence[Step] = (),
+) -> MergedLowRank:
+    """`D* = method(b_1 .. b_T) method(a_1 .. a_T)`: of the experts' rank, and with products `b_s a_t` of two experts.
+
+    Each side gets the square root of an expert's weight. A random method draws for all `b_t` first, then for all `a_t`.
+    Zero deltas may have a lower rank than the others.
+    """
+    needs = dict(needs)
+    if needs.get("weights") is not None:
+        needs["weights"] = [math.sqrt(w) for w in needs["weights"]]
+    rank, pad = max(d.rank for d in deltas), torch.nn.functional.pad
+    b = method.merge([pad(d.b_OR, (0, rank - d.rank)) for d in deltas], **needs, **options)
+    a = method.merge([pad(d.a_RI, (0, 0, 0, rank - d.rank)) for d in deltas], **needs, **options)
+    changed = apply_steps_lowrank(LowRank(b.value, a.value), deltas, steps)
+    sides = {f"{side}_{name}": value for side, part in (("b", b), ("a", a)) for name, value in part.stats.items()}
+    return MergedLowRank(changed.value, {**sides, **changed.stats})
+
+
+def space_problems(
+    space: Space, method: MergeMethod, options: Mapping[str, Any], weights: Sequence[float] | None
+) -> list[str]:
+    """Reasons why a method cannot work in a space, one sentence each without a full stop."""
+    if space == "full":
+        return []
+    problems = []
+    where = f"'space: {space}'"
+    if method.uses_base(options):
+        problems.append(f"{where}: method '{method.name}' looks at the base's weights, which have no part in it")
+    if method.needs_statistics:
+        kinds = ", ".join(method.needs_statistics)
+        problems.append(f"{where}: method '{method.name}' takes statistics ({kinds}), which belong to the full space")
+    if method.survey is not None and method.survey.applies(options):
+        problems.append(
+            f"{where}: method '{method.name}' wants a pass over the whole model with these options, and surveys see "
+            "full deltas; rank within each tensor instead (-o trim=tensor)"
+        )
+    if space == "factors" and method.acts_on == "matrix":
+        problems.append(
+            f"{where}: method '{method.name}' acts on linear maps, and a factor is half of one; take 'space: core', or "
+            "a method on entries such as ties, dare or linear"
+        )
+    if space == "factors" and any(w < 0 for w in weights or ()):
+        problems.append(f"{where}: each factor gets the root of an expert's weight, and there is a negative one")
+    return problems
+
+
+def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -> str:
+    """Words for the plan: in which space a method works, and whether that changes its result."""
+    if space == "full":
+        return ""
+    if space == "factors":
+        return " of A and of B apart (not the rule on deltas: their product mixes experts)"
+    sums = method.combine is not None or (method.merge_lowrank is not None and method.acts_on == "elementwise")
+    if sums and not method.uses_base(options):
+        return " in the core space (equal to the full space)"
+    if method.merge_lowrank is not None and method.acts_on == "matrix":
+        return " in the core space (equal to the full space but for counts of its sides)"
+    return " in the core space (another result than in the full space: the rule depends on the basis)"
+
+
+def as_factors(deltas: Sequence[Any]) -> list[LowRank]:
+    """Pairs `(b, a)` as low-rank deltas of one shape.
+
+    Raises:
+        RecipeError: something that is no pair of matrices with a common rank.
+    """
+    out = []
+    for t, delta in enumerate(deltas):
+        pair = (delta.b_OR, delta.a_RI) if isinstance(delta, LowRank) else delta
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or any(getattr(x, "ndim", 0) != 2 for x in pair):
+            raise RecipeError(
+                f"merge_matrices: outside of the full space an expert is a pair (b, a) of matrices `O x R` and "
+                f"`R x I`; expert {t} (counted from 0) is {type(delta).__name__}. Pass the factors of the adapter."
+            )
+        b_OR, a_RI = pair
+        if b_OR.shape[1] != a_RI.shape[0]:
+            raise RecipeError(
+                f"merge_matrices: expert {t} has b of shape {tuple(b_OR.shape)} and a of shape {tuple(a_RI.shape)}; "
+                "the columns of b and the rows of a are the rank, and must be as many."
+            )
+        out.append(LowRank(b_OR, a_RI))
+    return out

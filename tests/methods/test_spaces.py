@@ -1,0 +1,206 @@
+"""Spaces of adapters: the core loses nothing, linear rules do not see it, and factors are merged apart."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.tolerances import F64_ORACLE
+from torch import Tensor
+
+from actmat.errors import AlignmentError, RecipeError
+from actmat.linalg.lowrank import LowRank, core_bases
+from actmat.matrices import merge_matrices
+from actmat.methods import METHODS, MergeMethod, get_method
+from actmat.methods.spaces import merge_in_core, merge_in_factors, space_problems, space_words
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def adapters(rows: int = 10, columns: int = 14, ranks: tuple[int, ...] = (2, 3, 2), seed: int = 0) -> Pairs:
+    rng = torch.Generator().manual_seed(seed)
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    return [(gaussian(rows, r), gaussian(r, columns)) for r in ranks]
+
+
+def dense(pairs: Pairs) -> list[Tensor]:
+    return [b @ a for b, a in pairs]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+COUNTING = {"tsv", "iso_c", "iso_cts", "knots", "actmat_ridge", "actmat_bounded"}
+"""Methods with ranks or means over the sides of the matrix: directions per expert, mean singular or eigenvalue."""
+
+IN_CORE = [
+    m for m in METHODS if m.name != "adamerging" and not space_problems("core", m, m.resolve_options({}), None)
+    and m.max_experts is None
+]  # fmt: skip
+
+
+def test_the_core_loses_nothing() -> None:
+    for ranks in ((2, 3, 2), (6, 5, 4), (1,)):  # below, above and at one expert's rank
+        pairs = [LowRank(b, a) for b, a in adapters(ranks=ranks)]
+        bases, retries = core_bases(pairs)
+        assert retries == ()
+        assert bases.cores_PQ[0].shape == (min(10, sum(ranks)), min(14, sum(ranks)))
+        for pair, core in zip(pairs, bases.cores_PQ, strict=True):
+            assert distance(bases.lift(core).dense(), pair.dense()) <= F64_ORACLE
+        for basis in (bases.p_OP, bases.q_IQ):
+            torch.testing.assert_close(basis.mT @ basis, torch.eye(basis.shape[-1], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("method", IN_CORE, ids=lambda m: m.name)
+def test_the_plan_says_which_methods_the_core_changes(method: MergeMethod) -> None:
+    pairs = adapters()
+    options = {"rtol": 1e-12} if "rtol" in method.options else {}
+    words = space_words("core", method, method.resolve_options(options))
+    found = merge_matrices(method.name, pairs, space="core", **options)
+    full = merge_matrices(method.name, dense(pairs), **options)
+    if "(equal to the full space)" in words:
+        assert distance(found, full) <= 1e-9
+    elif "another result" in words:
+        assert distance(found, full) > 1e-3
+    else:
+        assert "counts of its sides" in words
+        if method.name not in COUNTING:
+            assert distance(found, full) <= 1e-9
+
+
+def test_ties_in_the_core_is_ties_on_the_cores() -> None:
+    pairs = adapters()
+    b, a = torch.cat([b for b, _ in pairs], 1), torch.cat([a for _, a in pairs], 0)
+    u, v = torch.linalg.svd(b, full_matrices=False)[0], torch.linalg.svd(a, full_matrices=False)[2].mT
+    cores = [u.mT @ d @ v for d in dense(pairs)]
+    expected = u @ merge_matrices("ties", cores, density=0.3) @ v.mT
+    found = merge_matrices("ties", pairs, space="core", density=0.3)
+    assert distance(found, expected) <= F64_ORACLE
+    assert distance(merge_matrices("ties", pairs[::-1], space="core", density=0.3), found) <= F64_ORACLE, "order"
+    scaled = [(2 * b, 2 * a) for b, a in pairs]
+    assert distance(merge_matrices("ties", scaled, space="core", density=0.3), 4 * found) <= F64_ORACLE, "scale"
+
+
+def test_isotropising_in_the_core_takes_the_mean_over_the_core() -> None:
+    pairs = adapters()
+    total = sum(dense(pairs))
+    assert isinstance(total, Tensor)
+    u, s, vh = torch.linalg.svd(total, full_matrices=False)
+    rank = 7
+    expected = float(s[:rank].sum()) / rank * u[:, :rank] @ vh[:rank]
+    given: dict[str, Any] = {"scaling": 1.0, "post": "isotropise"}
+    found = merge_matrices("task_arithmetic", pairs, space="core", **given)
+    assert distance(found, expected) <= F64_ORACLE
+    full = merge_matrices("task_arithmetic", dense(pairs), **given)
+    assert distance(full, expected * rank / 10) <= F64_ORACLE, "the full space divides by min(O, I)"
+
+
+def test_svc_does_not_see_the_core() -> None:
+    pairs = adapters()
+    given: dict[str, Any] = {"scaling": 1.0, "post": "svc"}
+    found = merge_matrices("task_arithmetic", pairs, space="core", **given)
+    assert distance(found, merge_matrices("task_arithmetic", dense(pairs), **given)) <= F64_ORACLE
+
+
+def test_ties_of_factors_is_ties_of_each() -> None:
+    pairs = adapters(ranks=(3, 3, 3))
+    found = merge_matrices("ties", pairs, space="factors", density=0.4)
+    b, a = (merge_matrices("ties", [p[side] for p in pairs], density=0.4) for side in (0, 1))
+    assert torch.equal(found, b @ a)
+    weights = [1.0, 4.0, 0.25]
+    weighted = merge_matrices("ties", pairs, space="factors", weights=weights, density=0.4)
+    roots = [math.sqrt(w) for w in weights]
+    b, a = (merge_matrices("ties", [p[side] for p in pairs], weights=roots, density=0.4) for side in (0, 1))
+    assert torch.equal(weighted, b @ a)
+
+
+def test_dare_of_factors_is_the_sum_of_factors_on_average() -> None:
+    pairs = adapters(ranks=(2, 2), rows=6, columns=5)
+    options = {"density": 0.5, "rule": "task_arithmetic", "scaling": 1.0}
+    generator = torch.Generator().manual_seed(1)
+    draws = [merge_matrices("dare", pairs, space="factors", generator=generator, **options) for _ in range(400)]
+    expected = (pairs[0][0] + pairs[1][0]) @ (pairs[0][1] + pairs[1][1])
+    stacked = torch.stack(draws)
+    error = (stacked.mean(0) - expected) / (stacked.std(0) / 20)
+    assert float(error.abs().max()) < 4.5, "the masks of A and B are not independent, or not rescaled"
+    again = [merge_matrices("dare", pairs, space="factors", **options) for _ in range(2)]
+    assert torch.equal(*again)
+    core = torch.stack(
+        [merge_matrices("dare", pairs, space="core", generator=generator, **options) for _ in range(400)]
+    )
+    error = (core.mean(0) - sum(dense(pairs))) / (core.std(0) / 20)
+    assert float(error.abs().max()) < 4.5
+
+
+def test_zero_deltas_may_have_another_rank() -> None:
+    zero = LowRank(torch.zeros(10, 1, dtype=torch.float64), torch.zeros(1, 14, dtype=torch.float64))
+    pairs = [LowRank(b, a) for b, a in adapters(ranks=(3, 3))]
+    ties = get_method("ties")
+    options = ties.resolve_options({"density": 0.4})
+    for merge in (merge_in_core, merge_in_factors):
+        without = merge(ties, pairs, {"weights": None}, options).value.dense()
+        found = merge(ties, [*pairs, zero], {"weights": None}, options).value.dense()
+        assert distance(found, without) <= F64_ORACLE
+
+
+def test_records_tell_the_core_and_both_sides() -> None:
+    pairs = [LowRank(b, a) for b, a in adapters(ranks=(2, 2))]
+    ties = get_method("ties")
+    options = ties.resolve_options({"density": 0.4})
+    assert merge_in_core(ties, pairs, {}, options).stats["core"] == "4x4"
+    assert {"b_kept_fraction", "a_kept_fraction"} <= merge_in_factors(ties, pairs, {}, options).stats.keys()
+
+
+@pytest.mark.parametrize(
+    ("space", "method", "options", "words"),
+    [
+        ("core", "regmean", {}, "takes statistics"),
+        ("core", "karcher", {"include_base": True}, "looks at the base"),
+        ("core", "ties", {"trim": "global"}, "trim=tensor"),
+        ("factors", "tsv", {}, "a factor is half of one"),
+    ],
+)
+def test_methods_that_a_space_has_no_place_for(space: Any, method: str, options: dict[str, Any], words: str) -> None:
+    chosen = get_method(method)
+    (problem,) = space_problems(space, chosen, chosen.resolve_options(options), None)
+    assert words in problem
+    assert f"'{method}'" in problem
+    assert space_problems("full", chosen, chosen.resolve_options(options), None) == []
+    if method != "regmean" and not chosen.uses_base(chosen.resolve_options(options)):
+        with pytest.raises(RecipeError, match="cannot merge in this space"):
+            merge_matrices(method, adapters(ranks=(2, 2)), space=space, **options)
+
+
+def test_wrong_arguments_are_told() -> None:
+    pairs = adapters(ranks=(2, 3))
+    other: Any = {"space": "kernel"}
+    with pytest.raises(RecipeError, match=r"expert 0 \(counted from 0\) is Tensor"):
+        merge_matrices("ties", dense(pairs), space="core")
+    with pytest.raises(RecipeError, match="go with space='core'"):
+        merge_matrices("ties", pairs)
+    with pytest.raises(RecipeError, match="space is 'full', 'core' or 'factors'; got 'kernel'"):
+        merge_matrices("ties", pairs, **other)
+    with pytest.raises(AlignmentError, match=r"ranks differ: \[2, 3\]"):
+        merge_matrices("ties", pairs, space="factors")
+    with pytest.raises(RecipeError, match="must be as many"):
+        merge_matrices("ties", [(pairs[0][0], pairs[1][1])], space="core")
+    with pytest.raises(AlignmentError, match="have one shape"):
+        merge_matrices("ties", [pairs[0], (pairs[0][0][:4], pairs[0][1])], space="core")
+    with pytest.raises(RecipeError, match="no deltas"):
+        merge_matrices("ties", [], space="core")
+    with pytest.raises(RecipeError, match="this call sees one"):
+        merge_matrices("average", dense(pairs), post="esm")
+    with pytest.raises(RecipeError, match="is no step"):
+        merge_matrices("average", dense(pairs), post="svc:alpha")
+    with pytest.raises(RecipeError, match="no option 'beta'"):
+        merge_matrices("average", dense(pairs), post="svc:beta=1")
+    with pytest.raises(AlignmentError, match="'svc' changes matrices"):
+        merge_matrices("average", [torch.ones(3)], post="svc")
+    with pytest.raises(RecipeError, match="a negative one"):
+        merge_matrices("ties", adapters(ranks=(2, 2)), space="factors", weights=[1.0, -1.0])
