@@ -151,7 +151,7 @@ def _merge_pairs(
     steps: Sequence[Step],
 ) -> Tensor:
     """The merged delta of factors, multiplied out."""
-    problems = space_problems(space, method, options, needs.get("weights"))
+    problems = space_problems(space, method, options)
     if problems:
         raise RecipeError(f"'{method.name}' cannot merge in this space.", problems)
     dtype = pairs[0].b_OR.dtype

@@ -88,23 +88,22 @@ def merge_in_factors(
 ) -> MergedLowRank:
     """`D* = method(b_1 .. b_T) method(a_1 .. a_T)`: of the experts' rank, and with products `b_s a_t` of two experts.
 
-    Each side gets the square root of an expert's weight. A random method draws for all `b_t` first, then for all `a_t`.
-    Zero deltas may have a lower rank than the others.
+    Each side gets the square root of an expert's weight, `a` its sign too. A random method draws for all `b_t` first,
+    then for all `a_t`. Zero deltas may have a lower rank than the others.
     """
-    needs = dict(needs)
+    on_b, on_a = dict(needs), dict(needs)
     if needs.get("weights") is not None:
-        needs["weights"] = [math.sqrt(w) for w in needs["weights"]]
+        on_b["weights"] = [math.sqrt(abs(w)) for w in needs["weights"]]
+        on_a["weights"] = [math.copysign(root, w) for root, w in zip(on_b["weights"], needs["weights"], strict=True)]
     rank, pad = max(d.rank for d in deltas), torch.nn.functional.pad
-    b = method.merge([pad(d.b_OR, (0, rank - d.rank)) for d in deltas], **needs, **options)
-    a = method.merge([pad(d.a_RI, (0, 0, 0, rank - d.rank)) for d in deltas], **needs, **options)
+    b = method.merge([pad(d.b_OR, (0, rank - d.rank)) for d in deltas], **on_b, **options)
+    a = method.merge([pad(d.a_RI, (0, 0, 0, rank - d.rank)) for d in deltas], **on_a, **options)
     changed = apply_steps_lowrank(LowRank(b.value, a.value), deltas, steps)
     sides = {f"{side}_{name}": value for side, part in (("b", b), ("a", a)) for name, value in part.stats.items()}
     return MergedLowRank(changed.value, {**sides, **changed.stats})
 
 
-def space_problems(
-    space: Space, method: MergeMethod, options: Mapping[str, Any], weights: Sequence[float] | None
-) -> list[str]:
+def space_problems(space: Space, method: MergeMethod, options: Mapping[str, Any]) -> list[str]:
     """Reasons why a method cannot work in a space, one sentence each without a full stop."""
     if space == "full":
         return []
@@ -125,8 +124,6 @@ def space_problems(
             f"{where}: method '{method.name}' acts on linear maps, and a factor is half of one; take 'space: core', or "
             "a method on entries such as ties, dare or linear"
         )
-    if space == "factors" and any(w < 0 for w in weights or ()):
-        problems.append(f"{where}: each factor gets the root of an expert's weight, and there is a negative one")
     return problems
 
 

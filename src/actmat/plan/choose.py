@@ -154,7 +154,7 @@ class Chooser:
         if weights is not None and not method.is_weighted:
             self.problems.append(f"{where}method '{name}' takes no weights, but the recipe gives experts weights")
         own = weights if method.is_weighted else None
-        self.problems.extend(where + p for p in space_problems(self.recipe.space, method, resolved, own))
+        self.problems.extend(where + p for p in space_problems(self.recipe.space, method, resolved))
         return MethodCall(name, resolved, scale, own, self.recipe.space, self.post)
 
     def _patterns(self, texts: tuple[str, ...], where: str) -> list[tuple[str, Callable[[str], bool]]]:

@@ -95,9 +95,9 @@ def space_input_problems(recipe: Recipe, full: Sequence[str]) -> list[str]:
     """Problem of experts that are full checkpoints, named in `full`, in a space of factors."""
     if recipe.space == "full" or not full:
         return []
+    names, has = ", ".join(full), "have" if len(full) > 1 else "has"
     return [
-        f"'space: {recipe.space}' merges factors of adapters, and {', '.join(full)} "
-        f"{'is a full checkpoint' if len(full) == 1 else 'are full checkpoints'}; drop 'space', or give adapters"
+        f"'space: {recipe.space}' merges factors of adapters, and {names} {has} none; drop 'space', or give adapters"
     ]
 
 

@@ -237,7 +237,11 @@ class Recipe(_Strict):
     post: Annotated[
         tuple[PostRef, ...],
         BeforeValidator(_steps),
-        Flag(help="Post-processing after the method: NAME, or NAME:OPTION=VALUE,...; once per step.", repeated=True),
+        Flag(
+            help="Post-processing after the method: NAME, or NAME:OPTION=VALUE,...; once per step.",
+            type=str,
+            repeated=True,
+        ),
     ] = Field(
         default=(),
         description="post-processing of every merged matrix, in this order: svc, subspace_boosting, isotropise, and "
