@@ -4,8 +4,8 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `methods-short`, `method NAME`, `flags COMMAND`, `settings SUITE`, `recipe MODEL`, `exits`, `families`,
-`fuzz`, `chaos`. Nothing outside the marks is touched.
+overview table), `methods-short`, `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `settings SUITE`,
+`recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`. Nothing outside the marks is touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,15 @@ from actmat.cli.catalogue import FILE, describe
 from actmat.cli.signature import with_flags
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
-from actmat.methods import METHODS, Bounds, MergeMethod, get_method
-from actmat.recipe import ExpertRef, Postprocess, Recipe, RoleRule, Rule
+from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
+from actmat.methods.post import STEPS, get_step
+from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 
 __all__ = ["filled", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>\w*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in (Recipe, ExpertRef, Rule, RoleRule, Postprocess)}
+MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in (Recipe, ExpertRef, Rule, RoleRule, PostRef, Postprocess)}
 SIDE, EXPERTS = 4096, 4
 """The layer and the number of experts for which pages give the memory of a rule."""
 
@@ -123,12 +124,31 @@ def method(name: str) -> str:
     text = table([f"`{m.name}`", ""], facts)
     if not m.options:
         return text + "\nIt has no options.\n"
+    return text + "\n" + _options(m.options.values())
+
+
+def _options(options: Iterable[Option]) -> str:
     rows = []
-    for option in m.options.values():
+    for option in options:
         bounds = f", {_bounds(option.bounds)}" if option.bounds else ""
         shown = f'"{option.default}"' if isinstance(option.default, str) else str(option.default)
         rows.append([f"`{option.name}`", f"`{option.type_name}`{bounds}", f"`{shown}`", option.doc])
-    return text + "\n" + table(["option", "type", "default", "meaning"], rows)
+    return table(["option", "type", "default", "meaning"], rows)
+
+
+def steps(_: str) -> str:
+    """Every step of post-processing, and what it looks at."""
+    rows = []
+    for s in STEPS:
+        base = s.layers is not None and s.layers.needs_base
+        sees = "one matrix" if s.layers is None else "all merged layers" + (" and the base" if base else "")
+        rows.append([f"[`{s.name}`]({s.name}.md)", s.summary, sees, "exact"])
+    return table(["step", "idea", "looks at", "low-rank deltas"], rows)
+
+
+def step(name: str) -> str:
+    """Options of one step."""
+    return _options(get_step(name).options.values())
 
 
 def _bounds(bounds: Bounds) -> str:
@@ -263,6 +283,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "methods": methods,
     "methods-short": methods_short,
     "method": method,
+    "steps": steps,
+    "step": step,
     "flags": flags,
     "settings": settings,
     "exits": exits,

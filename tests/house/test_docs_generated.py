@@ -13,6 +13,7 @@ from tests.helpers.repository import ROOT
 
 from actmat.cli.main import app
 from actmat.methods import METHODS
+from actmat.methods.post import STEPS
 
 PAGES = [p for p in pages() if p.exists()]
 SECTIONS = ["When to use it", "Trap", "Other implementations", "Ill-posed cases", "Example", "Reference"]
@@ -32,6 +33,15 @@ def test_every_method_has_its_page(name: str) -> None:
     assert f"<!-- generated: method {name} -->" in text
     headings = [h.replace("Traps", "Trap") for h in re.findall(r"^## (.*)$", text, re.MULTILINE)]
     assert headings == SECTIONS
+
+
+@pytest.mark.parametrize("name", [s.name for s in STEPS])
+def test_every_step_has_its_page(name: str) -> None:
+    text = (ROOT / "docs" / "post" / f"{name}.md").read_text()
+    assert text.startswith(f"# {name}\n")
+    assert f"<!-- generated: step {name} -->" in text
+    assert [h.replace("Traps", "Trap") for h in re.findall(r"^## (.*)$", text, re.MULTILINE)] == SECTIONS
+    assert f"({name}.md)" in (ROOT / "docs" / "post" / "README.md").read_text()
 
 
 def test_no_page_is_left_of_a_method_that_is_gone() -> None:

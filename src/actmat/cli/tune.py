@@ -67,7 +67,7 @@ class SearchFlags:
 def tune(
     *,
     recipe: flags.RecipeFile = None,
-    given: Annotated[RecipeFlags, Fields(without=("method", "options", "scale"))],
+    given: Annotated[RecipeFlags, Fields(without=("method", "options", "scale", "space"))],
     run: Annotated[RunSettings, Fields(without=("diagnose", "exact"))],
     data: Annotated[DataFlags, Fields(without=("samples", "dtype"))],
     search: SearchFlags,
