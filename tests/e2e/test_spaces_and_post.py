@@ -161,7 +161,9 @@ def test_flags_and_plan(family: Family) -> None:
     (call,) = {str(i.call.post): i.call for i in plan.items if i.call is not None and i.action == "merge"}.values()
     assert call.post == (PostCall("svc", {"alpha": 0.1, "floor": 0.0}), PostCall("esm", {"power": 2.0}))
     assert MergePlan.from_json(plan.to_json()) == plan
+    assert any("'esm' measures the merged model" in note and "10 items" in note for note in plan.notes)
     plain = api.plan(family.base, family.experts, method="average")
+    assert not any("merged twice" in note for note in plain.notes)
     assert plan.flops > 2 * plain.flops
     assert plan.peak_bytes(1) > plain.peak_bytes(1)
     assert {i.name for i in plan.items if "then svc, esm" in i.reason} == {*LINEAR, "lm_head.weight"}

@@ -16,6 +16,7 @@ from actmat.methods.user import is_user_method, user_method_hash
 from actmat.plan.adapter.modules import plan_modules
 from actmat.plan.model import InputSummary, Item, MergePlan
 from actmat.plan.placement import HOST, DeviceRoom
+from actmat.plan.post import layer_notes
 from actmat.plan.statistics import ExpertStatistics
 from actmat.plan.tensors import plan_tensors
 from actmat.recipe import Recipe
@@ -70,7 +71,12 @@ def build_plan(
         family=draft.family,
         adapter_config=draft.adapter_config,
         kept=draft.kept,
-        notes=(*draft.notes, *statistics.notes_on(draft.items), *_place_notes(base, room)),
+        notes=(
+            *draft.notes,
+            *layer_notes(draft.items),
+            *statistics.notes_on(draft.items),
+            *_place_notes(base, room),
+        ),
         device=room.device,
         device_memory=room.memory,
         versions=versions_of(draft.items),

@@ -113,7 +113,7 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
             workspace, region.numel + max(_step_workspace(m) for m in region.layout.matrix_shapes(region.shape))
         )
     packed = 0 if single or not by_matrix else region.numel + sum(math.prod(m) for m in matrices)
-    library = MATRIX_BYTES if by_matrix else 0
+    library = MATRIX_BYTES if by_matrix or call.post or call.space != "full" else 0
     return raw + library + statistics_bytes(method, matrices, n_experts, width) + width * (entries + workspace + packed)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "has_spectrum",
     "in_space",
     "layer_items",
+    "layer_notes",
     "layers_of",
     "post_calls",
     "post_problems",
@@ -124,6 +125,13 @@ def factor_problems(recipe: Recipe, adapters: Sequence[tuple[str, Adapter]]) -> 
 def layer_items(items: Sequence[Item]) -> list[Item]:
     """Items whose factors come from a survey of the merged model."""
     return [i for i in items if i.call is not None and i.call.layer_call is not None]
+
+
+def layer_notes(items: Sequence[Item]) -> list[str]:
+    """Note for the reader of a plan whose model is merged twice."""
+    found = layer_items(items)
+    names = {i.call.layer_call.name: None for i in found if i.call is not None and i.call.layer_call is not None}
+    return [f"'{n}' measures the merged model before it is written: {len(found)} items are merged twice" for n in names]
 
 
 def layers_of(keys: Sequence[tuple[str, str]]) -> Mapping[tuple[str, str], Layer]:
