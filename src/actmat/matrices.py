@@ -66,17 +66,7 @@ def merge_matrices(
     dense = [d for d in deltas if isinstance(d, Tensor)] if space == "full" else [p.b_OR for p in pairs]
     if space == "full":
         _check_deltas(chosen, dense, steps)
-    needs: dict[str, Any] = {"base": base} if chosen.needs_base else {}
-    for name, value in (("statistics", statistics), ("weights", weights)):
-        if name in chosen.needs:
-            needs[name] = value
-        elif value is not None:
-            raise RecipeError(f"'{method}' makes no use of {name}; leave it out.")
-    if chosen.uses_base(resolved) and base is None:
-        raise RecipeError(f"'{method}' looks at the base weights: pass base=W_0.")
-    missing = [k for k in chosen.needs_statistics if not statistics or k not in statistics]
-    if missing:
-        raise RecipeError(f"'{method}' needs statistics measured on data: pass statistics={{{missing[0]!r}: [...]}}.")
+    needs = _needs(chosen, resolved, base, statistics, weights)
     if chosen.is_random:
         needs["generator"] = torch.Generator("cpu").manual_seed(0) if generator is None else generator
     if pairs:
@@ -90,6 +80,34 @@ def merge_matrices(
             needs["base"] = needs["base"].float()
         merged = apply_steps(_merge(chosen, inputs, needs, resolved), inputs, steps).value
         return _checked(merged.to(dense[0].dtype), method, dense)
+
+
+def _needs(
+    method: MergeMethod,
+    options: Mapping[str, Any],
+    base: Tensor | None,
+    statistics: Mapping[str, Sequence[Tensor]] | None,
+    weights: Sequence[float] | None,
+) -> dict[str, Any]:
+    """Base, statistics and weights for a method.
+
+    Raises:
+        RecipeError: one of them is missing, or is given and not used.
+    """
+    needs: dict[str, Any] = {"base": base} if method.needs_base else {}
+    for name, value in (("statistics", statistics), ("weights", weights)):
+        if name in method.needs:
+            needs[name] = value
+        elif value is not None:
+            raise RecipeError(f"'{method.name}' makes no use of {name}; leave it out.")
+    if method.uses_base(options) and base is None:
+        raise RecipeError(f"'{method.name}' looks at the base weights: pass base=W_0.")
+    missing = [k for k in method.needs_statistics if not statistics or k not in statistics]
+    if missing:
+        raise RecipeError(
+            f"'{method.name}' needs statistics measured on data: pass statistics={{{missing[0]!r}: [...]}}."
+        )
+    return needs
 
 
 def _steps(post: str | Sequence[str | Mapping[str, Any]]) -> list[Step]:

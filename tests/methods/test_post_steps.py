@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tolerances import F64_ORACLE
+from tests.tolerances import F32_PRODUCT, F64_ORACLE
 from torch import Tensor
 
 from actmat.errors import RecipeError
@@ -153,7 +153,7 @@ def test_steps_leave_zeros_null_directions_and_inputs(step: PostStep, dtype: tor
     found = run(step.name, merged, deltas)
     assert found.value.dtype == dtype
     values = torch.linalg.svdvals(found.value.double())
-    assert float(values[4]) <= 1e-5 * float(values[0]), "a null direction was raised"
+    assert float(values[4]) <= F32_PRODUCT * float(values[0]), "a null direction was raised"
     assert torch.equal(merged, before)
     assert all(torch.equal(d, k) for d, k in zip(deltas, kept, strict=True))
 
@@ -207,7 +207,7 @@ def test_larv_measures_are_the_equations(shape: tuple[int, int]) -> None:
     left, right = base @ delta.mT - delta @ base.mT, base.mT @ delta - delta.mT @ base
     expected = float(left.norm() + right.norm()) / (2 * float(base.norm()) * float(delta.norm()))
     assert conflict(base, delta) == pytest.approx(expected, rel=1e-10)
-    assert conflict(base, 2 * base) <= 1e-7
+    assert conflict(base, 2 * base) <= 1e-7  # the root of a difference that cancels
     s = torch.linalg.svdvals(delta)
     p = s**2 / (s**2).sum()
     assert effective_rank(delta) == pytest.approx(math.exp(-float((p * p.log()).sum())), rel=1e-10)

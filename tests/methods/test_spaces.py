@@ -65,13 +65,13 @@ def test_the_plan_says_which_methods_the_core_changes(method: MergeMethod) -> No
     found = merge_matrices(method.name, pairs, space="core", **options)
     full = merge_matrices(method.name, dense(pairs), **options)
     if "(equal to the full space)" in words:
-        assert distance(found, full) <= 1e-9
+        assert distance(found, full) <= F64_ORACLE
     elif "another result" in words:
         assert distance(found, full) > 1e-3
     else:
         assert "counts of its sides" in words
         if method.name not in COUNTING:
-            assert distance(found, full) <= 1e-9
+            assert distance(found, full) <= F64_ORACLE
 
 
 def test_ties_in_the_core_is_ties_on_the_cores() -> None:

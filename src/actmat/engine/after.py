@@ -1,4 +1,4 @@
-"""What follows a method: steps of post-processing, caps, and factors of layers, on each merged matrix.
+"""Steps of post-processing, caps, and factors of layers on each merged matrix, after its method.
 
 Steps act where the method did: on the dense matrix, on its factors, or in the space of the method. Caps and factors of
 layers come after them, on the delta itself.
