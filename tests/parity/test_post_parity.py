@@ -134,9 +134,9 @@ def test_larv_scores() -> None:
         for i, n in enumerate(names)
     }
     contrast, conflict = zip(*(values for _, values in measures.values()), strict=True)
-    torch.testing.assert_close(
-        torch.tensor(conflict), tensors["layers::expected_conflict"].float(), rtol=F32_PRODUCT, atol=0
-    )
+    for own, name in ((contrast, "erank_contrast"), (conflict, "conflict")):
+        expected = tensors[f"layers::expected_{name}"].float()
+        torch.testing.assert_close(torch.tensor(own), expected, rtol=F32_PRODUCT, atol=0)
     factors = step.factors(measures)
     # its own scales stop at 1; where they do not, they are the continuous ones
     clamped = torch.tensor([min(1.0, factors[n, ""]) for n in names])
