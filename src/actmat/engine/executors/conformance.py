@@ -85,11 +85,12 @@ class ExecutorConformance(abc.ABC):
         assert any(item.aliases for item in run.spec.plans[0].items), "no tied tensors"
 
     def test_surveys_of_the_whole_model(self, tmp_path: Path) -> None:
-        """Thresholds over all items, whichever worker saw which."""
+        """Thresholds over all items and factors of layers, whichever worker saw which."""
         variants: list[Fields] = [
             {"method": "ties", "options": {"trim": "global"}},
             {"method": "ties", "options": {"trim": "global", "variant": "mergekit", "density": 0.4}},
             {"method": "knots", "options": {"trim": "global"}},
+            {"method": "average", "post": ["svc", "esm"]},
         ]
         run = self._assert_same(Samples.checkpoints(tmp_path), variants)
         assert len(run.spec.surveys) == len(variants), "a variant without its survey"
@@ -110,8 +111,12 @@ class ExecutorConformance(abc.ABC):
         self._assert_same(Samples.adapters(tmp_path), [{**v, "to": "model"} for v in variants])
 
     def test_adapters_into_an_adapter(self, tmp_path: Path) -> None:
-        """LoRA adapters that stay one, with and without a survey."""
-        variants: list[Fields] = [{"method": "actmat"}, {"method": "knots", "options": {"trim": "global"}}]
+        """LoRA adapters that stay one, with and without a survey, and in the core space."""
+        variants: list[Fields] = [
+            {"method": "actmat"},
+            {"method": "knots", "options": {"trim": "global"}},
+            {"method": "ties", "space": "core", "post": "esm"},
+        ]
         samples = dataclasses.replace(Samples.adapters(tmp_path), base=None)
         run = self._assert_same(samples, [{**v, "to": "adapter"} for v in variants])
         assert all(item.factors is not None for item in run.spec.plans[0].items), "no adapter"
