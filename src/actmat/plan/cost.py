@@ -87,6 +87,11 @@ class CallShape:
         """True if more than the method looks at the deltas, which are then whole."""
         return self.caps.caps or self.post or self.space != "full"
 
+    @property
+    def library_bytes(self) -> int:
+        """Bytes that the linear algebra library keeps on the host."""
+        return MATRIX_BYTES if self.method.acts_on == "matrix" or self.post or self.space != "full" else 0
+
 
 def region_peak_bytes(region: Region, call: CallShape) -> int:
     """Peak of one call, in bytes."""
@@ -113,8 +118,12 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
             workspace, region.numel + max(_step_workspace(m) for m in region.layout.matrix_shapes(region.shape))
         )
     packed = 0 if single or not by_matrix else region.numel + sum(math.prod(m) for m in matrices)
-    library = MATRIX_BYTES if by_matrix or call.post or call.space != "full" else 0
-    return raw + library + statistics_bytes(method, matrices, n_experts, width) + width * (entries + workspace + packed)
+    return (
+        raw
+        + call.library_bytes
+        + statistics_bytes(method, matrices, n_experts, width)
+        + width * (entries + workspace + packed)
+    )
 
 
 def tensor_peak_bytes(

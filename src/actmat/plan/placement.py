@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.errors import format_size
-from actmat.plan.cost import MATRIX_BYTES, CallShape, region_peak_bytes, statistics_bytes, tensor_peak_bytes
+from actmat.plan.cost import CallShape, region_peak_bytes, statistics_bytes, tensor_peak_bytes
 from actmat.plan.model import Form
 from actmat.plan.regions import Region
 
@@ -91,9 +91,8 @@ def place(regions: Sequence[Region], call: CallShape, form: Form, room: DeviceRo
 
 def _on_device(region: Region, call: CallShape) -> int:
     width = int(torch_dtype(call.compute_dtype).itemsize)
-    library = MATRIX_BYTES if call.method.acts_on == "matrix" else 0
     whole = region_peak_bytes(region, dataclasses.replace(call, chunkable=False))
-    return whole - library + 2 * width * min(region.numel, MOVED_ENTRIES)
+    return whole - call.library_bytes + 2 * width * min(region.numel, MOVED_ENTRIES)
 
 
 def _beside_device(region: Region, call: CallShape) -> int:

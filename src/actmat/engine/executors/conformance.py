@@ -85,15 +85,23 @@ class ExecutorConformance(abc.ABC):
         assert any(item.aliases for item in run.spec.plans[0].items), "no tied tensors"
 
     def test_surveys_of_the_whole_model(self, tmp_path: Path) -> None:
-        """Thresholds over all items and factors of layers, whichever worker saw which."""
+        """Thresholds over all items, whichever worker saw which."""
         variants: list[Fields] = [
             {"method": "ties", "options": {"trim": "global"}},
             {"method": "ties", "options": {"trim": "global", "variant": "mergekit", "density": 0.4}},
             {"method": "knots", "options": {"trim": "global"}},
-            {"method": "average", "post": ["svc", "esm"]},
         ]
         run = self._assert_same(Samples.checkpoints(tmp_path), variants)
         assert len(run.spec.surveys) == len(variants), "a variant without its survey"
+
+    def test_factors_of_layers(self, tmp_path: Path) -> None:
+        """Items are merged to be measured, after the surveys of their methods, and merged again with their factors."""
+        variants: list[Fields] = [
+            {"method": "average", "post": ["svc", "esm"]},
+            {"method": "ties", "options": {"trim": "global"}, "post": "larv"},
+        ]
+        run = self._assert_same(Samples.checkpoints(tmp_path), variants)
+        assert len(run.spec.surveys) == 3, "surveys of one method and of two merges"
 
     def test_pools(self, tmp_path: Path) -> None:
         """Several tensors that are merged as one matrix."""
