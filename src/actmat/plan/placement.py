@@ -79,7 +79,7 @@ def place(regions: Sequence[Region], call: CallShape, form: Form, room: DeviceRo
         return Placed(on_host, 0, ", on the host: elementwise")
     if form == "factored":
         return Placed(on_host, 0, ", on the host: factors are small")
-    if room.kind == "mps" and call.method.acts_on == "matrix":
+    if room.kind == "mps" and (call.method.acts_on == "matrix" or call.post):
         return Placed(on_host, 0, ", on the host: mps has no float64, in which spectra are computed")
     need = tensor_peak_bytes(regions, call, _on_device)
     if room.memory is not None and need > room.memory:
