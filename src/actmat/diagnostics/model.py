@@ -29,6 +29,8 @@ REPORT_NAME = "report.json"
 
 MAX_NUMBER = 1e150
 """Largest number in a report; norms of float64 tensors that are finite when squared are below."""
+MAX_COUNT = 2**63
+"""Largest whole number in a report: bytes and entries of anything that a disk holds are below."""
 
 Vector = tuple[float, ...]
 Matrix = tuple[Vector, ...]
@@ -267,7 +269,7 @@ class Diagnosis(_Strict):
         except ValidationError as error:
             problems = [f"{where}: {'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
         except _TooLargeError as error:
-            problems = [f"{where}: expected numbers of at most {MAX_NUMBER:g}, found {error}"]
+            problems = [f"{where}: expected numbers of at most {MAX_NUMBER:g} and counts below 2^63, found {error}"]
         else:
             problems = [f"{where}: {p}" for p in _wrong_lengths(found)]
             if not problems:
@@ -283,10 +285,10 @@ def _without_retired(text: str | bytes) -> str | bytes:
     """JSON text without `forecast`, which earlier versions wrote, always as null; other text as it is.
 
     Raises:
-        _TooLargeError: a number whose square no float holds.
+        _TooLargeError: a number whose square no float holds, or a count of nothing that exists.
     """
     try:
-        fields = json.loads(text, parse_float=_held)
+        fields = json.loads(text, parse_float=_held, parse_int=_counted)
     except (ValueError, RecursionError):
         return text
     if isinstance(fields, dict) and fields.get("forecast", "") is None:
@@ -304,6 +306,12 @@ def _held(text: str) -> float:
     if MAX_NUMBER < abs(value) < math.inf:  # infinity is refused with its place
         raise _TooLargeError(text[:40])
     return value
+
+
+def _counted(text: str) -> int:
+    if abs(float(text)) >= MAX_COUNT:  # float first: int refuses thousands of digits in words of its own
+        raise _TooLargeError(text[:40])
+    return int(text)
 
 
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
