@@ -43,13 +43,18 @@ FIRST_LOOK = 7
 """Blocks after which the number of wanted eigenvalues is estimated: 1 to 2 % of a full decomposition, which is lost
 where many are wanted."""
 
-FEW = 0.16
-"""Share of `N` up to which the wanted eigenvalues count as few."""
+BASIS_PER_PAIR = 2.2
+"""Size of the basis per wanted pair, on top of the blocks of the first look: measured on power laws."""
 
-BASIS = 0.45
-"""Share of `N` at which the basis is given up: a full decomposition would be about as fast."""
+WORTH = 0.4
+"""Share of `N` up to which the expected basis is worth growing: twice as fast as a full decomposition."""
 
-ROUNDING = 64
+LIMIT = 0.5
+"""Share of `N` at which the basis is given up: about as slow as a full decomposition."""
+
+TINY = torch.finfo(torch.float64).tiny
+
+ROUNDING = 1
 """Smallest residual that is asked for, in eps(float64) of the largest eigenvalue."""
 
 GROWTH = 1.25
@@ -62,7 +67,7 @@ SEPARATED = 1e-6
 """Smallest gap, relative to the bound, in which the spectrum is cut for the proof, whose margin is some 1e-8."""
 
 INDEPENDENT = 1e-4
-"""Relative size of a new vector below which it is orthogonalised once more."""
+"""Length of a new vector, relative to the largest entry of its block before, below which it is orthogonalised again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +125,12 @@ class _Basis:
             torch.mm(self.rows_JN[own], self.sym_NN[here].mT, out=new_BN[:, here])
 
         run_panels(times, self._panels)
-        length = float(torch.linalg.vector_norm(new_BN, dim=-1).max())
+        largest = float(new_BN.abs().max())
         diagonal_BB = self._without(new_BN, near)[:, -BLOCK:] + self._without(new_BN, slice(0, own.stop))[:, -BLOCK:]
         self.t_JJ[own, own] = (diagonal_BB + diagonal_BB.mT) / 2
         q_NB, r_BB = torch.linalg.qr(new_BN.mT)
         next_BN = q_NB.mT.contiguous()
-        if float(r_BB.diagonal().abs().min()) <= INDEPENDENT * length:
+        if float(r_BB.diagonal().abs().min()) <= INDEPENDENT * largest:
             # some of the new vectors are rounding: made orthogonal again, they start the search in new directions
             for _ in range(2):
                 self._without(next_BN, slice(0, own.stop))
@@ -150,7 +155,9 @@ class _Basis:
         coordinates_JJ = coordinates_JJ.flip(-1)
         last_BJ = self.t_JJ[self.size : self.size + BLOCK, self.size - BLOCK : self.size] @ coordinates_JJ[-BLOCK:]
         counts_J = coordinates_JJ[:BLOCK].square().sum(0) * (self.sym_NN.shape[-1] / BLOCK)
-        return _Ritz(values_J.flip(-1), coordinates_JJ, torch.linalg.vector_norm(last_BJ, dim=0), counts_J)
+        unit = float(values_J[-1].abs().clamp_min(TINY))  # squares of very small numbers would be zero
+        residuals_J = torch.linalg.vector_norm(last_BJ / unit, dim=0) * unit
+        return _Ritz(values_J.flip(-1), coordinates_JJ, residuals_J, counts_J)
 
 
 def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
@@ -161,7 +168,7 @@ def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
         dtype: of the entries from which `sym` was widened; residuals are below its rounding at the bound.
     """
     size, eps64 = sym_NN.shape[-1], torch.finfo(torch.float64).eps
-    basis = _Basis(sym_NN, int(BASIS * size) // BLOCK * BLOCK)
+    basis = _Basis(sym_NN, int(LIMIT * size) // BLOCK * BLOCK)
     look, before = FIRST_LOOK * BLOCK, None
     while True:
         while basis.size < min(look, basis.limit):
@@ -174,7 +181,7 @@ def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
         if (cut := _cut(ritz, count, bound, tolerance)) is not None:
             break
         if basis.size == basis.limit:
-            return f"residuals are not exact in a basis of {BASIS:.0%} of the directions"
+            return f"residuals are not exact in a basis of {LIMIT:.0%} of the directions"
         now = basis.size, math.log(max(float(ritz.residuals_J[:count].max()) / tolerance, 1.0))
         look, before = _next_look(*now, before, float(ritz.counts_J[:count].sum())), now
     taken, level = cut
@@ -189,8 +196,10 @@ def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
 def _refused(ritz: _Ritz, count: int, tolerance: float, size: int) -> str:
     """Why a Krylov basis is not worth growing, or an empty string."""
     estimate = float(ritz.counts_J[:count].sum())
-    if not FEW * size >= max(estimate, count) > 0:
-        return f"more than {FEW:.0%} of the directions are kept"
+    if count == 0:
+        return "no direction is kept"
+    if BASIS_PER_PAIR * max(estimate, count) + FIRST_LOOK * BLOCK > WORTH * size:
+        return f"would need a basis of more than {WORTH:.0%} of the directions"
     exact = ritz.residuals_J[:count] <= tolerance
     found, of = int(exact.sum()), float(ritz.counts_J[:count][exact].sum())
     if of > COPIES * found + BLOCK:

@@ -168,7 +168,9 @@ class PrimalMoments:
         """Add one expert with `K_t = A_t^T A_t`; a negative weight removes it again."""
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             add_gram(self.gram_II, factor_RI, weight)
-            multiply(multiply(delta_OI, factor_RI.mT), factor_RI, self.left_OI, alpha=weight)
+            same = factor_RI is delta_OI  # then their product is symmetric
+            products_OR = gram_of_rows([delta_OI.mT]) if same else multiply(delta_OI, factor_RI.mT)
+            multiply(products_OR, factor_RI, self.left_OI, alpha=weight)
             return
         term = self._term().zero_()
         add_gram(term, factor_RI)
