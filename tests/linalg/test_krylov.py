@@ -145,6 +145,16 @@ def test_a_basis_that_grows_too_large_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert found == "residuals are not exact in a basis of 30% of the directions"
 
 
+def test_a_crowd_just_below_the_cut_off_is_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gap, residuals fall slowly: the attempt ends soon after the size that five pairs usually need."""
+    looks: list[int] = []
+    ritz = krylov._Basis.ritz
+    monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
+    crowded = padded(torch.linspace(1, 1.001 * CUT, 5), torch.linspace(0.999, 0.0, 595) * CUT)
+    assert leading(symmetric(crowded), Above(CUT), torch.float64) == "residuals fall too slowly"
+    assert looks[-1] <= 2 * krylov._expected(5)
+
+
 class Threads:
     """Helpers that compute panels in any order on so many threads."""
 

@@ -182,8 +182,13 @@ def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
             break
         if basis.size == basis.limit:
             return f"residuals are not exact in a basis of {LIMIT:.0%} of the directions"
+        estimate = float(ritz.counts_J[:count].sum())
         now = basis.size, math.log(max(float(ritz.residuals_J[:count].max()) / tolerance, 1.0))
-        look, before = _next_look(*now, before, float(ritz.counts_J[:count].sum())), now
+        needed = math.inf if before is None else _needed(before, now)
+        if before is not None and basis.size > _expected(estimate) and needed > basis.limit:
+            return "residuals fall too slowly"
+        look = round(1.3 * estimate if before is None else min(needed, GROWTH * basis.size))
+        look, before = max(look, basis.size + BLOCK), now
     taken, level = cut
     vectors_KN = multiply(ritz.coordinates_JJ[:, :taken].mT, basis.rows_JN[: basis.size])
     values_K, used = ritz.values_J[:taken], basis.size
@@ -195,10 +200,9 @@ def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
 
 def _refused(ritz: _Ritz, count: int, tolerance: float, size: int) -> str:
     """Why a Krylov basis is not worth growing, or an empty string."""
-    estimate = float(ritz.counts_J[:count].sum())
     if count == 0:
         return "no direction is kept"
-    if BASIS_PER_PAIR * max(estimate, count) + FIRST_LOOK * BLOCK > WORTH * size:
+    if _expected(max(float(ritz.counts_J[:count].sum()), count)) > WORTH * size:
         return f"would need a basis of more than {WORTH:.0%} of the directions"
     exact = ritz.residuals_J[:count] <= tolerance
     found, of = int(exact.sum()), float(ritz.counts_J[:count][exact].sum())
@@ -221,10 +225,12 @@ def _cut(ritz: _Ritz, count: int, bound: float, tolerance: float) -> tuple[int, 
     return None
 
 
-def _next_look(size: int, log_worst: float, before: tuple[int, float] | None, estimate: float) -> int:
-    """Size of the basis at which residuals are expected to be exact, by the line through their last two logarithms."""
-    if before is None:
-        return max(size + BLOCK, round(1.3 * estimate))
-    slope = (before[1] - log_worst) / (size - before[0])
-    needed = size + log_worst / slope if slope > 0 else math.inf
-    return max(size + BLOCK, round(min(needed, GROWTH * size)))
+def _expected(estimate: float) -> float:
+    """Size of the basis that so many wanted pairs usually need."""
+    return BASIS_PER_PAIR * estimate + FIRST_LOOK * BLOCK
+
+
+def _needed(before: tuple[int, float], now: tuple[int, float]) -> float:
+    """Size at which the logarithm of the largest residual is zero, by the line through two sizes."""
+    slope = (before[1] - now[1]) / (now[0] - before[0])
+    return now[0] + now[1] / slope if slope > 0 else math.inf
