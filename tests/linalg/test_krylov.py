@@ -121,8 +121,8 @@ def test_a_basis_that_misses_a_direction_is_refused_by_the_proof(monkeypatch: py
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (torch.ones(N, dtype=torch.float64), "would need a basis of more than 40% of the directions"),
-        (decay(0.5), "would need a basis of more than 40% of the directions"),
+        (torch.ones(N, dtype=torch.float64), "would need a basis of more than 240 vectors"),
+        (decay(0.5), "would need a basis of more than 240 vectors"),
         (torch.zeros(N, dtype=torch.float64), "no direction is kept"),
     ],
     ids=["flat", "slow decay", "zero"],
@@ -137,10 +137,20 @@ def test_what_is_not_worth_it_is_refused_after_the_first_look(
     assert looks == [krylov.FIRST_LOOK * krylov.BLOCK]
 
 
+def test_a_late_estimate_does_not_end_an_attempt_that_is_nearly_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first look, only the limit counts: what has been paid for is used."""
+    refused = krylov._refused
+    limits: list[float] = []
+    monkeypatch.setattr(krylov, "_refused", lambda *given: (limits.append(given[-1]), refused(*given))[1])
+    assert isinstance(leading(symmetric(decay(1.5)), Above(0.01), torch.float64), Leading)
+    assert limits[0] == krylov.WORTH * N
+    assert set(limits[1:]) == {krylov.LIMIT * N}
+
+
 def test_a_basis_that_grows_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(krylov, "LIMIT", 0.3)
     crowded = padded(torch.ones(1), torch.linspace(1.5, 0.5, 300, dtype=torch.float64) * CUT)
-    monkeypatch.setattr(krylov, "WORTH", 9.0)
+    monkeypatch.setattr(krylov, "BASIS_PER_PAIR", 0.2)
     found = leading(symmetric(crowded), Above(CUT), torch.float64)
     assert found == "residuals are not exact in a basis of 30% of the directions"
 

@@ -176,7 +176,7 @@ def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
         ritz = basis.ritz()
         count, bound = wanted.of(ritz.values_J)
         tolerance = max(torch.finfo(dtype).eps * bound, ROUNDING * eps64 * float(ritz.values_J[0]))
-        if refused := _refused(ritz, count, tolerance, size):
+        if refused := _refused(ritz, count, tolerance, (WORTH if before is None else LIMIT) * size):
             return refused
         if (cut := _cut(ritz, count, bound, tolerance)) is not None:
             break
@@ -198,12 +198,12 @@ def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
     return Leading(values_K[:count].flip(0), vectors_KN[:count].flip(0).mT, used)
 
 
-def _refused(ritz: _Ritz, count: int, tolerance: float, size: int) -> str:
-    """Why a Krylov basis is not worth growing, or an empty string."""
+def _refused(ritz: _Ritz, count: int, tolerance: float, largest: float) -> str:
+    """Why a Krylov basis is not worth growing, or an empty string; `largest`: the size up to which it is."""
     if count == 0:
         return "no direction is kept"
-    if _expected(max(float(ritz.counts_J[:count].sum()), count)) > WORTH * size:
-        return f"would need a basis of more than {WORTH:.0%} of the directions"
+    if _expected(max(float(ritz.counts_J[:count].sum()), count)) > largest:
+        return f"would need a basis of more than {largest:.0f} vectors"
     exact = ritz.residuals_J[:count] <= tolerance
     found, of = int(exact.sum()), float(ritz.counts_J[:count][exact].sum())
     if of > COPIES * found + BLOCK:
