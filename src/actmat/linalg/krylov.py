@@ -77,7 +77,7 @@ class Above:
     share: float
 
     def of(self, values_J: Tensor) -> tuple[int, float]:
-        """How many of these (descending) are wanted, and the bound above which they lie."""
+        """Number of these (descending) that are wanted, and the bound above which they lie."""
         bound = self.share * float(values_J[0])
         return int((values_J > bound).sum()), bound
 
@@ -93,7 +93,7 @@ class Leading:
 
 @dataclass(frozen=True, slots=True)
 class _Ritz:
-    """Ritz values (descending), their vectors in the basis (columns), residuals, and how many eigenvalues each is."""
+    """Ritz values (descending), their vectors in the basis (columns), residuals, estimated counts of eigenvalues."""
 
     values_J: Tensor
     coordinates_JJ: Tensor
@@ -212,7 +212,7 @@ def _refused(ritz: _Ritz, count: int, tolerance: float, largest: float) -> str:
 
 
 def _cut(ritz: _Ritz, count: int, bound: float, tolerance: float) -> tuple[int, float] | None:
-    """How many pairs to take and a level between them and the rest, or None if some are not exact yet.
+    """Number of pairs to take and a level between them and the rest, or None if some are not exact yet.
 
     Where eigenvalues crowd at the bound, all of the crowd is taken, so that the proof needs no level inside it.
     """
