@@ -33,8 +33,8 @@ from actmat.linalg.panels import multiply, row_panels, run_panels
 
 __all__ = ["SMALLEST", "Above", "Leading", "leading"]
 
-SMALLEST = 1024
-"""Side below which callers decompose all: a quarter of a second."""
+SMALLEST = 2048
+"""Side below which callers decompose all: there the first look is more than 3 % of a full decomposition."""
 
 BLOCK = 24
 """Vectors of a block. Smaller blocks need a smaller basis, larger ones run closer to the speed of a square product."""
