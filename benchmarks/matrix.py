@@ -9,7 +9,9 @@ ACTMat, full SVDs of every delta for TSV-M and Iso-C; all in float32, on the sam
 `D D^T D` and the last one, and one symmetric eigendecomposition. A Cholesky factorisation, where the cut-off provably
 does nothing, may be faster than this bound.
 
-Deltas are `gaussian` (flat spectra) or `power` (`s_k = k^-1`, random singular vectors). Both sides use the same
+Deltas are `gaussian` (flat spectra), `powerP` (`s_k = k^-P`, P = 1 if left out, random singular vectors), `lowrank` (a
+sixteenth of the directions), `dominant` (flat but for one direction) or `cutoff` (a tenth of the eigenvalues of `S` at
+the cut-off, up to rounding). Both sides use the same
 cut-off, `I * eps(float32)`; `difference` is `||ours - naive||_F / ||naive||_F`, and `ours f64`, `naive f64` are the
 distances of both from the same formula in float64.
 """
@@ -17,6 +19,7 @@ distances of both from the same formula in float64.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,6 +83,8 @@ def polar(matrix: Tensor) -> Tensor:
     return u @ vh
 
 
+SPECTRA = ("gaussian", "power", "power0.5", "power0.7", "power1.5", "lowrank", "dominant", "cutoff")
+
 NAIVE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "actmat": naive_actmat,
     "actmat_ridge": naive_ridge,
@@ -89,21 +94,43 @@ NAIVE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
 
 
 def make_deltas(count: int, rows: int, columns: int, spectrum: str) -> list[Tensor]:
-    """Random deltas of size 1e-2 per entry, with flat or power-law spectra."""
+    """Random deltas of size 1e-2 per entry; `spectrum` as in `SPECTRA`, or `power` and an exponent."""
     generator = torch.Generator().manual_seed(rows * 10007 + columns)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    rank = min(rows, columns)
     if spectrum == "gaussian":
         return [normal(rows, columns) * 1e-2 for _ in range(count)]
-    rank = min(rows, columns)
-    values = torch.arange(1, rank + 1, dtype=torch.float32).reciprocal()
+    if spectrum == "lowrank":
+        inner = max(1, rank // 16)
+        return [normal(rows, inner) @ normal(inner, columns) * (1e-2 / inner**0.5) for _ in range(count)]
+    if spectrum == "dominant":
+        return [1e-4 * normal(rows, columns) + 1e-2 * normal(rows, 1) @ normal(1, columns) for _ in range(count)]
+    values = singular_values(spectrum, rank, columns)
     values *= 1e-2 * (rows * columns) ** 0.5 / torch.linalg.vector_norm(values)
+    shared = torch.linalg.qr(normal(columns, rank)).Q if spectrum == "cutoff" else None
     return [
-        torch.linalg.qr(normal(rows, rank)).Q * values @ torch.linalg.qr(normal(columns, rank)).Q.mT
+        torch.linalg.qr(normal(rows, rank)).Q
+        * values
+        @ (torch.linalg.qr(normal(columns, rank)).Q if shared is None else shared).mT
         for _ in range(count)
     ]
+
+
+def singular_values(spectrum: str, rank: int, columns: int) -> Tensor:
+    """Descending. Of `cutoff`: 2 % above the default cut-off, 10 % at it to one part in a million, 88 % far below."""
+    if spectrum != "cutoff":
+        return torch.arange(1, rank + 1, dtype=torch.float32).pow(-float(spectrum.removeprefix("power") or 1))
+    above, at = max(1, rank // 50), rank // 10
+    cut = columns * EPS32
+    squares = [
+        torch.logspace(0, math.log10(2 * cut), above, dtype=torch.float64),
+        cut * (1 + 1e-6 * torch.linspace(1, -1, at, dtype=torch.float64)),
+        torch.full((rank - above - at,), cut * 1e-3, dtype=torch.float64),
+    ]
+    return torch.cat(squares).sqrt().float()
 
 
 def bound_seconds(count: int, rows: int, columns: int, threads: int) -> float:
@@ -186,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=sorted(NAIVE), default=list(NAIVE))
     parser.add_argument("--shapes", nargs="+", type=shape_from, default=[(1024, 1024), (4096, 1024), (1024, 4096)])
-    parser.add_argument("--spectra", nargs="+", choices=["gaussian", "power"], default=["gaussian", "power"])
+    parser.add_argument("--spectra", nargs="+", choices=SPECTRA, default=["gaussian", "power"])
     parser.add_argument("--experts", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

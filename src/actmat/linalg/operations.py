@@ -66,7 +66,7 @@ def product(rows: int, columns: int, inner: int, *, double: bool = False, panels
     return Operation("product", 2 * rows * columns * inner, min(rows, columns, inner), double, panels)
 
 
-def gram(rows: int, width: int) -> Operation:
+def gram(rows: int, width: int, *, double: bool = False) -> Operation:
     """`A^T A` of an `M x N` factor in the blocks on and above the diagonal only.
 
     >>> gram(100, 400).flops == 2 * 100 * 400 * 400, gram(100, 800).flops == 2 * 100 * 800 * 800 * 5 // 8
@@ -75,7 +75,7 @@ def gram(rows: int, width: int) -> Operation:
     cuts = gram_panels(width)
     count = len(cuts)
     upper = sum((c.stop - c.start) * (width - c.start) for c in cuts)
-    return Operation("product", 2 * rows * upper, min(rows, width), panels=(count + 1) // 2)
+    return Operation("product", 2 * rows * upper, min(rows, width), double, (count + 1) // 2)
 
 
 def cholesky(size: int, *, inverse: bool = False, double: bool = True) -> Operation:
@@ -109,7 +109,7 @@ def thin_svd(rows: int, columns: int, kept: int, *, double: bool) -> list[Operat
     short, long = sorted((rows, columns))
     if double:
         return [svd(rows, columns, double=True)]
-    gram_and_long = [product(short, short, long, double=True), product(long, kept, short, double=True)]
+    gram_and_long = [gram(long, short, double=True), product(long, kept, short, double=True)]
     return [*gram_and_long, eigh(short), entries(4 * rows * columns)]
 
 
@@ -118,7 +118,7 @@ def polar_factor(rows: int, columns: int, *, double: bool) -> list[Operation]:
     short, long = sorted((rows, columns))
     if double:
         return [svd(rows, columns, double=True), product(rows, columns, short, double=True)]
-    both = [product(short, short, long, double=True), product(short, long, short, double=True)]
+    both = [gram(long, short, double=True), product(short, long, short, double=True)]
     return [*both, product(short, short, short, double=True), eigh(short), entries(2 * rows * columns)]
 
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from actmat.linalg.gram import add_gram, mirror
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 
 __all__ = [
@@ -170,12 +171,16 @@ def short_gram(matrix_OI: Tensor) -> Tensor:
 
 def row_gram(matrix_OI: Tensor) -> Tensor:
     """`A A^T` (`O x O`) in float64; a narrower dtype is widened some columns at a time."""
-    if matrix_OI.dtype == torch.float64:
-        return matrix_OI @ matrix_OI.mT
+    batched = matrix_OI.dim() > 2
     gram_OO = matrix_OI.new_zeros((*matrix_OI.shape[:-1], matrix_OI.shape[-2]), dtype=torch.float64)
     for columns in column_slices(matrix_OI.shape[-1]):
         wide_OC = matrix_OI[..., columns].to(torch.float64)
-        gram_OO += wide_OC @ wide_OC.mT
+        if batched:
+            gram_OO += wide_OC @ wide_OC.mT
+        else:
+            add_gram(gram_OO, wide_OC.mT)
+    if not batched:
+        mirror(gram_OO)
     return gram_OO
 
 

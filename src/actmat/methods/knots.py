@@ -34,7 +34,7 @@ from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
-from actmat.linalg.operations import Operation, eigh, entries, polar_factor, product, repeated
+from actmat.linalg.operations import Operation, eigh, entries, gram, polar_factor, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
@@ -262,7 +262,7 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
     if double or rows > side:
         found = thin_svd_operations(rows, side, kept, double=double)
     else:
-        found = [product(rows, rows, side, double=True), eigh(rows), entries(2 * rows * side)]
+        found = [gram(side, rows, double=True), eigh(rows), entries(2 * rows * side)]
     found += repeated([product(kept, columns, rows, double=True)], n_experts)
     if rule == "tsv":
         slots = min(rows, columns) // n_experts

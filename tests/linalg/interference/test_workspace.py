@@ -7,10 +7,12 @@ import weakref
 import pytest
 import torch
 from tests.helpers.experts import OnePass
-from tests.helpers.spectra import random_deltas, shared_rows
+from tests.helpers.spectra import random_deltas, shared_rows, with_spectrum
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from actmat.linalg import krylov
+from actmat.linalg.interference import moments
 from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.linalg.interference.solver import finish, prepare
 from actmat.linalg.interference.workspace import workspace
@@ -63,6 +65,18 @@ def test_estimate_covers_what_is_allocated_and_is_not_far_above(name):
     allocated, estimate = seen.peak / 4, workspace(shape, n_experts, rule)
     assert allocated <= 1.02 * estimate
     assert allocated >= 0.3 * estimate  # the rest: LAPACK's work space, and the dearer path the data did not take
+
+
+def test_a_part_of_the_spectrum_takes_no_more_than_the_whole(monkeypatch):
+    """The basis, its projection and the proof fit into the memory of a full decomposition."""
+    monkeypatch.setattr(krylov, "BLOCK", 8)
+    monkeypatch.setattr(moments, "SMALLEST", 64)
+    values = torch.arange(1, 301, dtype=torch.float64).pow(-1.5)
+    deltas, rule = [with_spectrum(300, 560, values, seed=t).float() for t in range(2)], Rule()
+    with Peak() as seen:
+        _, stats = finish(prepare(deltas, rule), rule, consume=True)
+    assert stats["solver"] == "primal/lanczos"
+    assert seen.peak / 4 <= workspace((300, 560), 2, rule)
 
 
 @pytest.mark.parametrize("sizes", [(1e-12,), (1e12,), (1e-12, 1.0), (1.0, 1e-12), (1e-15, 1e15)], ids=str)

@@ -24,8 +24,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg.gram import add_gram, mirror
+from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
-from actmat.linalg.panels import gram_panels, multiply, run_panels
+from actmat.linalg.panels import multiply
 from actmat.linalg.scaling import scaled
 
 __all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "form_for", "gram_of_rows"]
@@ -35,11 +37,18 @@ Form = Literal["primal", "dual", "stacked"]
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """Eigenvalues (ascending) and eigenvectors (columns; None means the identity) of a reduced Gram matrix."""
+    """Eigenvalues (ascending) and eigenvectors (columns; None means the identity) of a reduced Gram matrix.
+
+    All of them, or those above `above` times the largest: then from a Krylov basis of `basis` vectors. `refused` is the
+    reason why all were computed although a part would have been enough.
+    """
 
     values_N: Tensor
     vectors_NN: Tensor | None
     retries: Retries = ()
+    above: float | None = None
+    basis: int = 0
+    refused: str = ""
 
 
 @dataclass(slots=True)
@@ -64,8 +73,8 @@ class Reduced:
 
     @property
     def has_spectrum(self) -> bool:
-        """True if the eigendecomposition has already been computed."""
-        return self._spectrum is not None
+        """True if the whole eigendecomposition has already been computed."""
+        return self._spectrum is not None and self._spectrum.above is None
 
     def trace(self) -> float:
         """`tr(S)`, the same in all forms, summed in float64."""
@@ -79,23 +88,43 @@ class Reduced:
         eigensolver finds to about a percent: enough to move the merged delta by 1e-2. Decomposing the same matrix in
         float64 takes 1.6 times as long and leaves 1e-3. Eigenvalues stay in float64, vectors are rounded.
         """
-        if self._spectrum is None:
+        if self._spectrum is None or self._spectrum.above is not None:
             assert self.gram_NN is not None, "the stacked form is made with its spectrum"
-            values_N, vectors_NN, retries = eigh(self.gram_NN.double())
-            self._spectrum = Spectrum(values_N, vectors_NN.to(self.gram_NN.dtype), retries)
+            self._spectrum = self._full(self.gram_NN.double(), "")
         return self._spectrum
+
+    def spectrum_above(self, rtol: float) -> Spectrum:
+        """At least the eigenvalues above `rtol` times the largest: only these, where they are few, otherwise all."""
+        have = self._spectrum
+        if have is not None and (have.above is None or have.above <= rtol):
+            return have
+        assert self.gram_NN is not None, "the stacked form is made with its spectrum"
+        wide_NN, dtype = self.gram_NN.double(), self.gram_NN.dtype
+        found = leading(wide_NN, Above(rtol), dtype) if self.size >= SMALLEST else ""
+        if isinstance(found, str):
+            self._spectrum = self._full(wide_NN, found)
+        else:
+            vectors = found.vectors_NK.to(dtype)
+            self._spectrum = Spectrum(found.values_K, vectors, above=rtol, basis=found.basis)
+        return self._spectrum
+
+    def _full(self, wide_NN: Tensor, refused: str) -> Spectrum:
+        values_N, vectors_NN, retries = eigh(wide_NN)
+        return Spectrum(values_N, vectors_NN.to(self.left_ON.dtype), retries, refused=refused)
 
     def coordinates(self, rows_XI: Tensor, count: int) -> Tensor:
         """Rows in the `count` leading eigenvectors of `S`, `X K`: their component in the space that a cut-off keeps."""
-        spectrum = self.spectrum()
+        spectrum = self._spectrum
+        if spectrum is None or spectrum.values_N.numel() < count:
+            spectrum = self.spectrum()
         scaled = rows_XI if self.right_NI is None else rows_XI @ self.right_NI.mT
-        leading = slice(self.size - count, self.size)
+        last = slice(spectrum.values_N.numel() - count, None)
         vectors = spectrum.vectors_NN
-        scaled = scaled[:, leading] if vectors is None else scaled @ vectors[:, leading]
+        scaled = scaled[:, last] if vectors is None else scaled @ vectors[:, last]
         if self.right_NI is None:
             return scaled
         # eigenvectors of S: A^T u / s (dual), diag(s) v^T / s (stacked: the rows of `right` carry s already)
-        return scaled / spectrum.values_N[leading].clamp_min(0).sqrt().to(scaled.dtype)
+        return scaled / spectrum.values_N[last].clamp_min(0).sqrt().to(scaled.dtype)
 
 
 def form_for(factor_rows: int, n_experts: int, width: int) -> Form:
@@ -103,35 +132,14 @@ def form_for(factor_rows: int, n_experts: int, width: int) -> Form:
     return "dual" if factor_rows * n_experts < width else "primal"
 
 
-def _add_gram(out_II: Tensor, a_RI: Tensor, alpha: float = 1.0) -> None:
-    """`out += alpha A^T A` in the blocks on and above the diagonal only; `_mirror` fills the rest.
-
-    With four column panels this is 5/8 of the full product.
-    """
-
-    def add(own: slice) -> None:
-        out_II[own, own.start :].addmm_(a_RI[:, own].mT, a_RI[:, own.start :], alpha=alpha)
-
-    run_panels(add, gram_panels(out_II.shape[-1]))
-
-
 def gram_of_rows(factors: Sequence[Tensor]) -> Tensor:
     """`sum_t A_t^T A_t`, `I I`, for factors `R I`."""
     width = factors[0].shape[-1]
     gram_II = factors[0].new_zeros(width, width)
     for a_RI in factors:
-        _add_gram(gram_II, a_RI)
-    _mirror(gram_II)
+        add_gram(gram_II, a_RI)
+    mirror(gram_II)
     return gram_II
-
-
-def _mirror(gram_II: Tensor) -> None:
-    """Copy the blocks above the diagonal to below it."""
-
-    def copy(own: slice) -> None:
-        gram_II[own.stop :, own] = gram_II[own, own.stop :].mT
-
-    run_panels(copy, gram_panels(gram_II.shape[-1]))
 
 
 class PrimalMoments:
@@ -159,12 +167,14 @@ class PrimalMoments:
     def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
         """Add one expert with `K_t = A_t^T A_t`; a negative weight removes it again."""
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
-            _add_gram(self.gram_II, factor_RI, weight)
-            multiply(multiply(delta_OI, factor_RI.mT), factor_RI, self.left_OI, alpha=weight)
+            add_gram(self.gram_II, factor_RI, weight)
+            same = factor_RI is delta_OI  # then their product is symmetric
+            products_OR = gram_of_rows([delta_OI.mT]) if same else multiply(delta_OI, factor_RI.mT)
+            multiply(products_OR, factor_RI, self.left_OI, alpha=weight)
             return
         term = self._term().zero_()
-        _add_gram(term, factor_RI)
-        _mirror(term)
+        add_gram(term, factor_RI)
+        mirror(term)
         self._add_term(delta_OI, weight)
 
     def add_gram(self, delta_OI: Tensor, gram_II: Tensor, weight: float, off_diagonal: float) -> None:
@@ -188,7 +198,7 @@ class PrimalMoments:
         """The finished sums; the accumulator must not be used afterwards."""
         assert form == "primal", "the other forms have accumulators of their own"
         self._term_II = None
-        _mirror(self.gram_II)
+        mirror(self.gram_II)
         return Reduced(self.left_OI, self.gram_II, None, "primal")
 
 

@@ -40,7 +40,9 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
         elif PrimalMoments.needs_term(factor_rows, width):
             added += [gram(factor_rows, width), _by_rows(rows, width, width), entries(4 * width**2)]
         else:
-            added += [gram(factor_rows, width), *repeated([_by_rows(rows, width, factor_rows)], 2)]
+            by_factor = _by_rows(rows, width, factor_rows)
+            symmetric = rule.estimator.is_delta
+            added += [gram(factor_rows, width), gram(width, rows) if symmetric else by_factor, by_factor]
         done, size = repeated(added, n_experts), width
     else:
         size = n_experts * factor_rows

@@ -59,6 +59,11 @@ class Estimator:
         """Power with which `w_t K_t` grows with the delta: 2 as it is, 0 with the normaliser."""
         return 2 * self.power - (2 if self.normalise == "norm" else 0)
 
+    @property
+    def is_delta(self) -> bool:
+        """True if the factor is the delta itself."""
+        return self.trim is None and not self.centre and self.power == 1.0
+
     def rows(self, out_features: int, in_features: int) -> int:
         """Rows `R` of the factor of an `O x I` delta."""
         return out_features if self.power == 1.0 else min(out_features, in_features)

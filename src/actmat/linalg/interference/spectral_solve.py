@@ -3,6 +3,7 @@
 The gain `G` is applied in the cheapest exact way:
 
 * Cholesky instead of eigenvectors for a ridge, and for a hard cut-off that is proven to remove nothing;
+* only the eigenvectors that are kept, where they are few (`linalg.krylov`);
 * `(X V g) V^T` or `X (V g V^T)`, whichever has fewer products, with only the kept columns of `V`;
 * in panels of rows, so that the result can overwrite the numerator.
 
@@ -41,14 +42,14 @@ def solve(
     width: int,
     out_OI: Tensor,
     fill_OI: tuple[Tensor, float] | None,
-    allow_cholesky: bool,
+    allow_shortcuts: bool,
 ) -> tuple[Stats, Retries]:
     """Write `D*` to `out_OI` (which may be the primal `left_ON` of the problem); return the record and the retries.
 
     Args:
         width: in_features `I` of the layer, for the default cut-off and the mean eigenvalue.
         fill_OI: `(X, a)` for `N = a X`, or None for `N = 0`.
-        allow_cholesky: let a solve replace the eigendecomposition where both give the same answer.
+        allow_shortcuts: let a solve, or a part of the spectrum, replace the whole where both give the same answer.
     """
     trace = reduced.trace()
     if trace == 0.0:  # no expert moved: the filter keeps no direction
@@ -59,9 +60,11 @@ def solve(
         return {"rank": 0, "solver": f"{reduced.form}/none"}, ()
     rtol = spectral.resolved_rtol(reduced.size, width, reduced.left_ON.dtype)
     retries: Retries = ()
-    found = _by_cholesky(reduced, spectral, rtol, trace / width) if allow_cholesky else None
+    found = _by_cholesky(reduced, spectral, rtol, trace / width) if allow_shortcuts else None
     if found is None:
-        found, retries = _by_spectrum(reduced, spectral, rtol, trace / width), reduced.spectrum().retries
+        cuts = spectral.kind in ("hard", "adaptive")
+        spectrum = reduced.spectrum_above(rtol) if allow_shortcuts and cuts else reduced.spectrum()
+        found, retries = _by_spectrum(reduced, spectrum, spectral, rtol, trace / width), spectrum.retries
     apply, stats = found
     _apply_in_panels(reduced, apply, out_OI, fill_OI)
     return stats, retries
@@ -101,19 +104,25 @@ def _solver(factor_NN: Tensor, reduced: Reduced) -> Apply:
     return lambda left_XN: torch.cholesky_solve(left_XN.to(factor_NN.dtype).mT, factor_NN).mT.to(dtype)
 
 
-def _by_spectrum(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Apply, Stats]:
-    spectrum = reduced.spectrum()
+def _by_spectrum(
+    reduced: Reduced, spectrum: Spectrum, spectral: Filter, rtol: float, mean: float
+) -> tuple[Apply, Stats]:
     gain_K, stats = gain(spectrum.values_N, spectral, rtol=rtol, mean=mean)
-    name = "svd" if spectrum.vectors_NN is None else "eigh"
-    return _gain_applier(spectrum, gain_K, reduced.left_ON.shape[-2]), {**stats, "solver": f"{reduced.form}/{name}"}
+    name = "svd" if spectrum.vectors_NN is None else "eigh" if spectrum.above is None else "lanczos"
+    record: Stats = {**stats, "solver": f"{reduced.form}/{name}"}
+    if spectrum.basis:
+        record["basis"] = spectrum.basis
+    if spectrum.refused:
+        record["no_lanczos"] = spectrum.refused
+    return _gain_applier(spectrum, gain_K, reduced), record
 
 
-def _gain_applier(spectrum: Spectrum, gain_K: Tensor, rows: int) -> Apply:
-    size, kept = spectrum.values_N.numel(), gain_K.numel()
+def _gain_applier(spectrum: Spectrum, gain_K: Tensor, reduced: Reduced) -> Apply:
+    size, rows, known, kept = reduced.size, reduced.left_ON.shape[-2], spectrum.values_N.numel(), gain_K.numel()
     if spectrum.vectors_NN is None:
         full = torch.cat([gain_K.new_zeros(size - kept), gain_K])
         return lambda left_XN: left_XN * full
-    vectors = spectrum.vectors_NN[:, size - kept :]
+    vectors = spectrum.vectors_NN[:, known - kept :]
     scaled = vectors * gain_K.to(vectors.dtype)
     # forming the product costs N^2 K and then O N^2; keeping it in two factors costs 2 O N K
     if size * size * kept + rows * size * size < 2 * rows * size * kept:

@@ -1,0 +1,236 @@
+"""Leading eigenpairs of a symmetric semidefinite matrix, where few are wanted: block Lanczos in float64.
+
+    Q_JN: orthonormal basis of [X, S X, S^2 X, ..]      T = Q S Q^T = Y diag(t) Y^T      V = Y^T Q
+
+`X` are `BLOCK` random vectors, the same for every matrix of one size. The basis grows block by block until all wanted
+pairs have residuals `||S v - t v||` below the rounding of the matrix's own dtype. Every block is orthogonalised against
+all before it, so that residuals are those of exact arithmetic.
+
+**Few or many** is estimated from the first blocks: the squared components of the Ritz vectors in `X` are the weights of
+a Gauss quadrature of the spectral density, so `N / BLOCK` times their sum over the values above a bound estimates how
+many eigenvalues lie there, however few of them have been found. Nothing depends on time or on the number of threads.
+
+**None missed.** A Krylov space holds no more than `BLOCK` copies of a multiple eigenvalue. `none_above` proves that
+nothing was missed; where it cannot, there is no answer.
+
+Sources: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 10.1 to 10.3 (block Lanczos); G. Golub, G.
+Meurant, "Matrices, Moments and Quadrature with Applications", 2010, chapters 4 and 11 (weights).
+
+Shapes: `N` side of the matrix, `J` size of the basis, `B` vectors of a block, `K` wanted pairs. Vectors are rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.inertia import none_above
+from actmat.linalg.lapack import eigh
+from actmat.linalg.panels import multiply, row_panels, run_panels
+
+__all__ = ["SMALLEST", "Above", "Leading", "leading"]
+
+SMALLEST = 2048
+"""Side below which callers decompose all: there the first look is more than 3 % of a full decomposition."""
+
+BLOCK = 24
+"""Vectors of a block. Smaller blocks need a smaller basis, larger ones run closer to the speed of a square product."""
+
+FIRST_LOOK = 7
+"""Blocks after which the number of wanted eigenvalues is estimated: 1 to 2 % of a full decomposition, which is lost
+where many are wanted."""
+
+BASIS_PER_PAIR = 2.2
+"""Size of the basis per wanted pair, on top of the blocks of the first look: measured on power laws."""
+
+WORTH = 0.4
+"""Share of `N` up to which the expected basis is worth growing: twice as fast as a full decomposition."""
+
+LIMIT = 0.5
+"""Share of `N` at which the basis is given up: about as slow as a full decomposition."""
+
+TINY = torch.finfo(torch.float64).tiny
+
+ROUNDING = 1
+"""Smallest residual that is asked for, in eps(float64) of the largest eigenvalue."""
+
+GROWTH = 1.25
+"""Largest growth of the basis between two looks, each of which decomposes `T`."""
+
+COPIES = 1.5
+"""Estimated number of eigenvalues per exact Ritz value from which a multiple eigenvalue is taken to be incomplete."""
+
+SEPARATED = 1e-6
+"""Smallest gap, relative to the bound, in which the spectrum is cut for the proof, whose margin is some 1e-8."""
+
+INDEPENDENT = 1e-4
+"""Length of a new vector, relative to the largest entry of its block before, below which it is orthogonalised again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Above:
+    """All eigenvalues above `share` times the largest."""
+
+    share: float
+
+    def of(self, values_J: Tensor) -> tuple[int, float]:
+        """Number of these (descending) that are wanted, and the bound above which they lie."""
+        bound = self.share * float(values_J[0])
+        return int((values_J > bound).sum()), bound
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """The wanted eigenvalues (ascending, float64), their eigenvectors (columns), and the size of the basis used."""
+
+    values_K: Tensor
+    vectors_NK: Tensor
+    basis: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ritz:
+    """Ritz values (descending), their vectors in the basis (columns), residuals, estimated counts of eigenvalues."""
+
+    values_J: Tensor
+    coordinates_JJ: Tensor
+    residuals_J: Tensor
+    counts_J: Tensor
+
+
+class _Basis:
+    """The Krylov basis, and `T`, the matrix in it (lower triangle)."""
+
+    def __init__(self, sym_NN: Tensor, limit: int) -> None:
+        size = sym_NN.shape[-1]
+        self.sym_NN = sym_NN
+        self.limit = limit
+        self.size = 0
+        self.rows_JN = sym_NN.new_empty(limit + BLOCK, size)
+        self.t_JJ = sym_NN.new_zeros(limit + BLOCK, limit + BLOCK)
+        self._panels = row_panels(size, size)
+        start_NB = torch.randn(size, BLOCK, generator=torch.Generator().manual_seed(size), dtype=sym_NN.dtype)
+        self.rows_JN[:BLOCK] = torch.linalg.qr(start_NB.to(sym_NN.device)).Q.mT
+
+    def extend(self) -> None:
+        """One more block: `S` times the last, orthogonal to all before it."""
+        own, near = slice(self.size, self.size + BLOCK), slice(max(0, self.size - BLOCK), self.size + BLOCK)
+        self.size = own.stop
+        new_BN = torch.empty_like(self.rows_JN[own])
+
+        def times(here: slice) -> None:
+            torch.mm(self.rows_JN[own], self.sym_NN[here].mT, out=new_BN[:, here])
+
+        run_panels(times, self._panels)
+        largest = float(new_BN.abs().max())
+        diagonal_BB = self._without(new_BN, near)[:, -BLOCK:] + self._without(new_BN, slice(0, own.stop))[:, -BLOCK:]
+        self.t_JJ[own, own] = (diagonal_BB + diagonal_BB.mT) / 2
+        q_NB, r_BB = torch.linalg.qr(new_BN.mT)
+        next_BN = q_NB.mT.contiguous()
+        if float(r_BB.diagonal().abs().min()) <= INDEPENDENT * largest:
+            # some of the new vectors are rounding: made orthogonal again, they start the search in new directions
+            for _ in range(2):
+                self._without(next_BN, slice(0, own.stop))
+                next_BN = torch.linalg.qr(next_BN.mT).Q.mT.contiguous()
+        following = slice(own.stop, own.stop + BLOCK)
+        self.rows_JN[following] = next_BN
+        self.t_JJ[following, own] = next_BN @ new_BN.mT
+
+    def _without(self, new_BN: Tensor, span: slice) -> Tensor:
+        """Remove the components in these rows of the basis, in place; returns them, `B J`."""
+        components_BJ = new_BN @ self.rows_JN[span].mT
+
+        def subtract(here: slice) -> None:
+            new_BN[:, here].addmm_(components_BJ, self.rows_JN[span, here], alpha=-1.0)
+
+        run_panels(subtract, self._panels)
+        return components_BJ
+
+    def ritz(self) -> _Ritz:
+        """The eigenpairs of `T`."""
+        values_J, coordinates_JJ, _ = eigh(self.t_JJ[: self.size, : self.size])
+        coordinates_JJ = coordinates_JJ.flip(-1)
+        last_BJ = self.t_JJ[self.size : self.size + BLOCK, self.size - BLOCK : self.size] @ coordinates_JJ[-BLOCK:]
+        counts_J = coordinates_JJ[:BLOCK].square().sum(0) * (self.sym_NN.shape[-1] / BLOCK)
+        unit = float(values_J[-1].abs().clamp_min(TINY))  # squares of very small numbers would be zero
+        residuals_J = torch.linalg.vector_norm(last_BJ / unit, dim=0) * unit
+        return _Ritz(values_J.flip(-1), coordinates_JJ, residuals_J, counts_J)
+
+
+def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype) -> Leading | str:
+    """The wanted eigenpairs, proven to be all of them, or the reason why they are not computed so.
+
+    Args:
+        sym_NN: float64, symmetric, positive semidefinite up to rounding.
+        dtype: of the entries from which `sym` was widened; residuals are below its rounding at the bound.
+    """
+    size, eps64 = sym_NN.shape[-1], torch.finfo(torch.float64).eps
+    basis = _Basis(sym_NN, int(LIMIT * size) // BLOCK * BLOCK)
+    look, before = FIRST_LOOK * BLOCK, None
+    while True:
+        while basis.size < min(look, basis.limit):
+            basis.extend()
+        ritz = basis.ritz()
+        count, bound = wanted.of(ritz.values_J)
+        tolerance = max(torch.finfo(dtype).eps * bound, ROUNDING * eps64 * float(ritz.values_J[0]))
+        if refused := _refused(ritz, count, tolerance, (WORTH if before is None else LIMIT) * size):
+            return refused
+        if (cut := _cut(ritz, count, bound, tolerance)) is not None:
+            break
+        if basis.size == basis.limit:
+            return f"residuals are not exact in a basis of {LIMIT:.0%} of the directions"
+        estimate = float(ritz.counts_J[:count].sum())
+        now = basis.size, math.log(max(float(ritz.residuals_J[:count].max()) / tolerance, 1.0))
+        needed = math.inf if before is None else _needed(before, now)
+        if before is not None and basis.size > _expected(estimate) and needed > basis.limit:
+            return "residuals fall too slowly"
+        look = round(1.3 * estimate if before is None else min(needed, GROWTH * basis.size))
+        look, before = max(look, basis.size + BLOCK), now
+    taken, level = cut
+    vectors_KN = multiply(ritz.coordinates_JJ[:, :taken].mT, basis.rows_JN[: basis.size])
+    values_K, used = ritz.values_J[:taken], basis.size
+    del basis, ritz  # their memory is that of the proof
+    if not none_above(sym_NN, values_K, vectors_KN, level):
+        return "not proven that no direction is missing"
+    return Leading(values_K[:count].flip(0), vectors_KN[:count].flip(0).mT, used)
+
+
+def _refused(ritz: _Ritz, count: int, tolerance: float, largest: float) -> str:
+    """Why a Krylov basis is not worth growing, or an empty string; `largest`: the size up to which it is."""
+    if count == 0:
+        return "no direction is kept"
+    if _expected(max(float(ritz.counts_J[:count].sum()), count)) > largest:
+        return f"would need a basis of more than {largest:.0f} vectors"
+    exact = ritz.residuals_J[:count] <= tolerance
+    found, of = int(exact.sum()), float(ritz.counts_J[:count][exact].sum())
+    if of > COPIES * found + BLOCK:
+        return "a multiple eigenvalue has more directions than a block"
+    return ""
+
+
+def _cut(ritz: _Ritz, count: int, bound: float, tolerance: float) -> tuple[int, float] | None:
+    """Number of pairs to take and a level between them and the rest, or None if some are not exact yet.
+
+    Where eigenvalues crowd at the bound, all of the crowd is taken, so that the proof needs no level inside it.
+    """
+    values_J, residuals_J = ritz.values_J, ritz.residuals_J
+    exact = int((residuals_J <= tolerance).int().cumprod(0).sum())  # the leading ones
+    for taken in range(count, min(exact, len(values_J) - 1) + 1):
+        above, below = min(bound, float(values_J[taken - 1])), float(values_J[taken] + residuals_J[taken])
+        if above - below > SEPARATED * bound:
+            return taken, (above + below) / 2
+    return None
+
+
+def _expected(estimate: float) -> float:
+    """Size of the basis that so many wanted pairs usually need."""
+    return BASIS_PER_PAIR * estimate + FIRST_LOOK * BLOCK
+
+
+def _needed(before: tuple[int, float], now: tuple[int, float]) -> float:
+    """Size at which the logarithm of the largest residual is zero, by the line through two sizes."""
+    slope = (before[1] - now[1]) / (now[0] - before[0])
+    return now[0] + now[1] / slope if slope > 0 else math.inf

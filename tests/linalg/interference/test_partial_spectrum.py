@@ -1,0 +1,117 @@
+"""Rules solved on a part of the spectrum: the same answers as on all of it, and on the record."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.spectra import with_spectrum
+from tests.tolerances import F64_ORACLE, relative_error
+from torch import Tensor
+
+from actmat.linalg import krylov
+from actmat.linalg.interference import moments
+from actmat.linalg.interference.rule import FLOAT32_EPS, Filter, Rule
+from actmat.linalg.interference.solver import finish, prepare
+
+ROWS, WIDTH, EXPERTS = 300, 560, 2
+DUAL_RTOL = 2.0**-13
+
+
+@pytest.fixture(autouse=True)
+def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in proportion to matrices of a test's size."""
+    monkeypatch.setattr(krylov, "BLOCK", 8)
+    monkeypatch.setattr(moments, "SMALLEST", 64)
+
+
+def experts(power: float, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Deltas with singular values `k^-power`."""
+    values = torch.arange(1, ROWS + 1, dtype=torch.float64).pow(-power)
+    return [with_spectrum(ROWS, WIDTH, values, seed=7 * t).to(dtype) for t in range(EXPERTS)]
+
+
+def naive(deltas: list[Tensor], rtol: float = WIDTH * FLOAT32_EPS) -> Tensor:
+    """`(sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+` in float64."""
+    deltas = [d.double() for d in deltas]
+    second_moment = torch.stack([d.mT @ d for d in deltas]).sum(0)
+    target = torch.stack([d @ d.mT @ d for d in deltas]).sum(0)
+    return target @ torch.linalg.pinv(second_moment, rtol=rtol, hermitian=True)
+
+
+@pytest.mark.parametrize("power", [1.5, 3.0])
+def test_float64_answer_is_the_naive_formula(power: float) -> None:
+    deltas = experts(power)
+    value, stats = finish(prepare(deltas, Rule()), Rule())
+    assert stats["solver"] == "primal/lanczos"
+    assert 0 < int(stats["rank"]) <= int(stats["basis"]) < WIDTH / 2
+    assert relative_error(value, naive(deltas)) < F64_ORACLE
+
+
+@pytest.mark.parametrize(("scale", "solver"), [(1.0, "lanczos"), (1e-20, "lanczos"), (1e-42, "eigh")], ids=str)
+def test_float32_answer_is_as_near_to_float64_as_that_of_the_whole_spectrum(scale: float, solver: str) -> None:
+    """Deltas of 1e-42 are denormal numbers of float32: their rounding is a flat spectrum above the cut-off."""
+    deltas = [(d * scale).float() for d in experts(1.5)]
+    exact = naive([d.double() / scale for d in deltas])
+    part, stats = finish(prepare(deltas, Rule()), Rule())
+    full, full_stats = finish(prepare(deltas, Rule(solver="eigh")), Rule(solver="eigh"))
+    assert (stats["solver"], full_stats["solver"]) == (f"primal/{solver}", "primal/eigh")
+    assert stats["rank"] == full_stats["rank"]
+    assert relative_error(part.double() / scale, exact) <= 1.01 * relative_error(full.double() / scale, exact)
+
+
+def test_the_dual_form_takes_a_part_too() -> None:
+    rule = Rule(solver="auto", spectral=Filter(rtol=DUAL_RTOL))
+    deltas = [d[:200] for d in experts(1.5)]
+    value, stats = finish(prepare(deltas, rule), rule)
+    assert stats["solver"] == "dual/lanczos"
+    assert relative_error(value, naive(deltas, DUAL_RTOL)) < F64_ORACLE
+
+
+@pytest.mark.parametrize("kind", ["hard", "adaptive"])
+@pytest.mark.parametrize("null", ["zero", "sum", "minus_base"])
+def test_filters_that_cut_and_fills_agree_with_the_whole_spectrum(kind: str, null: str) -> None:
+    deltas, base = experts(1.5), torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    answers = []
+    for solver in ("auto", "eigh"):
+        rule = Rule(spectral=Filter(kind), null=null, solver=solver)
+        answers.append(finish(prepare(deltas, rule), rule, base=base))
+    assert [stats["solver"] for _, stats in answers] == ["primal/lanczos", "primal/eigh"]
+    assert answers[0][1]["rank"] == answers[1][1]["rank"]
+    assert relative_error(answers[0][0], answers[1][0]) < F64_ORACLE
+
+
+def test_a_refusal_is_on_the_record_and_costs_no_accuracy() -> None:
+    deltas = experts(0.8)
+    value, stats = finish(prepare(deltas, Rule()), Rule())
+    assert stats["solver"] == "primal/eigh"
+    assert stats["no_lanczos"] == "would need a basis of more than 224 vectors"
+    assert relative_error(value, naive(deltas)) < F64_ORACLE
+
+
+def test_small_matrices_and_other_filters_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    deltas = experts(1.5)
+    for rule in (Rule(spectral=Filter("exponential")), Rule(solver="eigh")):
+        assert finish(prepare(deltas, rule), rule)[1].keys().isdisjoint({"no_lanczos", "basis"})
+    monkeypatch.setattr(moments, "SMALLEST", WIDTH + 1)
+    stats = finish(prepare(deltas, Rule()), Rule())[1]
+    assert stats["solver"] == "primal/eigh"
+    assert "no_lanczos" not in stats
+
+
+def test_rules_that_share_sums_share_the_part_if_it_is_enough() -> None:
+    deltas = experts(1.5)
+    low, high = (Rule(spectral=Filter(rtol=rtol)) for rtol in (1e-4, 1e-2))
+    state = prepare(deltas, low)
+    ranks = []
+    for rule, solver in ((low, "lanczos"), (high, "lanczos"), (Rule(spectral=Filter("exponential")), "eigh")):
+        value, stats = finish(state, rule)
+        alone, _ = finish(prepare(deltas, rule), rule)
+        assert stats["solver"] == f"primal/{solver}"
+        assert relative_error(value, alone) < F64_ORACLE
+        ranks.append(stats.get("rank"))
+    assert ranks[0] > ranks[1]
+    part = prepare(deltas, high).items[0]
+    assert part.spectrum_above(1e-2).values_N.numel() < part.spectrum_above(1e-4).values_N.numel()
+    assert not part.has_spectrum
+    assert part.coordinates(torch.eye(WIDTH, dtype=torch.float64), 200).shape == (WIDTH, 200)
+    assert part.has_spectrum, "200 directions are more than the part holds"

@@ -1,0 +1,220 @@
+"""Leading eigenpairs against a full decomposition; adversarial spectra; what must be refused; the same bytes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.spectra import orthogonal, seeded
+from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
+from torch import Tensor
+
+from actmat.linalg import krylov, panels
+from actmat.linalg.inertia import none_above
+from actmat.linalg.krylov import Above, Leading, leading
+
+N = 600
+BASIS_ROWS = orthogonal(N, 5)
+CUT = 0.9e-3
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in proportion to matrices of a test's size."""
+    monkeypatch.setattr(krylov, "BLOCK", 8)
+
+
+def symmetric(values: Tensor) -> Tensor:
+    """`N x N` with these eigenvalues, exactly symmetric."""
+    matrix = (BASIS_ROWS * values) @ BASIS_ROWS.mT
+    return (matrix + matrix.mT) / 2
+
+
+def decay(power: float) -> Tensor:
+    return torch.arange(1, N + 1, dtype=torch.float64).pow(-power)
+
+
+def padded(*leading_values: Tensor, rest: float = 0.0) -> Tensor:
+    found = torch.cat([v.double() for v in leading_values])
+    return torch.cat([found, torch.full((N - len(found),), rest, dtype=torch.float64)])
+
+
+SPECTRA = {
+    "steep": decay(3.0),
+    "steeper, in random order": decay(4.0)[torch.randperm(N, generator=seeded(0))],
+    "geometric": torch.logspace(0, -30, N, dtype=torch.float64),
+    "one dominant, a flat rest below": padded(torch.ones(1), rest=0.9 * CUT),
+    "rank one": padded(torch.ones(1)),
+    "fewer than a block": padded(torch.linspace(1, 0.5, 5)),
+    "rank deficient, no multiple of a block": padded(torch.linspace(1, 0.01, 61)),
+    "some above, a far flat rest": padded(torch.linspace(1, 0.1, 40), rest=1e-9),
+    "double just above": padded(torch.linspace(1, 0.1, 20), torch.full((2,), 1.001 * CUT), 0.5 * CUT * decay(2)[:300]),
+    "negative by rounding": padded(torch.linspace(1, 0.1, 20), rest=-1e-15),
+    "very small": 1e-200 * decay(3.0),
+}
+
+
+@pytest.mark.parametrize("name", list(SPECTRA))
+def test_pairs_are_those_of_a_full_decomposition(name: str) -> None:
+    sym_NN = symmetric(SPECTRA[name])
+    found = leading(sym_NN, Above(CUT), torch.float64)
+    assert isinstance(found, Leading), found
+    values_N, vectors_NN = torch.linalg.eigh(sym_NN)
+    kept = int((values_N > CUT * values_N[-1]).sum())
+    assert found.values_K.numel() == kept
+    assert relative_error(found.values_K, values_N[-kept:]) < F64_IDENTITY
+    # single eigenvectors of close eigenvalues are not determined; their space is
+    exact = vectors_NN[:, -kept:]
+    assert relative_error(found.vectors_NK @ found.vectors_NK.mT, exact @ exact.mT) < F64_ORACLE
+    residual = sym_NN @ found.vectors_NK - found.vectors_NK * found.values_K
+    assert float(residual.abs().max()) < 1e-13 * float(values_N[-1])
+    assert relative_error(found.vectors_NK.mT @ found.vectors_NK, torch.eye(kept, dtype=torch.float64)) < F64_IDENTITY
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-15, 1e-12, 1e-9, 1e-5])
+def test_a_crowd_at_the_cut_off_is_decided_by_the_computed_values(apart: float) -> None:
+    """Ten eigenvalues at the cut-off, closer than any proof could tell apart: all ten are computed, as by `eigh`."""
+    crowd = CUT * (1 + apart * torch.linspace(1, -1, 10, dtype=torch.float64))
+    sym_NN = symmetric(padded(torch.linspace(1, 0.1, 20), crowd, rest=0.1 * CUT))
+    found = leading(sym_NN, Above(CUT), torch.float64)
+    assert isinstance(found, Leading), found
+    assert 20 <= found.values_K.numel() <= 30
+    exact = torch.linalg.eigvalsh(sym_NN)
+    assert relative_error(found.values_K, exact[-found.values_K.numel() :]) < F64_IDENTITY
+    if apart > 1e-12:
+        assert found.values_K.numel() == 25
+
+
+def test_more_copies_than_a_block_holds_are_never_lost_in_silence() -> None:
+    sym_NN = symmetric(padded(torch.ones(1), torch.full((3 * krylov.BLOCK,), 0.5)))
+    found = leading(sym_NN, Above(CUT), torch.float64)
+    if isinstance(found, Leading):
+        assert found.values_K.numel() == 1 + 3 * krylov.BLOCK
+    else:
+        assert found
+
+
+def test_a_proof_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(krylov, "none_above", lambda *_: False)
+    assert leading(symmetric(decay(3.0)), Above(CUT), torch.float64) == "not proven that no direction is missing"
+
+
+def test_a_basis_that_misses_a_direction_is_refused_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One exact pair is taken away from every look, as if the start had had no component in it."""
+    ritz = krylov._Basis.ritz
+
+    def without_one(basis: krylov._Basis) -> krylov._Ritz:
+        seen = ritz(basis)
+        others = torch.arange(len(seen.values_J)) != 3
+        parts = (seen.values_J, seen.coordinates_JJ.mT, seen.residuals_J, seen.counts_J)
+        values, coordinates, residuals, counts = (part[others] for part in parts)
+        return krylov._Ritz(values, coordinates.mT, residuals, counts)
+
+    monkeypatch.setattr(krylov._Basis, "ritz", without_one)
+    found = leading(symmetric(decay(3.0)), Above(CUT), torch.float64)
+    assert found == "not proven that no direction is missing"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (torch.ones(N, dtype=torch.float64), "would need a basis of more than 240 vectors"),
+        (decay(0.5), "would need a basis of more than 240 vectors"),
+        (torch.zeros(N, dtype=torch.float64), "no direction is kept"),
+    ],
+    ids=["flat", "slow decay", "zero"],
+)
+def test_what_is_not_worth_it_is_refused_after_the_first_look(
+    values: Tensor, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    ritz = krylov._Basis.ritz
+    monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
+    assert leading(symmetric(values), Above(CUT), torch.float32) == reason
+    assert looks == [krylov.FIRST_LOOK * krylov.BLOCK]
+
+
+def test_a_late_estimate_does_not_end_an_attempt_that_is_nearly_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first look, only the limit counts: what has been paid for is used."""
+    refused = krylov._refused
+    limits: list[float] = []
+    monkeypatch.setattr(krylov, "_refused", lambda *given: (limits.append(given[-1]), refused(*given))[1])
+    assert isinstance(leading(symmetric(decay(1.5)), Above(0.01), torch.float64), Leading)
+    assert limits[0] == krylov.WORTH * N
+    assert set(limits[1:]) == {krylov.LIMIT * N}
+
+
+def test_a_basis_that_grows_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(krylov, "LIMIT", 0.3)
+    crowded = padded(torch.ones(1), torch.linspace(1.5, 0.5, 300, dtype=torch.float64) * CUT)
+    monkeypatch.setattr(krylov, "BASIS_PER_PAIR", 0.2)
+    found = leading(symmetric(crowded), Above(CUT), torch.float64)
+    assert found == "residuals are not exact in a basis of 30% of the directions"
+
+
+def test_a_crowd_just_below_the_cut_off_is_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gap, residuals fall slowly: the attempt ends soon after the size that five pairs usually need."""
+    looks: list[int] = []
+    ritz = krylov._Basis.ritz
+    monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
+    crowded = padded(torch.linspace(1, 1.001 * CUT, 5), torch.linspace(0.999, 0.0, 595) * CUT)
+    assert leading(symmetric(crowded), Above(CUT), torch.float64) == "residuals fall too slowly"
+    assert looks[-1] <= 2 * krylov._expected(5)
+
+
+class Threads:
+    """Helpers that compute panels in any order on so many threads."""
+
+    def __init__(self, count: int) -> None:
+        self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+        self.shared = 0
+
+    def share(self, works, nbytes: int) -> None:
+        self.shared += len(works)
+        for done in [self.pool.submit(work) for work in reversed(works)]:
+            done.result()
+
+
+def test_bytes_do_not_depend_on_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "SPLIT_ENTRIES", 1)
+    monkeypatch.setattr(panels, "PANEL_ROWS", 128)
+    sym_NN = symmetric(decay(3.0))
+    alone = leading(sym_NN, Above(CUT), torch.float32)
+    assert isinstance(alone, Leading)
+    for count in (1, 2, 4):
+        helpers = Threads(count)
+        with panels.helped_by(helpers):
+            found = leading(sym_NN, Above(CUT), torch.float32)
+        assert isinstance(found, Leading)
+        assert helpers.shared
+        assert torch.equal(found.values_K, alone.values_K)
+        assert torch.equal(found.vectors_NK, alone.vectors_NK)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    exponents=st.lists(st.floats(-9, 0), min_size=2, max_size=10),
+    known=st.integers(0, 9),
+    level=st.floats(-9, 0.1),
+    seed=st.integers(0, 5),
+)
+def test_a_proof_is_never_wrong(exponents: list[float], known: int, level: float, seed: int) -> None:
+    """Whatever is known, right or wrong: where it is proven, no more eigenvalues than that are above the level."""
+    values = torch.tensor([10.0**e for e in exponents], dtype=torch.float64)
+    basis = orthogonal(len(values), seed)
+    sym_NN = (basis * values) @ basis.mT
+    known = min(known, len(values))
+    if none_above((sym_NN + sym_NN.mT) / 2, values[:known], basis[:, :known].mT, 10.0**level):
+        assert int((values >= 10.0**level).sum()) <= known
+
+
+def test_a_proof_needs_every_direction_and_right_vectors() -> None:
+    values = padded(torch.linspace(1, 0.1, 20), rest=1e-6)
+    sym_NN, vectors_KN = symmetric(values), BASIS_ROWS[:, :20].mT.contiguous()
+    assert none_above(sym_NN, values[:20], vectors_KN, 0.05)
+    assert not none_above(sym_NN, values[:19], vectors_KN[:19], 0.05)
+    assert not none_above(sym_NN, values[:20], torch.roll(vectors_KN, 10, 0), 0.05)
+    assert not none_above(sym_NN, values[:20], vectors_KN, 1e-6)
