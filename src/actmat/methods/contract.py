@@ -248,6 +248,8 @@ class MergeMethod:
     streams_when: Callable[[Mapping[str, Any]], bool] | None = None
     walks_again: bool = False
     combine: Callable[..., Combination] | None = None
+    plan_note: str = ""
+    formerly: str = ""
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -326,7 +328,7 @@ class MergeMethod:
             option = self.options.get(name)
             if option is None:
                 known = ", ".join(self.options) or "none"
-                hint = did_you_mean(name, self.options)
+                hint = did_you_mean(name, self.options) + (f" {self.formerly}." if self.formerly else "")
                 problems.append(f"method '{self.name}' has no option '{name}'.{hint} Its options: {known}")
             elif (problem := option.problem(value)) is not None:
                 problems.append(f"method '{self.name}': {problem}")
