@@ -108,8 +108,8 @@ def test_wide_layers_obey_rotations_of_their_inputs():
 
 def test_ties_of_the_residuals():
     base, deltas = base_and_deltas(3, 10, 8)
-    found = merge(deltas, base=base, rule="ties", density=0.3)
-    rests, turned = [], merge(deltas, base=base, scaling=0.0).value
+    found = merge(deltas, base=base, rule="ties", density=0.3, targets="conflict")
+    rests, turned = [], merge(deltas, base=base, scaling=0.0, targets="conflict").value
     mean = sum(deltas) / 3
     for delta in deltas:
         moved = delta * ((delta * mean).sum(1, keepdim=True) < 0)
@@ -143,9 +143,20 @@ def test_zero_experts_keep_the_base_to_the_bit():
     assert relative_error(padded.value, naive(base, [*deltas, 0 * base], conflict=False, scaling=0.2)) < F64_ORACLE
 
 
-def test_a_direction_turned_around_is_an_error():
+def test_reflections_are_no_rotations():
+    """Every direction of the base weights is reversed by the expert in a direction that they hardly use."""
+    base = random_deltas(1, 9, 4)[0] @ torch.diag(torch.tensor([1.0, 1.0, 1.0, 1e-3]).double())
+    target = base @ torch.diag(torch.tensor([1.0, 1.0, 1.0, -1.0]).double())
+    found, _ = nearest_rotation(base, target)
+    assert float(torch.linalg.det(found)) == pytest.approx(1)
+    assert relative_error(found @ found.T, torch.eye(4).double()) < 1e-12
+    assert relative_error(base @ found, target) < 0.01
+    assert bool(merge([target - base], base=base).value.isfinite().all())
+
+
+def test_a_plane_turned_around_is_an_error():
     base = random_deltas(1, 9, 4)[0]
-    flip = torch.diag(torch.tensor([1.0, 1.0, 1.0, -1.0]).double())
+    flip = torch.diag(torch.tensor([1.0, 1.0, -1.0, -1.0]).double())
     with pytest.raises(NumericalError, match="turns a direction around"):
         merge([base @ flip - base], base=base, targets="expert")
     with pytest.raises(NumericalError, match="check the base"):

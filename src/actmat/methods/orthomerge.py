@@ -2,12 +2,14 @@
 
 "OrthoMerge", 2026, arXiv:2602.05943 (public code: Sphere-AI-Lab/OrthoMerge).
 
-Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of `W_0^T W`. All in float64.
+Shapes: `T` experts, `O` out_features, `I` in_features, `N` null directions of `W_0^T W`. All
+in float64.
 
-**Rotations.** `R_t` maximises `<W_0 R, W>` over the orthogonal matrices for a target `W`. Where `W_0^T W` is singular
-(always where `O < I`), many do; here it is the one of them nearest to the identity, the limit of the polar factors of
-`W_0^T W + e I`. The published code takes whichever LAPACK returns, so that its average of the rotations' generators is
-arbitrary there.
+**Rotations.** `R_t` maximises `<W_0 R, W>` for a target `W`, over the orthogonal matrices of determinant 1. Where
+`W_0^T W` is singular (always where `O < I`), many do; here it is the one of them nearest to the identity, the limit of
+the polar factors of `W_0^T W + e I`. The published code takes whichever LAPACK returns, so that its average of the
+rotations' generators is arbitrary there. It also admits reflections, whose Cayley transform does not exist: a direction
+that `W_0` hardly uses and the expert reverses is enough for one, and its generator is then rounding.
 """
 
 from __future__ import annotations
@@ -23,14 +25,13 @@ from torch import Tensor
 from actmat.errors import NumericalError
 from actmat.linalg.lapack import Retries, economy_svd
 from actmat.linalg.operations import Operation, entries, product, repeated, svd
-from actmat.linalg.singular import polar_factor
 from actmat.methods import tsv
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
 from actmat.methods.contract import Bounds, Fraction, Merged, MergeMethod
 
 __all__ = ["ORTHOMERGE", "generator_of", "merge", "nearest_rotation"]
 
-Targets = Literal["conflict", "expert"]
+Targets = Literal["expert", "conflict"]
 InnerRule = Literal["task_arithmetic", "ties", "tsv"]
 SCALINGS: dict[InnerRule, float] = {"task_arithmetic": 0.2, "ties": 1.0, "tsv": 1.0}
 """Published factors of the merged residuals."""
@@ -49,7 +50,7 @@ def merge(
     deltas: Sequence[Tensor],
     *,
     base: Tensor,
-    targets: Targets = "conflict",
+    targets: Targets = "expert",
     rule: InnerRule = "task_arithmetic",
     scaling: Annotated[float | None, Bounds(low=0)] = None,
     density: Fraction = 0.2,
@@ -72,20 +73,22 @@ def merge(
 
 
 def nearest_rotation(source_OI: Tensor, target_OI: Tensor) -> tuple[Tensor, Retries]:
-    """Orthogonal `R` that maximises `<source R, target>`; among several, the nearest to the identity. float64.
+    """Rotation `R` that maximises `<source R, target>`; among several, the nearest to the identity. float64.
 
     >>> nearest_rotation(torch.eye(2).double()[:1], torch.eye(2).double()[:1])[0].tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
     u_II, s_I, vh_II, retries = economy_svd(source_OI.mT @ target_OI)
-    on_I = s_I > NULL_RTOL * s_I[:1]
-    u_IR, vh_RI = u_II[:, on_I], vh_II[on_I]
-    rotation_II = u_IR @ vh_RI
-    if bool(on_I.all()):
-        return rotation_II, retries
-    eye_II = torch.eye(source_OI.shape[-1], dtype=torch.float64, device=source_OI.device)
-    rest = polar_factor((eye_II - u_IR @ u_IR.mT) @ (eye_II - vh_RI.mT @ vh_RI))
-    return rotation_II + rest.factor_MN, retries + rest.retries
+    rank = int((s_I > NULL_RTOL * s_I[:1]).sum())
+    if rank < s_I.shape[0]:
+        p_NN, _, qh_NN, new = economy_svd(u_II[:, rank:].mT @ vh_II[rank:].mT)
+        u_II = torch.cat([u_II[:, :rank], u_II[:, rank:] @ p_NN], dim=1)
+        vh_II = torch.cat([vh_II[:rank], qh_NN @ vh_II[rank:]])
+        retries += new
+    rotation_II = u_II @ vh_II
+    if float(torch.linalg.slogdet(rotation_II).sign) < 0:
+        rotation_II -= 2 * torch.outer(u_II[:, -1], vh_II[-1])
+    return rotation_II, retries
 
 
 def generator_of(rotation_II: Tensor) -> Tensor:
@@ -203,7 +206,7 @@ ORTHOMERGE = MergeMethod(
     summary="Averages the experts' rotations of the base weights and merges the rest by another rule.",
     equation="W = W_0 R + a rule(W_t - W_0 R_t), R from A = mean ||A_t|| sum A_t / ||sum A_t||, R_t of W_0 to W_t",
     reference="OrthoMerge, arXiv:2602.05943",
-    laws=frozenset({"permutation", "right_orthogonal", "zeros"}),
+    laws=frozenset({"permutation", "left_orthogonal", "right_orthogonal", "zeros"}),
     workspace=_workspace,
     operations=_operations,
     flops="4 T N^3",
