@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.helpers.laws import law_gap
 from tests.helpers.spectra import graded, random_deltas, random_lowrank
-from tests.tolerances import relative_error
+from tests.tolerances import F32_ELEMENTWISE, relative_error
 
 from actmat.methods.cart import CART, kept_directions, merge, merge_lowrank
 
@@ -70,7 +70,7 @@ def test_differences_that_are_rounding_contribute_nothing(dtype):
     delta = random_deltas(1, 14, 10, dtype=dtype)[0] / 3
     found = merge([delta] * 3, scaling=1e6)
     assert found.stats["rank_max"] == 0
-    assert relative_error(found.value, delta) < 1e-6
+    assert relative_error(found.value, delta) < F32_ELEMENTWISE
 
 
 def test_batches_are_merged_element_by_element():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.helpers.laws import law_gap
 from tests.helpers.spectra import orthogonal, random_deltas
-from tests.tolerances import F64_ORACLE, relative_error
+from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.errors import NumericalError
@@ -62,7 +62,7 @@ def test_float32_is_near_float64():
     found = merge(rough, base=base.float())
     assert found.value.dtype == torch.float32
     exact = merge([d.double() for d in rough], base=base.float().double())
-    assert relative_error(found.value, exact.value) < 1e-6
+    assert relative_error(found.value, exact.value) < F32_ELEMENTWISE
 
 
 def test_a_rotated_base_leaves_no_residual():

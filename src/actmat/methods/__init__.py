@@ -15,6 +15,7 @@ from actmat.methods.cart import CART
 from actmat.methods.cat import CAT
 from actmat.methods.centred import CENTRED
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
+from actmat.methods.ctm import CTM
 from actmat.methods.dare import DARE
 from actmat.methods.dc_merge import DC_MERGE
 from actmat.methods.della import DELLA
@@ -73,6 +74,7 @@ METHODS: tuple[MergeMethod, ...] = (
     KNOTS,
     CART,
     DC_MERGE,
+    CTM,
     RESMERGE,
     ORTHOMERGE,
     FISHER,
