@@ -124,7 +124,7 @@ MERGES = (
     Merge("iso_c", of("llama", method="iso_c")),
     Merge("elementwise", variants(["linear", "karcher", "sce", "della", "breadcrumbs"], "--scope", "all")),
     Merge("options", variants(["ties", "task_arithmetic", "dare"], "-o", "density=0.2,0.5")),
-    Merge("matrix", variants(["actmat_ridge", "tact", "ace", "wudi", "swudi", "aswudi", "iso_cts"])),
+    Merge("matrix", variants(["actmat_ridge", "tact", "centred", "ace", "wudi", "swudi", "aswudi", "iso_cts"])),
     Merge("regmean", _statistics("regmean")),
     Merge("fisher", _statistics("fisher")),
     Merge("packed", of("gpt2")),

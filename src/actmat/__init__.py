@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from actmat.api.parts import PartReport as PartReport
     from actmat.api.parts import finish as finish
     from actmat.api.parts import merge_part as merge_part
+    from actmat.api.staged import staged_statistics as staged_statistics
     from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
     from actmat.diagnostics.model import Diagnosis as Diagnosis
     from actmat.errors import AlignmentError as AlignmentError
@@ -43,6 +44,7 @@ _NAMES = {
     "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
     "actmat.api.agreement": ("agreement", "residual_on_data"),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
+    "actmat.api.staged": ("staged_statistics",),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),
     "actmat.errors": (

@@ -27,7 +27,12 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ("actmat", {}),
     ("actmat", {"normalise": "norm", "power": 0.5}),
     ("actmat_ridge", {}),
+    ("centred", {}),
     ("ace", {}),
+    ("cart", {}),
+    ("dc_merge", {}),
+    ("ctm", {"rank": 3}),
+    ("resmerge", {}),
     ("wudi", {}),
     ("swudi", {}),
     ("tsv", {}),
@@ -103,6 +108,11 @@ def test_equals_the_dense_rule_on_materialised_deltas(
     for name, delta in found.items():
         want = expected.get(name, torch.zeros_like(delta))
         assert float((delta - want).norm()) <= 1e-10 * top, name
+
+
+def test_plans_say_what_users_of_a_method_should_know(pair: Path) -> None:
+    assert any(n.startswith("ace: ") and "left out" in n for n in api.plan(None, [pair / "one"], method="ace").notes)
+    assert not any(": " in n and n.startswith("tsv") for n in api.plan(None, [pair / "one"], method="tsv").notes)
 
 
 def test_missing_modules_are_zero_deltas_and_are_listed(pair: Path) -> None:

@@ -71,6 +71,7 @@ def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod)
     """Without it a call that uses it fails, and one that does not gives the same bytes."""
     assert (method.parameters["base"].default is None) == (method.base_when is not None)
     experts = Experts.random(2, (4, 11))  # fewer rows than inputs, and an input that no data has: singular sums
+    experts.deltas[1][0] = -2 * experts.deltas[0][0]  # and rows in conflict
     seen = torch.ones(11, dtype=torch.float64)
     seen[0] = 0
     grams = [g * seen * seen.unsqueeze(1) for g in experts.statistics["gram"]]

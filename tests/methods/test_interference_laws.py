@@ -16,10 +16,8 @@ from torch import Tensor
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import MergeMethod, get_method
 
-FAMILY = [
-    get_method(n)
-    for n in ["actmat", "actmat_ridge", "actmat_bounded", "tact", "ace", "wudi", "swudi", "aswudi", "regmean", "lot"]
-]
+NAMES = "actmat actmat_ridge actmat_bounded tact centred wudi swudi aswudi regmean lot"
+FAMILY = [get_method(name) for name in NAMES.split()]
 TOLERANCE = 1e-10
 
 
@@ -119,8 +117,8 @@ def test_declared_law(method, law, shape):
         ("actmat_bounded", "orthogonal_rows_sum"),
         ("tact", "right_orthogonal"),
         ("tact", "left_orthogonal"),
-        ("ace", "left_orthogonal"),
-        ("ace", "orthogonal_rows_sum"),
+        ("centred", "left_orthogonal"),
+        ("centred", "orthogonal_rows_sum"),
         ("swudi", "identical"),
         ("regmean", "zero_expert"),
     ],

@@ -20,11 +20,11 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import F32_PRODUCT, F32_SOLVE, F64_IDENTITY, F64_ORACLE, relative_error
 from torch import Tensor
 
-from actmat.methods.ace import ACE
 from actmat.methods.actmat_bounded import ACTMAT_BOUNDED
 from actmat.methods.actmat_ridge import ACTMAT_RIDGE
 from actmat.methods.adamerging import ADAMERGING, AdamState, adam_step, coefficient_gradient, entropy
 from actmat.methods.cat import CAT
+from actmat.methods.centred import CENTRED
 from actmat.methods.contract import MergeMethod
 from actmat.methods.dare import DARE
 from actmat.methods.della import DELLA
@@ -150,7 +150,7 @@ def test_actmat_bounded(case: str, dtype: torch.dtype, bound: float) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "bound"), PRECISION)
-def test_ace(case: str, dtype: torch.dtype, bound: float) -> None:
+def test_centred(case: str, dtype: torch.dtype, bound: float) -> None:
     """The authors of ACTMat compare with ACE's estimate: the scatter of the rows of a delta about their mean."""
     deltas = experts(case, dtype)
     lists, scatters = [rows(d) for d in deltas], []
@@ -163,7 +163,7 @@ def test_ace(case: str, dtype: torch.dtype, bound: float) -> None:
         scatters.append(scatter)
     left, gram = sums(lists, scatters)
     expected = tensor(product(left, pseudo_inverse(gram, len(gram) * EPS32)))
-    assert relative_error(call(ACE, deltas), expected) < bound
+    assert relative_error(call(CENTRED, deltas), expected) < bound
 
 
 def inputs(case: str, samples: int) -> list[Tensor]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from actmat.cli import flags
-from actmat.cli.signature import with_flags
+from actmat.cli.signature import Fields, with_flags
 
 if TYPE_CHECKING:
     from actmat.statistics.data import DataOptions
     from actmat.statistics.header import Header
     from actmat.statistics.settings import CollectOptions
 
-__all__ = ["collect", "merge", "show", "statistics"]
+__all__ = ["collect", "merge", "show", "staged", "statistics"]
 
 statistics = typer.Typer(
     no_args_is_help=True,
@@ -150,6 +151,78 @@ def collect(
         )
     if not quiet:
         _print(out, result.header)
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Flags of the stages."""
+
+    model_class: flags.ModelClass = None
+    dtype: flags.ModelDtype = "float32"
+    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
+    blocks: Annotated[
+        str | None, typer.Option("--blocks", help="The module whose children are the blocks (default: found).")
+    ] = None
+    off_diagonal: Annotated[
+        float, typer.Option("--off-diagonal", help="Factor on off-diagonal entries when a block is merged.")
+    ] = 0.95
+    compute_dtype: Annotated[
+        str, typer.Option("--compute-dtype", help="dtype of products and merges: float32 or float64; sums are float64.")
+    ] = "float32"
+
+
+@statistics.command()
+@with_flags
+def staged(
+    base: Annotated[str, typer.Option("--base", "-b", help="The checkpoint that all experts come from.")],
+    expert: Annotated[
+        list[str],
+        typer.Option("--expert", "-e", help="A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
+    ],
+    data: Annotated[
+        list[str],
+        typer.Option("--data", help="NAME=DATA: file, folder or hub id of expert NAME's data set; once per expert."),
+    ],
+    out: Out,
+    *,
+    staging: Staging,
+    reading: Annotated[Reading, Fields(without=("label_column",))],
+    quiet: Quiet = False,
+) -> None:
+    """Measure all experts block by block, each block on what comes through the merged blocks before it (RegMean++).
+
+    actmat statistics staged -b BASE -e math=MATH -e code=CODE --data math=a.jsonl --data code=b.jsonl --out STATS
+
+    Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. A call that was interrupted goes on.
+    """
+    _one_of("--compute-dtype", staging.compute_dtype, ("float32", "float64"))
+    _one_of("--dtype", staging.dtype, flags.MODEL_DTYPES)
+    from actmat.api.staged import staged_statistics
+    from actmat.cli.recipes import split_name
+    from actmat.recipe import ExpertRef
+    from actmat.statistics import open_statistics
+    from actmat.statistics.data import make_batches
+    from actmat.statistics.models import load_model
+
+    named = [split_name(text) for text in expert]
+    experts = {name or ExpertRef(path=place).label: place for name, place in named}
+    if len(experts) < len(expert):
+        raise typer.BadParameter("two experts have one name; give them as NAME=PATH")
+    loaded = load_model(base, model_class=staging.model_class, dtype=staging.dtype, device=staging.device)
+    sources = {name: reading.options(place) for name, place in map(split_name, data)}
+    written = staged_statistics(
+        loaded.model,
+        base,
+        experts,
+        {name: partial(make_batches, loaded, options) for name, options in sources.items()},
+        out=out,
+        blocks=staging.blocks,
+        off_diagonal=staging.off_diagonal,
+        compute_dtype=staging.compute_dtype,
+    )
+    for folder in () if quiet else written.values():
+        with open_statistics(folder) as opened:
+            _print(folder, opened.header)
 
 
 @statistics.command()

@@ -11,9 +11,13 @@ from actmat.methods.adamerging import ADAMERGING
 from actmat.methods.aswudi import ASWUDI
 from actmat.methods.average import AVERAGE
 from actmat.methods.breadcrumbs import BREADCRUMBS
+from actmat.methods.cart import CART
 from actmat.methods.cat import CAT
+from actmat.methods.centred import CENTRED
 from actmat.methods.contract import Bounds, Merged, MergedLowRank, MergeMethod, Option, Stages, Survey
+from actmat.methods.ctm import CTM
 from actmat.methods.dare import DARE
+from actmat.methods.dc_merge import DC_MERGE
 from actmat.methods.della import DELLA
 from actmat.methods.fisher import FISHER
 from actmat.methods.iso_c import ISO_C
@@ -24,7 +28,9 @@ from actmat.methods.linear import LINEAR
 from actmat.methods.lot import LOT
 from actmat.methods.model_stock import MODEL_STOCK
 from actmat.methods.nearswap import NEARSWAP
+from actmat.methods.orthomerge import ORTHOMERGE
 from actmat.methods.regmean import REGMEAN
+from actmat.methods.resmerge import RESMERGE
 from actmat.methods.sce import SCE
 from actmat.methods.slerp import SLERP
 from actmat.methods.swudi import SWUDI
@@ -54,6 +60,7 @@ METHODS: tuple[MergeMethod, ...] = (
     ACTMAT_RIDGE,
     ACTMAT_BOUNDED,
     TACT,
+    CENTRED,
     ACE,
     WUDI,
     SWUDI,
@@ -65,6 +72,11 @@ METHODS: tuple[MergeMethod, ...] = (
     ISO_C,
     ISO_CTS,
     KNOTS,
+    CART,
+    DC_MERGE,
+    CTM,
+    RESMERGE,
+    ORTHOMERGE,
     FISHER,
     ADAMERGING,
 )

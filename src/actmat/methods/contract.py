@@ -250,6 +250,8 @@ class MergeMethod:
     streams_when: Callable[[Mapping[str, Any]], bool] | None = None
     walks_again: bool = False
     combine: Callable[..., Combination] | None = None
+    plan_note: str = ""
+    formerly: str = ""
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -311,7 +313,7 @@ class MergeMethod:
         Raises:
             RecipeError: unknown options or values that do not fit; carries all problems.
         """
-        return resolved_options(f"method '{self.name}'", self.options, given)
+        return resolved_options(f"method '{self.name}'", self.options, given, formerly=self.formerly)
 
 
 def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:
@@ -331,8 +333,13 @@ def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Optio
     return out
 
 
-def resolved_options(what: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+def resolved_options(
+    what: str, options: Mapping[str, Option], given: Mapping[str, Any], *, formerly: str = ""
+) -> dict[str, Any]:
     """Defaults of `options` overlaid with `given`; `what` has them, such as "method 'ties'".
+
+    Args:
+        formerly: what else had the name, for errors about unknown options.
 
     Raises:
         RecipeError: unknown options or values that do not fit; carries all problems.
@@ -342,7 +349,7 @@ def resolved_options(what: str, options: Mapping[str, Option], given: Mapping[st
         option = options.get(name)
         if option is None:
             known = ", ".join(options) or "none"
-            hint = did_you_mean(name, options)
+            hint = did_you_mean(name, options) + (f" {formerly}." if formerly else "")
             problems.append(f"{what} has no option '{name}'.{hint} Its options: {known}")
         elif (problem := option.problem(value)) is not None:
             problems.append(f"{what}: {problem}")

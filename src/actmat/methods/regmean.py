@@ -1,8 +1,8 @@
 """RegMean: least squares on the layers' outputs, from the Gram matrices of their inputs.
 
 X. Jin et al., "Dataless Knowledge Fusion by Merging Weights of Language Models", ICLR 2023. RegMean++ (T.-H. Nguyen
-et al., 2025) is the same method with Gram matrices collected on the activations of the already merged lower layers:
-only the statistics differ, so it is this method with those statistics.
+et al., 2025) is the same method with Gram matrices collected on the activations of the already merged lower blocks:
+only the statistics differ, so it is this method with those of `actmat.staged_statistics`.
 """
 
 from __future__ import annotations

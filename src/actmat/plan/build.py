@@ -12,6 +12,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import commit_of
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.experts.base import Expert
+from actmat.methods import get_method
 from actmat.methods.user import is_user_method, user_method_hash
 from actmat.plan.adapter.modules import plan_modules
 from actmat.plan.model import InputSummary, Item, MergePlan
@@ -74,6 +75,7 @@ def build_plan(
         notes=(
             *draft.notes,
             *layer_notes(draft.items),
+            *_method_notes(draft.items),
             *statistics.notes_on(draft.items),
             *_place_notes(base, room),
         ),
@@ -83,6 +85,12 @@ def build_plan(
         statistics=tuple(statistics.to_json()),
         statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
+
+
+def _method_notes(items: Sequence[Item]) -> list[str]:
+    """Notes that the methods of a plan declare, each once."""
+    used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
+    return [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
 
 
 def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:

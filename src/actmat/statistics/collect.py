@@ -24,7 +24,7 @@ from actmat.statistics.settings import CollectOptions, Settings
 from actmat.statistics.store import check_output, write_statistics
 from actmat.version import __version__
 
-__all__ = ["Collected", "collect"]
+__all__ = ["Collected", "collect", "measured"]
 
 
 @dataclass(frozen=True)
@@ -74,26 +74,34 @@ def collect(
         StatisticsError: the model is not its checkpoint, an activation is NaN or Inf, or nothing was measured.
     """
     settings = Settings(**options)
-    kinds = [get_kind(name) for name in settings.measured]
+    for name in settings.measured:
+        get_kind(name)
     if out is not None:
         check_output(Path(out), overwrite=overwrite)
-    with _bound(model, checkpoint, adapter) as binding, evaluating(model), _observable(model):
-        run = Run(model, binding, settings)
-        seen = DataSeen()
-        with contextlib.ExitStack() as stack:
-            started = []
-            for kind in kinds:
-                started.append((kind, kind.start(run)))
-                stack.callback(started[-1][1].close)
-            for batch in batches:
-                seen.add(batch)
-                for _, accumulator in started:
-                    accumulator.add(batch)
-                progress(seen.samples, seen.tokens)
-        result = _result(run, seen, started)
+    with _bound(model, checkpoint, adapter) as binding:
+        result = measured(Run(model, binding, settings), batches, progress)
     if out is not None:
         result.save(out, overwrite=overwrite)
     return result
+
+
+def measured(
+    run: Run, batches: Iterable[Batch], progress: Callable[[int, int], None] = lambda samples, tokens: None
+) -> Collected:
+    """`collect` of a model whose binding to a checkpoint the caller answers for."""
+    kinds = [get_kind(name) for name in run.settings.measured]
+    seen = DataSeen()
+    with evaluating(run.model), _observable(run.model), contextlib.ExitStack() as stack:
+        started = []
+        for kind in kinds:
+            started.append((kind, kind.start(run)))
+            stack.callback(started[-1][1].close)
+        for batch in batches:
+            seen.add(batch)
+            for _, accumulator in started:
+                accumulator.add(batch)
+            progress(seen.samples, seen.tokens)
+        return _result(run, seen, started)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,123 @@
+"""CART: the average of the experts plus the leading directions in which each differs from it.
+
+J. Choi et al., "Revisiting Weight Averaging for Model Merging", 2024, arXiv:2412.12153.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per expert, `P, Q` ranks of the common
+bases of low-rank deltas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.inner import one_pass_sum
+from actmat.linalg.lapack import Retries, retry_stats
+from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.operations import Operation, entries, product, repeated
+from actmat.linalg.operations import thin_svd as thin_svd_operations
+from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
+
+__all__ = ["CART", "kept_directions", "merge", "merge_lowrank"]
+
+Rounding = Literal["down", "up"]
+Scaling = Annotated[float, Bounds(low=0)]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    rank: Fraction = 0.08,
+    scaling: Scaling = 1.0,
+    rounding: Rounding = "down",
+    rtol: Fraction = RANK_RTOL,
+) -> Merged:
+    """`D* = N + scaling sum_t SVD_K(D_t - N)`, `N = sum_t D_t / T`, `K = max(1, floor(rank min(O, I)))`.
+
+    Args:
+        rank: share of the directions that is kept of each expert's distance from the average.
+        scaling: of the sum (not the mean) of what is kept.
+        rounding: "down" as in the code of the authors' group; "up" (without the least of one) as in Core Space's.
+        rtol: directions at or below `rtol ||D_t||` count as zero.
+    """
+    kept = kept_directions(deltas[0].shape, rank, rounding)
+    value_OI, stats = _merge(deltas, kept, scaling, rtol, accuracy_of(deltas[0]))
+    return Merged(value_OI, stats)
+
+
+def merge_lowrank(
+    deltas: Sequence[LowRank],
+    *,
+    rank: Fraction = 0.08,
+    scaling: Scaling = 1.0,
+    rounding: Rounding = "down",
+    rtol: Fraction = RANK_RTOL,
+) -> MergedLowRank:
+    """The same merge on the cores of the common bases; `K` comes from the full shape. Exact, in float64."""
+    kept = kept_directions(deltas[0].shape, rank, rounding)
+    bases = common_bases([d.to(torch.float64) for d in deltas])
+    value_PQ, stats = _merge(bases.cores_PQ, kept, scaling, rtol, torch.float64)
+    return MergedLowRank(bases.lift(value_PQ).to(deltas[0].b_OR.dtype), stats)
+
+
+def kept_directions(shape: Sequence[int], rank: float, rounding: Rounding) -> int:
+    """`K`: directions kept of each expert.
+
+    >>> kept_directions((24, 36), 0.16, "down"), kept_directions((24, 36), 0.16, "up")
+    (3, 4)
+    """
+    wanted = rank * min(shape[-2:])
+    return math.ceil(wanted) if rounding == "up" else max(1, int(wanted))
+
+
+def _merge(
+    deltas: Sequence[Tensor], kept: int, scaling: float, rtol: float, accuracy: torch.dtype
+) -> tuple[Tensor, dict[str, float | int | str | bool]]:
+    mean_OI = one_pass_sum(deltas, [1 / len(deltas)] * len(deltas))
+    out_OI, retries, rank = mean_OI.clone(), Retries(), 0
+    for delta_OI in deltas:
+        # The distance of an expert from an average of equal ones is rounding: judge it by the delta, not by itself.
+        floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
+        part = thin_svd(delta_OI - mean_OI, k=kept, accuracy=accuracy, rtol=rtol, floor=floor)
+        left_OK = (part.u_OK * (scaling * part.s_K).unsqueeze(-2)).to(out_OI.dtype)
+        out_OI += left_OK @ part.v_IK.mT.to(out_OI.dtype)
+        retries += part.retries
+        rank = max(rank, int(part.rank.clamp_max(kept).max())) if part.rank.numel() else rank
+    return out_OI, {"k": kept, "rank_max": rank, **retry_stats(retries)}
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    *batch, rows, columns = shape
+    kept = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
+    # The mean, the result, a distance and a product; triplets in float64 and in the compute dtype.
+    one = 4 * rows * columns + 5 * kept * (rows + columns) + svd_workspace(rows, columns)
+    return math.prod(batch) * one
+
+
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+    *batch, rows, columns = shape
+    kept = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
+    each = [*thin_svd_operations(rows, columns, kept, double=double), product(rows, columns, kept)]
+    return repeated([*repeated(each, n_experts), entries(4 * n_experts * rows * columns)], math.prod(batch))
+
+
+CART = MergeMethod(
+    name="cart",
+    merge=merge,
+    merge_lowrank=merge_lowrank,
+    acts_on="matrix",
+    summary="Average plus the leading directions in which each expert differs from it.",
+    equation="D* = N + a sum_t SVD_K(D_t - N), N = sum_t D_t / T",
+    reference="Choi et al., Revisiting Weight Averaging for Model Merging, arXiv:2412.12153",
+    laws=frozenset(
+        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
+    ),
+    workspace=_workspace,
+    operations=_operations,
+    flops="T N^3",
+)

@@ -1,0 +1,199 @@
+"""DC-Merge: sparse cores of the experts in one basis of all their leading directions, merged by sign.
+
+"DC-Merge", CVPR 2026 (public code: Tobeginwith/DC-Merge).
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per expert, `J = T K` of all, `P, Q` ranks
+of the common bases of low-rank deltas.
+
+The public code is two programs: one for full fine-tuning, which does not smooth the singular values, and one for LoRA,
+which does, with 16 directions of each expert. `k` and `smoothing` choose between them. Directions beyond an expert's
+numerical rank are left out where the code takes LAPACK's null-space vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.operations import Operation, entries, polar_factor, product, repeated
+from actmat.linalg.operations import thin_svd as thin_svd_operations
+from actmat.linalg.singular import join, slots_per_expert
+from actmat.linalg.singular import polar_factor as polar
+from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
+from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
+
+__all__ = ["DC_MERGE", "merge", "merge_lowrank", "smoothed"]
+
+Smoothing = Literal["none", "mean", "linear"]
+Directions = Annotated[int | None, Bounds(low=0)]
+Ratio = Annotated[float, Bounds(low=1)]
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    *,
+    density: Fraction = 1e-3,
+    k: Directions = None,
+    smoothing: Smoothing = "none",
+    rho: Ratio = 5.0,
+    rtol: Fraction = RANK_RTOL,
+) -> Merged:
+    """`D* = U (ties(top(M_1), .., top(M_T)) o mask) V^T`, `M_t = U^T D_t^(K) V`, the mask block-diagonal.
+
+    `D_t^(K)` has the top `K = floor(min(O, I) / T)` triplets of `D_t`; `U`, `V` are the polar factors of all their
+    vectors side by side; `top` keeps the largest entries of a core; `ties` is the mean of those that have the sign of
+    the sum. Block `t` of the mask belongs to the directions of expert `t`.
+
+    Args:
+        density: share of a core's entries that is kept, at least one; of `min(O, I)^2` entries, or of `(T k)^2`
+            where `k` is given.
+        k: directions of each expert, instead of `floor(min(O, I) / T)`; 16 in the LoRA code.
+        smoothing: of an expert's kept singular values, with their sum: "none"; "mean", all equal; "linear", falling
+            evenly from `min(rho, s_1 / s_K)` times the last to the last.
+        rho: see `smoothing`.
+        rtol: singular values, and entries of a core, at or below `rtol` times the expert's largest count as zero.
+    """
+    slots, kept = _sizes(deltas[0].shape, len(deltas), k, density)
+    options = partial(_merge, slots=slots, kept=kept, smoothing=smoothing, rho=rho, rtol=rtol)
+    value, stats = each_matrix(lambda each, _: options(each, accuracy=accuracy_of(each[0])), deltas)
+    return Merged(value.to(deltas[0].dtype), stats | {"k": slots})
+
+
+def merge_lowrank(
+    deltas: Sequence[LowRank],
+    *,
+    density: Fraction = 1e-3,
+    k: Directions = None,
+    smoothing: Smoothing = "none",
+    rho: Ratio = 5.0,
+    rtol: Fraction = RANK_RTOL,
+) -> MergedLowRank:
+    """The same merge on the cores of the common bases; `K` comes from the full shape. Exact, in float64."""
+    slots, kept = _sizes(deltas[0].shape, len(deltas), k, density)
+    options = partial(_merge, slots=slots, kept=kept, smoothing=smoothing, rho=rho, rtol=rtol)
+    bases = common_bases([d.to(torch.float64) for d in deltas])
+    value, stats = each_matrix(lambda each, _: options(each, accuracy=torch.float64), bases.cores_PQ)
+    return MergedLowRank(bases.lift(value).to(deltas[0].b_OR.dtype), stats | {"k": slots})
+
+
+def smoothed(s_K: Tensor, smoothing: Smoothing, rho: float) -> Tensor:
+    """Singular values of the same sum, flatter; zeros at the end stay zero.
+
+    >>> smoothed(torch.tensor([8.0, 1.0, 0.0]), "linear", 5.0).tolist()
+    [7.5, 1.5, 0.0]
+    """
+    rank = int((s_K > 0).sum())
+    if smoothing == "none" or rank == 0:
+        return s_K
+    top = 1.0 if smoothing == "mean" else min(rho, float(s_K[0] / s_K[rank - 1]))
+    shares = torch.linspace(top, 1.0, rank, dtype=s_K.dtype, device=s_K.device)
+    out_K = torch.zeros_like(s_K)
+    out_K[:rank] = s_K.sum() * shares / shares.sum()
+    return out_K
+
+
+def _sizes(shape: Sequence[int], n_experts: int, k: int | None, density: float) -> tuple[int, int]:
+    """Directions per expert, and entries of a core that are kept."""
+    short = min(shape[-2:])
+    slots = min(slots_per_expert(shape, n_experts) if k is None else k, short)
+    side = short if k is None else n_experts * k
+    return slots, max(1, int(density * side * side))
+
+
+def _merge(
+    deltas: Sequence[Tensor],
+    *,
+    slots: int,
+    kept: int,
+    smoothing: Smoothing,
+    rho: float,
+    rtol: float,
+    accuracy: torch.dtype,
+) -> OneMatrix:
+    """One matrix, in float64; `deltas` may be small cores."""
+    if slots == 0:
+        return OneMatrix(torch.zeros_like(deltas[0], dtype=torch.float64), {"entries_kept": 0})
+    count = len(deltas)
+    parts = [thin_svd(delta, k=slots, accuracy=accuracy, rtol=rtol) for delta in deltas]
+    u_OJ, _, v_IJ = join(parts)
+    left, right = polar(u_OJ, accuracy=accuracy), polar(v_IJ, accuracy=accuracy)
+    size = parts[0].s_K.shape[-1]  # fewer than the slots where the deltas are small cores
+    blocks, entries_kept = [], 0
+    for part in parts:
+        rows_JK = (left.factor_MN.mT @ part.u_OK) * smoothed(part.s_K, smoothing, rho)
+        core_JJ = _top(rows_JK @ (right.factor_MN.mT @ part.v_IK).mT, kept, rtol)
+        entries_kept += int(core_JJ.count_nonzero())
+        blocks.append(core_JJ.view(count, size, count, size).diagonal(dim1=0, dim2=2).clone())
+    merged_KKT = _agreeing_mean(torch.stack(blocks))
+    left_TOK = left.factor_MN.view(-1, count, size).transpose(0, 1)
+    scaled_OJ = (left_TOK @ merged_KKT.permute(2, 0, 1)).transpose(0, 1).reshape(-1, count * size)
+    retries = left.retries + right.retries + tuple(name for part in parts for name in part.retries)
+    return OneMatrix(scaled_OJ @ right.factor_MN.mT, {"entries_kept": entries_kept}, retries)
+
+
+def _top(core_JJ: Tensor, kept: int, rtol: float) -> Tensor:
+    """The entries whose magnitude reaches that of the `kept`-th, less those that are rounding of the largest.
+
+    Rounding has a sign, and would count as a vote: experts that have nothing in common would halve one another.
+    """
+    size_JJ = core_JJ.abs()
+    top = size_JJ.flatten().topk(min(kept, size_JJ.numel())).values
+    return core_JJ * ((size_JJ >= top[-1]) & (size_JJ > rtol * top[0]))
+
+
+def _agreeing_mean(votes: Tensor) -> Tensor:
+    """Mean, entry by entry over the first axis, of those that have the sign of the sum; 0 where it is 0."""
+    sign = votes.sum(0).sign()
+    agreeing = (votes.sign() == sign) & (sign != 0)
+    return (votes * agreeing).sum(0) / agreeing.sum(0).clamp_min(1)
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    *batch, rows, columns = shape
+    slots, _ = _sizes(shape, n_experts, options["k"], options["density"])
+    joint = n_experts * slots
+    # In float64, two elements each: all triplets as parts, side by side and as polar factors; a core with its
+    # magnitudes; the blocks of all experts.
+    decompose = 2 * joint * (rows + columns) + svd_workspace(rows, columns)
+    factors = 7 * joint * (rows + columns) + 12 * joint * joint
+    cores = 8 * joint * (rows + columns) + 12 * joint * joint + rows * columns
+    return max(decompose, factors, cores) + 3 * math.prod(batch) * rows * columns
+
+
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+    *batch, rows, columns = shape
+    slots, _ = _sizes(shape, n_experts, options["k"], options["density"])
+    joint = n_experts * slots
+    each = [*thin_svd_operations(rows, columns, slots, double=double), product(joint, joint, slots, double=True)]
+    each += [product(joint, slots, side, double=True) for side in (rows, columns)]
+    found = [*repeated([*each, entries(6 * joint * joint)], n_experts)]
+    for side in (rows, columns):
+        found += polar_factor(side, joint, double=double)
+    found += [product(rows, columns, joint, double=True), product(rows, joint, slots, double=True)]
+    return repeated(found, math.prod(batch))
+
+
+DC_MERGE = MergeMethod(
+    name="dc_merge",
+    merge=merge,
+    merge_lowrank=merge_lowrank,
+    acts_on="matrix",
+    summary="Sparse cores in one basis of all leading directions, merged by sign, a block per expert.",
+    equation="D* = U (ties(top(U^T D_t^(K) V)) o blocks) V^T, U = polar([U_t]), V = polar([V_t])",
+    reference="DC-Merge, CVPR 2026",
+    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
+    workspace=_workspace,
+    operations=_operations,
+    flops="T N^3",
+    plan_note=(
+        "one expert alone is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
+        "values in small layers ('entries_kept' in the records)"
+    ),
+)

@@ -1,0 +1,146 @@
+"""DC-Merge against a transcription of its two published programs, and its exact low-rank form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.laws import law_gap
+from tests.helpers.spectra import orthonormal, random_deltas, random_lowrank, with_spectrum
+from tests.tolerances import F64_ORACLE, relative_error
+from torch import Tensor
+
+from actmat.methods.dc_merge import DC_MERGE, merge, merge_lowrank, smoothed
+
+
+def naive(deltas: list[Tensor], k: int, kept: int, smoothing: str = "none", rho: float = 5.0) -> Tensor:
+    """Full cores, entry by entry, in float64."""
+    count, us, vs, parts = len(deltas), [], [], []
+    for delta in deltas:
+        u, s, vh = torch.linalg.svd(delta.double(), full_matrices=False)
+        u, s, vh = u[:, :k], s[:k], vh[:k]
+        if smoothing == "mean":
+            s = s.mean().expand(k)
+        elif smoothing == "linear":
+            line = torch.linspace(min(rho, float(s[0] / s[-1])), 1, k, dtype=torch.float64)
+            s = s.sum() * line / line.sum()
+        us.append(u)
+        vs.append(vh.T)
+        parts.append((u * s) @ vh)
+    (pu, _, qu), (pv, _, qv) = (torch.linalg.svd(torch.cat(x, 1), full_matrices=False) for x in (us, vs))
+    left, right = pu @ qu, pv @ qv
+    cores = [left.T @ p @ right for p in parts]
+    for core in cores:
+        least = core.abs().flatten().sort(descending=True).values[kept - 1]
+        core[core.abs() < least] = 0
+    merged = torch.zeros_like(cores[0])
+    for t in range(count):
+        for i in range(t * k, (t + 1) * k):
+            for j in range(t * k, (t + 1) * k):
+                votes = [float(c[i, j]) for c in cores]
+                agreeing = [v for v in votes if v * sum(votes) > 0]
+                merged[i, j] = sum(agreeing) / len(agreeing) if agreeing else 0.0
+    return left @ merged @ right.T
+
+
+@pytest.mark.parametrize("shape", [(3, 15, 15), (2, 11, 26), (4, 26, 12)])
+@pytest.mark.parametrize("density", [0.001, 0.1, 0.4])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, F64_ORACLE), (torch.float32, 2e-5)])
+def test_equals_the_program_for_full_fine_tuning(shape, density, dtype, bound):
+    deltas = random_deltas(*shape, dtype=dtype)
+    short = min(shape[1:])
+    kept = max(1, int(density * short * short))
+    found = merge(deltas, density=density)
+    assert found.value.dtype == dtype
+    assert found.stats["k"] == short // shape[0]
+    assert found.stats["entries_kept"] == kept * shape[0]
+    k = short // shape[0]
+    assert relative_error(found.value, naive(deltas, k, min(kept, (k * shape[0]) ** 2))) < bound
+
+
+@pytest.mark.parametrize("smoothing", ["mean", "linear"])
+@pytest.mark.parametrize("rho", [5.0, 1.5])
+def test_equals_the_program_for_lora(smoothing, rho):
+    deltas = [d.dense() for d in random_lowrank(3, 20, 24, rank=4)]
+    found = merge(deltas, k=4, smoothing=smoothing, rho=rho, density=0.2)
+    assert relative_error(found.value, naive(deltas, 4, int(0.2 * 144), smoothing, rho)) < F64_ORACLE
+
+
+def test_smoothing_keeps_the_sum_and_the_rank():
+    s = torch.tensor([12.0, 3.0, 1.0, 0.0], dtype=torch.float64)
+    assert torch.equal(smoothed(s, "none", 5.0), s)
+    for smoothing, rho, top in (("mean", 5.0, 1.0), ("linear", 5.0, 5.0), ("linear", 99.0, 12.0)):
+        out = smoothed(s, smoothing, rho)
+        assert float(out.sum()) == pytest.approx(16.0)
+        assert float(out[0] / out[2]) == pytest.approx(top)
+        assert float(out[3]) == 0
+    assert not smoothed(torch.zeros(3), "linear", 5.0).any()
+
+
+def test_experts_apart_are_summed_where_all_entries_are_kept():
+    left, right = orthonormal(14, 6, 1), orthonormal(12, 6, 2)
+    deltas = [
+        left[:, own] @ torch.diag(torch.tensor([3.0, 2.0, 1.0]).double()) @ right[:, own].T
+        for own in (slice(0, 3), slice(3, 6))
+    ]
+    assert relative_error(merge(deltas, k=3, density=1.0).value, sum(deltas)) < 1e-12
+    one = merge(deltas, k=3, density=1 / 36).value  # one entry each: the leading directions
+    assert sorted(torch.linalg.svdvals(one)[:3].tolist(), reverse=True) == pytest.approx([3.0, 3.0, 0.0], abs=1e-12)
+
+
+def test_one_expert_is_not_returned():
+    delta = random_deltas(1, 20, 20)[0]
+    found = merge([delta])
+    assert found.stats["entries_kept"] == 1
+    assert float(torch.linalg.svdvals(found.value)[0]) == pytest.approx(float(torch.linalg.svdvals(delta)[0]))
+    assert relative_error(merge([delta], density=1.0).value, delta) < 1e-11
+
+
+def test_equal_experts_share_their_blocks():
+    """Their directions are the same, so that half of every vector belongs to each block."""
+    delta = with_spectrum(10, 8, [4.0, 2.0], seed=3)
+    found = merge([delta, delta], k=2, density=1.0)
+    assert bool(found.value.isfinite().all())
+    assert relative_error(found.value, delta / 2) < 1e-11
+
+
+def test_directions_beyond_the_rank_are_left_out():
+    deltas = [with_spectrum(12, 15, [3.0, 2.0], seed=1), with_spectrum(12, 15, [5.0, 4.0, 3.0, 2.0, 1.0], seed=2)]
+    full, capped = merge(deltas, density=1.0), merge(deltas, density=1.0, k=5)
+    assert full.stats["k"] == 6
+    assert relative_error(full.value, capped.value) < 1e-11
+    zero = merge([deltas[0], torch.zeros(12, 15).double()], density=1.0)
+    assert relative_error(zero.value, deltas[0]) < 1e-11
+
+
+def test_more_experts_than_directions_and_no_directions():
+    deltas = random_deltas(4, 3, 10)
+    assert not merge(deltas).value.any()
+    assert merge(deltas).stats["k"] == 0
+    assert merge(deltas, k=1, density=1.0).value.any()
+    assert not merge(deltas, k=0).value.any()
+
+
+@pytest.mark.parametrize("law", sorted(DC_MERGE.laws))
+@pytest.mark.parametrize("options", [{"density": 0.1}, {"density": 0.3, "k": 2, "smoothing": "linear"}])
+def test_declared_laws(law, options):
+    assert law_gap(law, lambda d: merge(d, **options).value, random_deltas(3, 16, 13)) < 1e-10
+
+
+def test_batches_are_merged_element_by_element():
+    deltas = random_deltas(2, 3, 8, 6)
+    deltas[0][1] = 0
+    found = merge(deltas, density=0.2)
+    for element in range(3):
+        own = merge([d[element] for d in deltas], density=0.2)
+        assert relative_error(found.value[element], own.value) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (8, 40)])
+@pytest.mark.parametrize("options", [{}, {"density": 0.1}, {"k": 3, "smoothing": "linear", "density": 0.2}])
+def test_lowrank_equals_dense(shape, options):
+    deltas = random_lowrank(3, *shape, rank=4)
+    found = merge_lowrank(deltas, **options)
+    dense = merge([d.dense() for d in deltas], **options)
+    assert found.value.rank <= 12
+    assert relative_error(found.value.dense(), dense.value) < 1e-10
+    assert found.stats["k"] == dense.stats["k"]
