@@ -42,8 +42,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>\w*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
-    m.__name__: m for m in (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess)
-}
 SIDE, EXPERTS = 4096, 4
 """The layer and the number of experts for which pages give the memory of a rule."""
 
