@@ -15,6 +15,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import keyword
 import re
 import sys
 import typing
@@ -33,12 +34,14 @@ from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
 from actmat.methods.post import STEPS, get_step
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
+from actmat.recipe.values import Entry
 
 __all__ = ["filled", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>\w*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in (Recipe, ExpertRef, Rule, RoleRule, PostRef, Postprocess)}
+SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess)
+MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 SIDE, EXPERTS = 4096, 4
 """The layer and the number of experts for which pages give the memory of a rule."""
 
@@ -172,6 +175,7 @@ def _memory(m: MergeMethod) -> str:
 def flags(name: str) -> str:
     """Arguments and flags of one command, from its signature."""
     home, _, sub = name.partition("_")  # statistics_collect: a command of a group
+    home += "_" * keyword.iskeyword(home)
     package = "actmat_experiments.commands" if home in ("experiment", "analyze") else "actmat.cli"
     command = with_flags(importlib.import_module(f"{package}.{home}").__dict__[sub or home])
     rows = []

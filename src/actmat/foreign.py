@@ -8,10 +8,11 @@ in place of having their effect; ordinary text, in any script, is returned as it
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup, escape
 
-__all__ = ["html", "in_one_line", "markdown", "terminal"]
+__all__ = ["html", "html_table", "in_one_line", "markdown", "terminal"]
 
 _MARKDOWN = re.compile(r"[\\`*\[\]|~#$]|(?<![^\W_])_|_(?![^\W_])")
 """Signs with a meaning in Markdown; an underscore inside a word has none."""
@@ -49,6 +50,19 @@ def html(text: object) -> Markup:
     &lt;b&gt;\x1b
     """
     return text if isinstance(text, Markup) else escape(terminal(text, keep="\n\t"))
+
+
+def html_table(title: object, head: Sequence[object], rows: Iterable[Sequence[object]]) -> Markup:
+    """A title and a table for notebooks; nothing but a title where there are no rows.
+
+    >>> print(html_table("<b>", ["n"], [[1]]))
+    <p><b>&lt;b&gt;</b></p><table><tr><th>n</th></tr><tr><td>1</td></tr></table>
+    """
+    lines = [Markup("<tr>{}</tr>").format(Markup("").join(Markup("<th>{}</th>").format(html(h)) for h in head))]
+    cells = [Markup("").join(Markup("<td>{}</td>").format(html(c)) for c in row) for row in rows]
+    lines += [Markup("<tr>{}</tr>").format(row) for row in cells]
+    table = Markup("<table>{}</table>").format(Markup("").join(lines)) if cells else Markup("")
+    return Markup("<p><b>{}</b></p>{}").format(html(title), table)
 
 
 def in_one_line(text: object) -> str:

@@ -66,7 +66,7 @@ def opened_inputs(recipes: Sequence[Recipe], problems: Problems | None = None) -
     with contextlib.ExitStack() as stack:
         opened = _Opening(stack)
         base = opened(lambda: open_checkpoint(recipe.base)) if not to_adapter else None
-        experts = [opened(_opener(e.path, base, to_adapter)) for e in recipe.experts]
+        experts = [opened(_opener(e.path, base, to_adapter, recipe.vocabulary)) for e in recipe.experts]
         if opened.problems:
             many = "s" * (len(opened.problems) > 1)
             problems.found.append(CheckpointError(f"{len(opened.problems)} problem{many} with the inputs.",
@@ -99,10 +99,10 @@ class _Opening:
         return opened
 
 
-def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callable[[], Expert]:
+def _opener(location: str, base: Checkpoint | None, to_adapter: bool, vocabulary: str | None) -> Callable[[], Expert]:
     if base is None and not to_adapter and not is_adapter(location):  # look only for further problems
         return lambda: CheckpointExpert(open_checkpoint(location))
-    return lambda: open_expert(location, base)
+    return lambda: open_expert(location, base, vocabulary=vocabulary)
 
 
 def writes_adapter(recipe: Recipe) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.sidecars import copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
@@ -144,7 +145,8 @@ class StagedOutput:
                 config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
                 (stage.path / "adapter_config.json").write_text(config, encoding="utf-8")
             else:
-                copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype)
+                written = inputs.base.written_config if inputs.base is not None else None
+                copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype, written)
             (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
             manifest = build_manifest(
                 self.plan,
@@ -283,9 +285,11 @@ def check_outputs(
     Raises:
         OutputError: in use, an input, or wanted twice; all problems in one.
     """
-    inputs = {"base": Path(recipes[0].base)} if recipes[0].base else {}
-    inputs |= {f"expert '{e.label}'": Path(e.path) for e in recipes[0].experts}
-    existing = {k: p for k, p in inputs.items() if os.path.exists(p)}
+    named = [("base", recipes[0].base)] if recipes[0].base else []
+    named += [(f"expert '{e.label}'", e.path) for e in recipes[0].experts]
+    named += [(f"{n}: {part.location}", part.location) for n, path in named for part in stack_parts(path)]
+    inputs = [(n, Path(path)) for n, path in named]
+    existing = {n: p for n, p in inputs if os.path.exists(p)}
     problems = [p for out in outs if isinstance(out, str) for p in check_upload_url(out)]
     problems += [
         p

@@ -23,6 +23,7 @@ from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_errors
 from actmat.finished import check_finished, has_manifest_of, present_output
+from actmat.foreign import html_table, terminal
 from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.places import checked_room, executor_of, out_path, resources_of
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MergeReport:
     """Result of one merge.
 
@@ -63,6 +64,13 @@ class MergeReport:
     diagnosis: Diagnosis | None = None
     was_finished: bool = False
     totals: Totals = field(default_factory=Totals)
+
+    def __repr__(self) -> str:
+        how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
+        return terminal(f"<MergeReport {self.out}: {how}; {len(self.plan.items)} items by {self.plan.recipe.method}>")
+
+    def _repr_html_(self) -> str:
+        return str(html_table(repr(self), (), ())) + self.plan._repr_html_()
 
     @functools.cached_property
     def manifest(self) -> Mapping[str, Any]:
@@ -262,7 +270,7 @@ def _judge(findings: Findings) -> None:
         raise error
 
 
-_SHARED = ("base", "experts", "compute_dtype", "allow_nonfinite", "to", "executor")
+_SHARED = ("base", "experts", "vocabulary", "compute_dtype", "allow_nonfinite", "to", "executor")
 
 
 def _check_shared(recipes: Sequence[Recipe]) -> None:

@@ -107,7 +107,8 @@ def test_flags_show_spellings_defaults_and_repetition() -> None:
 
 def test_recipe_tables_show_types_and_requirements() -> None:
     text = recipe("Recipe")
-    assert "| `experts` | `list of ExpertRef` | required |" in text
+    assert "| `experts` | `list of ExpertRef` | `[]` |" in text
+    assert "| `value` | `anything` | required |" in recipe("Entry")
     assert '| `scope` | `"linear" \\| "paper" \\| "all"` | `linear` |' in text
     assert "| `blocks` | `mapping` | `{}` |" in recipe("RoleRule")
     assert all(row.count(" |") == 4 for row in text.splitlines())

@@ -103,3 +103,14 @@ def test_one_pass_over_the_deltas() -> None:
 def test_probabilities_outside_the_unit_interval_are_refused(density: float, epsilon: float) -> None:
     with pytest.raises(RecipeError, match="must stay inside"):
         call(DELLA, random_deltas(1, 4), density=density, epsilon=epsilon)
+
+
+def test_experts_may_have_their_own_epsilon() -> None:
+    (delta,) = random_deltas(1, 40, 50)
+    zero = torch.zeros_like(delta)
+    alone = call(DELLA, [delta, zero], density=0.5, epsilon=0.0, **PLAIN)
+    listed = call(DELLA, [delta, zero], density=0.5, epsilon=[0.0, 0.4], **PLAIN)
+    assert torch.equal(alone, listed)
+    assert not torch.equal(alone, call(DELLA, [delta, zero], density=0.5, epsilon=[0.4, 0.0], **PLAIN))
+    with pytest.raises(RecipeError, match=r"got density 0\.5 and epsilon 0\.5"):
+        call(DELLA, [delta, zero], density=0.5, epsilon=[0.1, 0.5])

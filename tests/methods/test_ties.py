@@ -25,7 +25,11 @@ def naive_ties(
     votes = []
     for delta, weight, d in zip(deltas, weights, densities, strict=True):
         n = delta.numel()
-        k = {"original": min(n, int(d * n) + 1), "mergekit": int(d * n), "actmat": round(d * n)}[variant]
+        k = {
+            "original": min(n, int(d * n) + 1),
+            "mergekit": max(1, int(d * n)) if d > 0 else 0,
+            "actmat": round(d * n),
+        }[variant]
         votes.append(weight * naive_top(delta, k, exact=variant != "original"))
     return naive_elect(votes, weights, reduce=reduce, zero_sign=ZERO_SIGN[variant])
 
@@ -71,6 +75,7 @@ def test_counts_of_kept_entries(variant: Any) -> None:
     assert kept_entries(0.0, 10, variant=variant) == 0
     assert kept_entries(1.0, 10, variant=variant) == 10
     assert kept_entries(0.2, 0, variant=variant) == 0
+    assert kept_entries(0.01, 10, variant=variant) == {"original": 1, "mergekit": 1, "actmat": 0}[variant]
     assert kept_entries(0.27, 10, variant=variant) == {"original": 3, "mergekit": 2, "actmat": 3}[variant]
     assert kept_entries(0.24, 10, variant=variant) == {"original": 3, "mergekit": 2, "actmat": 2}[variant]
 
@@ -145,3 +150,24 @@ def test_wrong_density_lists_are_refused(density: list[float], match: str) -> No
 def test_transposed_input_gives_the_transposed_result() -> None:
     deltas = random_deltas(3, 8, 6)
     assert torch.equal(call(TIES, [d.mT for d in deltas]), call(TIES, deltas).mT)
+
+
+@pytest.mark.parametrize("variant", list(ZERO_SIGN))
+def test_rescaling_gives_a_trimmed_delta_its_l1_norm_back(variant: str) -> None:
+    (delta,) = random_deltas(1, 7, 9)
+    plain = call(TIES, [delta], density=0.3, variant=variant)
+    found = call(TIES, [delta], density=0.3, variant=variant, rescale="l1")
+    torch.testing.assert_close(found, plain * (delta.abs().sum() / plain.abs().sum()))
+    torch.testing.assert_close(found.abs().sum(), delta.abs().sum())
+
+
+def test_rescaling_comes_before_the_weights_and_the_vote() -> None:
+    deltas = random_deltas(3, 6, 8)
+    weights, densities = [0.5, -1.0, 2.0], [0.2, 0.6, 1.0]
+    votes = []
+    for delta, weight, density in zip(deltas, weights, densities, strict=True):
+        kept = naive_top(delta, int(density * delta.numel()), exact=True)
+        votes.append(weight * kept * float(delta.abs().sum() / kept.abs().sum()))
+    expected = naive_elect(votes, weights, reduce="mean", zero_sign="positive")
+    options = {"weights": weights, "density": densities, "variant": "mergekit", "rescale": "l1"}
+    assert relative_error(call(TIES, deltas, **options), expected) < 1e-13

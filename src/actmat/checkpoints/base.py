@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, format_size
+from actmat.foreign import html_table, terminal
 
 __all__ = ["DTYPES", "Checkpoint", "CheckpointHandle", "FileIdentity", "TensorSpec", "torch_dtype", "versions_of_files"]
 
@@ -38,6 +39,10 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "bool": (torch.bool, "BOOL"),
 }
 """dtype name -> (torch dtype, safetensors code): the one table of dtypes in the project."""
+
+
+SHOWN = 20
+"""Tensors that a notebook shows of a checkpoint."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -107,6 +112,12 @@ class CheckpointHandle:
     cache_dir: str = ""  # folder of downloads; empty for local files
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
+    parts: tuple[tuple[CheckpointHandle, str, int, int], ...] = ()  # of a stack: handle, location, first layer, end
+
+    def __post_init__(self) -> None:
+        """Take parts that come from JSON."""
+        parts = tuple((h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h), *p) for h, *p in self.parts)
+        object.__setattr__(self, "parts", parts)
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -129,6 +140,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     @abc.abstractmethod
     def config(self) -> Mapping[str, Any] | None:
         """Parsed `config.json`, or None where there is none."""
+
+    @property
+    def written_config(self) -> Mapping[str, Any] | None:
+        """A `config.json` to be written in place of a copy of the folder's; None: the copy is right."""
+        return None
 
     @abc.abstractmethod
     def identity(self) -> tuple[FileIdentity, ...]:
@@ -167,6 +183,16 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     @abc.abstractmethod
     def close(self) -> None:
         """Close the files. Reading afterwards raises `ValueError`. May be called twice."""
+
+    def __repr__(self) -> str:
+        specs = getattr(self, "specs", {})
+        size = format_size(sum(s.nbytes for s in specs.values()))
+        return f"<{type(self).__name__} {terminal(getattr(self, 'location', ''))}: {len(specs)} tensors, {size}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(s.name, "x".join(map(str, s.shape)), s.dtype) for s in list(self.specs.values())[:SHOWN]]
+        more = [("...", f"{len(self.specs) - SHOWN} more", "")] if len(self.specs) > SHOWN else []
+        return str(html_table(repr(self), ("tensor", "shape", "dtype"), [*rows, *more]))
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -1,4 +1,5 @@
-"""Open what a user named: a folder, a weight file, a hub id `org/name[@revision]`, a URL, or a mapping of tensors.
+"""Open what a user named: a folder, a weight file, a hub id `org/name[@revision]`, a URL, a stack of their layers, or a
+mapping of tensors.
 
 A local path wins over a hub id of the same text, unless that is written `hf://org/name`. Weights of a plain hub id are
 downloaded into the hub's cache; those of `hf://`, as of every URL, are read by ranges.
@@ -16,8 +17,10 @@ from torch import Tensor
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.formats import find_format, format_named
+from actmat.checkpoints.layer_names import StackPart, stack_parts
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
+from actmat.checkpoints.stack import open_stack
 from actmat.errors import CheckpointError, did_you_mean
 
 __all__ = ["HUB_ID", "commit_of", "find_source", "open_checkpoint", "open_handle"]
@@ -54,12 +57,19 @@ def open_checkpoint(
         return location
     if isinstance(location, Mapping):
         return MemoryCheckpoint(location)
+    parts = stack_parts(str(location))
+    if parts and not os.path.lexists(location):
+        return open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
     source = find_source(location, cache_dir=cache_dir)
     return find_format(source).open(source)
 
 
 def open_handle(handle: CheckpointHandle) -> Checkpoint:
     """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage."""
+    if handle.parts:
+        handles = {location: part for part, location, _, _ in handle.parts}
+        layers = [StackPart(location, start, stop) for _, location, start, stop in handle.parts]
+        return open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
     return format_named(handle.format).open(source)

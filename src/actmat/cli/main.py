@@ -19,6 +19,7 @@ from actmat.cli.demo import demo
 from actmat.cli.diagnose import diagnose
 from actmat.cli.extensions import ExtensibleGroup
 from actmat.cli.finish import finish
+from actmat.cli.import_ import import_
 from actmat.cli.inspect import inspect
 from actmat.cli.merge import merge
 from actmat.cli.methods import methods
@@ -101,7 +102,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 for recipe_command in (merge, plan, diagnose, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
-for command in (finish, report, compare, methods, inspect, verify, calibrate, demo):
+for command in (finish, report, compare, methods, inspect, import_, verify, calibrate, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
 

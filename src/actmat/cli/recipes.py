@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
 def _check_complete(given: Mapping[str, Any]) -> None:
     """Refuse flags without experts, or without a base where the experts need one."""
     missing = [flag for flag, field in (("--base", "base"), ("--expert", "experts")) if not given.get(field)]
+    if missing == ["--expert"] and stack_parts(given["base"]):
+        return
     if missing == ["--base"] and given.get("to") != "model":
         from actmat.experts.resolve import is_adapter
 

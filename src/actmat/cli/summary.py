@@ -29,7 +29,10 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
 
     to_adapter = plan.output == "adapter"
     over = "adapters, into an adapter" if to_adapter else f"experts of {escape(plan.recipe.base)}"
-    console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {len(plan.experts)} {over}")
+    if plan.experts:
+        console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {len(plan.experts)} {over}")
+    else:
+        console.print(f"copy of the layers {escape(plan.recipe.base)}")
     _print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if to_adapter else _counts(plan))
     console.print(_traffic(plan))
@@ -140,7 +143,8 @@ def print_summary(report: MergeReport) -> None:
     plan = report.plan
     to_adapter = plan.output == "adapter"
     of = "adapters into an adapter" if to_adapter else "experts"
-    console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(plan.recipe.method)}; {len(plan.experts)} {of})")
+    what = f"{plan.recipe.method}; {len(plan.experts)} {of}" if plan.experts else "a stack of layers"
+    console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
     if report.was_finished:
         checked = "all its tensors, and its inputs, are intact"
         if isinstance(report.out, str):

@@ -75,12 +75,13 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         recipe=recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
         method=recipe.method,
-        options=recipe.options,
+        options=recipe.model_dump(mode="json", include={"options"})["options"],
         source=source,
         base=recipe.base or None,
         out=out,
         experts=tuple(
-            ExpertRow(e.label, e.path, i.kind, e.weight) for e, i in zip(recipe.experts, plan.experts, strict=True)
+            ExpertRow(e.label, e.path, i.kind, e.weight if isinstance(e.weight, float) else None)
+            for e, i in zip(recipe.experts, plan.experts, strict=True)
         ),
         storage_dtypes=tuple(storage_dtypes(plan)),
         totals=Totals(

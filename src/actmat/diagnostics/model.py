@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from actmat.bounds import MAX_WRITTEN_VALUES, check_values, local_path, read_bytes
 from actmat.errors import CheckpointError
+from actmat.foreign import html_table, terminal
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -52,7 +53,7 @@ class ExpertRow(_Strict):
     name: str
     location: str
     kind: Literal["model", "adapter"]
-    weight: float
+    weight: float | None  # None: it differs from tensor to tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class CheckResult(_Strict):
     docs: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Diagnosis(_Strict):
     """Diagnosis of a merge: rows per tensor, measures per matrix, checks.
 
@@ -243,6 +244,19 @@ class Diagnosis(_Strict):
     agreement: tuple[AgreementRow, ...] | None = None
     residual_on_data: tuple[DataResidual, ...] | None = None
     format: Literal[1] = FORMAT
+
+    def __repr__(self) -> str:
+        found = ", ".join(c.code for c in self.issues) or "no issues"
+        where = f" {self.out}" if self.out else ""
+        what = f"{self.method} over {len(self.experts)} experts; {len(self.measures)} matrices"
+        return terminal(f"<Diagnosis{where}: {what}; {found}>")
+
+    def _repr_html_(self) -> str:
+        rows = [(c.code, c.severity, c.message) for c in self.checks if c.verdict == "found"]
+        experts = [(e.name, f"{e.residual:.3g}", f"{e.energy_share:.1%}") for e in self.experts_summary]
+        table = html_table("experts", ("expert", "residual", "share of energy"), experts)
+        return f"{html_table(repr(self), ('check', 'severity', 'finding'), rows)}{table}"
+
     kind: Literal["diagnosis"] = "diagnosis"
 
     @property

@@ -149,7 +149,7 @@ class TensorMerge:
         for regions, group in self._by_regions.items():
             for own in regions if len(self._by_regions) > 1 else (region,):
                 self._merge_group(group, own, region, deltas, base_raw)
-        self._changed |= deltas.changed
+        self._changed |= deltas.changed or any(t.method.moves_base(t.call.options) for t in self._merging)
         deltas.release()
 
     def _merge_group(
@@ -180,6 +180,7 @@ class TensorMerge:
 
                 task.observer.region(Merged(own, shown, factors, base_raw, value, stage, task.stats))
             changed = any(bool(d.any()) for d in given) if narrow else deltas.changed
+            changed = changed or task.method.moves_base(task.call.options)
             write_region(task, own, base_raw, value if changed else None, self.reader)
 
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
-from actmat.errors import CheckpointError, did_you_mean
+from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.experts.lora.adapter import Adapter
+from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["AdapterHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
+__all__ = ["AdapterHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind", "VocabularyHandle"]
 
 SourceKind = Literal["stored", "formed", "zero"]
 """stored: `W_t` is in storage, to be reduced by `W_0`; formed: a product of factors, or what is added to a bias; zero:
@@ -130,6 +131,10 @@ class Expert(abc.ABC):
     def close(self) -> None:
         """Release files. Reading afterwards is an error. May be called twice."""
 
+    def __repr__(self) -> str:
+        size = format_size(self.nbytes)
+        return f"<{type(self).__name__} {terminal(self.location)}: {self.kind}, {self.n_tensors} tensors, {size}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -186,5 +191,18 @@ class AdapterHandle:
         return self.location
 
 
-ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle
+@dataclass(frozen=True, slots=True)
+class VocabularyHandle:
+    """Address of a full checkpoint whose tables of tokens are read in the order of the base's vocabulary."""
+
+    checkpoint: CheckpointHandle
+    base: CheckpointHandle
+
+    @property
+    def address(self) -> str:
+        """Address of the checkpoint."""
+        return self.checkpoint.address
+
+
+ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | VocabularyHandle
 """Address of an expert: that of a checkpoint for a full one."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
-from actmat.experts.base import Expert, Source
+from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.experts.base import Expert, ExpertHandle, Source
 
 __all__ = ["CheckpointExpert"]
 
@@ -48,7 +48,7 @@ class CheckpointExpert(Expert):
         """Identity of the checkpoint's weight files."""
         return self.checkpoint.identity()
 
-    def handle(self) -> CheckpointHandle:
+    def handle(self) -> ExpertHandle:
         """Address of the checkpoint."""
         return self.checkpoint.handle()
 

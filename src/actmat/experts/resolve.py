@@ -14,10 +14,11 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_fi
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, Expert, ExpertHandle, Family
+from actmat.experts.base import AdapterHandle, Expert, ExpertHandle, Family, VocabularyHandle
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.lora.expert import LORA
 from actmat.experts.lora.open import open_adapter
+from actmat.experts.vocabulary import align_vocabulary
 
 __all__ = ["FAMILIES", "is_adapter", "open_adapter", "open_expert", "open_handle"]
 
@@ -30,7 +31,9 @@ def is_adapter(location: str | Path) -> bool:
     return _family(location) is not None
 
 
-def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint | None) -> Expert:
+def open_expert(
+    location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint | None, *, vocabulary: str | None = None
+) -> Expert:
     """Open what `location` names; reads headers, and no tensor of a full checkpoint.
 
     >>> import torch
@@ -41,7 +44,10 @@ def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: 
     Source(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
 
     Args:
-        base: what the deltas are added to; not needed afterwards. None opens an adapter for its factors only.
+        base: what the deltas are added to; needed afterwards for its `vocabulary` only. None opens an adapter for its
+            factors.
+        vocabulary: `base` or `union`: put the rows of a full checkpoint's tables of tokens in the base's order, see
+            `experts.vocabulary`.
 
     Raises:
         CheckpointError: nothing there, damaged, or an adapter that cannot be merged into this base; carries all
@@ -49,7 +55,16 @@ def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: 
     """
     family = _family(location) if isinstance(location, str | Path) else None
     if base is not None:
-        return CheckpointExpert(open_checkpoint(location)) if family is None else family.open(str(location), base)
+        if family is not None:
+            return family.open(str(location), base)
+        opened = open_checkpoint(location)
+        if vocabulary is None:
+            return CheckpointExpert(opened)
+        try:
+            return align_vocabulary(opened, base, complete=vocabulary == "union")
+        except CheckpointError:
+            opened.close()
+            raise
     if family is None:
         found = location if isinstance(location, str | Path) else "<memory>"
         raise CheckpointError(f"{found}: expected an adapter, found none; a full checkpoint is merged into a base")
@@ -64,6 +79,9 @@ def open_handle(handle: ExpertHandle) -> Expert:
     """
     if isinstance(handle, CheckpointHandle):
         return CheckpointExpert(open_checkpoint_handle(handle))
+    if isinstance(handle, VocabularyHandle):
+        base = open_checkpoint_handle(handle.base)
+        return align_vocabulary(open_checkpoint_handle(handle.checkpoint), base, owns_base=True)
     if handle.base is None:
         return _as_it_was(_open_unfitted(handle.family, handle.location), handle)
     with open_checkpoint_handle(handle.base) as base:

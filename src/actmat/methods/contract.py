@@ -18,6 +18,7 @@ A merge function has the form
 
 from __future__ import annotations
 
+import html
 import inspect
 import math
 import types
@@ -194,7 +195,7 @@ class Option:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MergeMethod:
     """Declaration of one merge method.
 
@@ -217,6 +218,8 @@ class MergeMethod:
         sums_own_grams_when: `options -> bool`: options under which the state of `stages` is a
             `linalg.interference.solver.State` of `S = sum_t w_t D_t^T D_t`; None: under none.
         base_when: `options -> bool`: options under which the base is read; None: under all, if `merge` takes it.
+        moves_base_when: `options -> bool`: options under which deltas that are all zero do not leave the base as it is;
+            None: under none.
         streams_when: `options -> bool`: options under which the deltas are read by `linalg.chunks.walk` only, as often
             as needed, so that the engine reads them chunk by chunk and holds none; None: under none.
         walks_again: of a method that streams: it walks more than once, so that small deltas are better held.
@@ -247,11 +250,22 @@ class MergeMethod:
     survey: Survey | None = None
     max_experts: int | None = None  # for which the method is defined
     base_when: Callable[[Mapping[str, Any]], bool] | None = None
+    moves_base_when: Callable[[Mapping[str, Any]], bool] | None = None
     streams_when: Callable[[Mapping[str, Any]], bool] | None = None
     walks_again: bool = False
     combine: Callable[..., Combination] | None = None
     plan_note: str = ""
     formerly: str = ""
+
+    def __repr__(self) -> str:
+        return f"<MergeMethod {self.name}: {self.summary}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(o.name, o.type_name, repr(o.default), o.doc) for o in self.options.values()]
+        cells = ["".join(f"<td>{html.escape(text)}</td>" for text in row) for row in rows]
+        head = "".join(f"<th>{text}</th>" for text in ("option", "type", "default", "meaning"))
+        table = "".join(f"<tr>{row}</tr>" for row in (head, *cells)) if cells else ""
+        return f"<p><b>{html.escape(f'{self.name}: {self.equation}')}</b></p><table>{table}</table>"
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -274,6 +288,10 @@ class MergeMethod:
     def uses_base(self, options: Mapping[str, Any]) -> bool:
         """True if a call with these options reads the base and so must be given it."""
         return self.needs_base and (self.base_when is None or self.base_when(options))
+
+    def moves_base(self, options: Mapping[str, Any]) -> bool:
+        """True if a call with these options may change the base although all deltas are zero."""
+        return self.moves_base_when is not None and self.moves_base_when(options)
 
     def streams(self, options: Mapping[str, Any]) -> bool:
         """True if a call with these options reads the deltas chunk by chunk and holds none."""

@@ -28,7 +28,7 @@ def merge(
     weights: Weights = None,
     generator: torch.Generator,
     density: Fractions = 0.5,
-    epsilon: Annotated[float, Bounds(0, 0.5)] = 0.15,
+    epsilon: Annotated[float | list[float], Bounds(0, 0.5)] = 0.15,
     rescale: Literal["inverse", "l1", "none"] = "inverse",
     sign_election: bool = True,
     reduce: Literal["mean", "sum"] = "mean",
@@ -42,23 +42,26 @@ def merge(
         weights: one per expert, applied after masking; 1 unless given.
         density: mean probability `d` to keep an entry; one for all experts, or a list. 1 keeps all, 0 none.
         epsilon: half the range of the probabilities, `0 < d - epsilon` and `d + epsilon < 1` (the paper's range is
-            `2 epsilon`).
+            `2 epsilon`); one for all experts, or a list.
         rescale: `inverse` divides each kept entry by its own probability (the paper; unbiased); `l1` gives each
             masked delta its L1 norm back, by one factor (mergekit's default); `none` leaves the entries.
         sign_election: merge what agrees with the elected sign; off (mergekit's della_linear), sum all.
         reduce: mean (the paper) or sum (mergekit) of the agreeing entries.
     """
     densities = per_expert("density", density, len(deltas))
-    if outside := [d for d in densities if 0 < d < 1 and not 0 < d - epsilon <= d + epsilon < 1]:
+    epsilons = per_expert("epsilon", epsilon, len(deltas))
+    pairs = list(zip(densities, epsilons, strict=True))
+    if outside := [(d, e) for d, e in pairs if 0 < d < 1 and not 0 < d - e <= d + e < 1]:
+        d, e = outside[0]
         raise RecipeError(
-            f"della: density +- epsilon must stay inside (0, 1), got density {outside[0]:g} and epsilon {epsilon:g}. "
-            f"Take an epsilon below {min(outside[0], 1 - outside[0]):g}."
+            f"della: density +- epsilon must stay inside (0, 1), got density {d:g} and epsilon {e:g}. Take an epsilon "
+            f"below {min(d, 1 - d):g}."
         )
     share = [1.0] * len(deltas) if weights is None else list(weights)
     seeds = torch.randint(2**63 - 1, (len(deltas),), generator=generator).tolist()
     sampled = [
-        magnitude_sampled(delta, d, epsilon, rescale=rescale, generator=torch.Generator().manual_seed(seed))
-        for delta, d, seed in zip(deltas, densities, seeds, strict=True)
+        magnitude_sampled(delta, d, e, rescale=rescale, generator=torch.Generator().manual_seed(seed))
+        for delta, (d, e), seed in zip(deltas, pairs, seeds, strict=True)
     ]
     masks = [Keep()] * len(sampled)
     if not sign_election:

@@ -80,6 +80,7 @@ LINEAR = MergeMethod(
     ),
     one_pass=True,
     base_when=lambda options: not options["normalize"],
+    moves_base_when=lambda options: not options["normalize"],
     workspace=lambda shape, n_experts, options: math.prod(shape),
     flops="T N^2",
 )

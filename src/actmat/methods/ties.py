@@ -7,7 +7,7 @@ Public implementations differ in three details, which `variant` fixes together (
 | variant  | entries kept             | equal to the threshold | votes cancel exactly          |
 |----------|--------------------------|------------------------|-------------------------------|
 | original | `int(d N) + 1`           | all kept               | sign of the sum of all signs  |
-| mergekit | `int(d N)`               | exactly that many      | plus                          |
+| mergekit | `int(d N)`, 1 at least   | exactly that many      | plus                          |
 | actmat   | `round(d N)`             | exactly that many      | entry becomes 0               |
 
 They also disagree on what is trimmed: the original ranks the entries of the whole model together (`trim="global"`,
@@ -28,7 +28,7 @@ from torch import Tensor
 from actmat.errors import RecipeError
 from actmat.linalg.chunks import shape_and_dtype
 from actmat.linalg.masks.election import ZeroSign, elect, election_workspace, sign_balance
-from actmat.linalg.masks.mask import Trim, top_trims_each
+from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
 from actmat.linalg.masks.threshold import Cut, StreamedCut
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Fractions, Merged, MergeMethod, Survey, Weights
@@ -63,6 +63,7 @@ def merge(
     density: Density = 0.2,
     trim: Literal["tensor", "global"] = "tensor",
     reduce: Literal["mean", "sum"] = "mean",
+    rescale: Literal["none", "l1"] = "none",
     variant: Variant = "original",
 ) -> Merged:
     """`D* = sum_{t in A} y_t / sum_{t in A} w_t` with `y_t = w_t top_d(D_t)`, `A = {t: sign(y_t) = sign(sum_t y_t)}`.
@@ -73,6 +74,7 @@ def merge(
         trim: rank the entries within each tensor, or over the whole model (as the original does, at the price of
             two or three more passes over the inputs). Over the whole model all entries equal to a threshold stay.
         reduce: mean or sum of the agreeing entries (the divisor `sum w_t` is left out).
+        rescale: `l1` gives each trimmed delta its L1 norm back, by one factor (mergekit's `rescale`); `none` leaves it.
         variant: whose counting rule and tie-breaks, see the table of variants.
     """
     densities = per_expert("density", density, len(deltas))
@@ -92,10 +94,14 @@ def merge(
         masks = [mask for mask, _ in trims]
         kept = sum((c.rank / max(c.total, 1) if exact else c.fraction) / len(deltas) for _, c in trims)
     share = [1.0] * len(deltas) if weights is None else list(weights)
+    scales = share
+    if rescale == "l1":
+        factors = l1_factors([delta.reshape(-1) for delta in deltas], masks)
+        scales = [w * f for w, f in zip(share, factors, strict=True)]
     value = elect(
         deltas,
         masks,
-        scales=share,
+        scales=scales,
         counts=share,
         reduce=reduce,
         zero_sign=ZERO_SIGN[variant],
@@ -110,7 +116,9 @@ def kept_entries(density: float, total: int, *, variant: Variant) -> int:
         return 0 if density <= 0 else total
     if variant == "actmat":
         return round(density * total)
-    return min(total, int(density * total) + (variant == "original"))
+    if variant == "mergekit":
+        return min(total, max(1, int(density * total)))
+    return min(total, int(density * total) + 1)
 
 
 @dataclass(slots=True)
@@ -180,7 +188,8 @@ TIES = MergeMethod(
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
     workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
     flops="T N^2",
-    streams_when=lambda options: options["trim"] == "tensor",  # the survey of a whole model holds whole deltas
+    # the survey of a whole model holds whole deltas; the norms of `rescale` are taken before the deltas are added up
+    streams_when=lambda options: options["trim"] == "tensor" and options["rescale"] == "none",
     walks_again=True,
     survey=Survey(
         applies=lambda options: options["trim"] == "global",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.experts.base import Expert
+from actmat.layout.ties import is_output_head, tied_partner
 from actmat.layout.types import LayoutMap, Role
 
 __all__ = ["Alignment", "align"]
@@ -60,6 +61,10 @@ def align(
             there = dict.fromkeys(prefix.apply(n) if prefix else n for n in known)
             stored = [n for n in there if n in expert.specs]
             source = stored[0] if stored else None
+            if source is None and is_output_head(name) and not prefix:
+                source = tied_partner(name, expert.specs, expert.config)
+                if source is not None:
+                    notes.append(f"expert '{label}' ties its output head: its '{source}' stands for '{name}'")
             sources[name].append(source)
             twins[name].append(tuple(stored[1:]))
             used.update(there)

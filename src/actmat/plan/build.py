@@ -73,6 +73,7 @@ def build_plan(
         adapter_config=draft.adapter_config,
         kept=draft.kept,
         notes=(
+            *recipe.notes,
             *draft.notes,
             *layer_notes(draft.items),
             *_method_notes(draft.items),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +15,12 @@ from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.methods.spaces import space_problems
+from actmat.plan.calls import CallTemplate, WeightsTemplate
+from actmat.plan.depth import NOWHERE, Place, depth_factors, depth_of, places_of
 from actmat.plan.model import Action, MethodCall
 from actmat.plan.post import has_spectrum, post_calls
 from actmat.recipe import Recipe
+from actmat.recipe.values import Value
 
 __all__ = ["Chooser", "Decision", "depth_factors", "depth_of"]
 
@@ -44,13 +47,14 @@ class Chooser:
     `problems` collects what is wrong with methods, options and patterns; `post` are the steps of post-processing.
     """
 
-    def __init__(self, recipe: Recipe, available: frozenset[str] = frozenset()) -> None:
+    def __init__(self, recipe: Recipe, available: frozenset[str] = frozenset(), names: Collection[str] = ()) -> None:
         self.recipe = recipe
         self.problems: list[str] = []
         self.post = post_calls(recipe, self.problems)
-        weights = recipe.weights if any(w != 1.0 for w in recipe.weights) else None
-        self._default = self._call(recipe.method, recipe.options, recipe.scale, weights, "", available)
-        self._rules: list[tuple[list[tuple[str, Callable[[str], bool]]], MethodCall | None, str]] = []
+        self.names = names
+        self._weights = WeightsTemplate(recipe.labels, recipe.weights, recipe.normalize)
+        self._default = self._call(recipe.method, recipe.options, recipe.scale, "", available)
+        self._rules: list[tuple[list[tuple[str, Callable[[str], bool]]], CallTemplate | None, str]] = []
         for i, rule in enumerate(recipe.rules):
             where = f"rules.{i}: "
             call = None
@@ -58,10 +62,9 @@ class Chooser:
                 same = rule.method in (None, recipe.method)
                 options = {**recipe.options, **rule.options} if same else rule.options
                 scale = recipe.scale if rule.scale is None else rule.scale
-                call = self._call(rule.method or recipe.method, options, scale, weights, where, available)
+                call = self._call(rule.method or recipe.method, options, scale, where, available, same=same)
             self._rules.append((self._patterns(rule.match, where), call, "keep" if rule.keep else "merge"))
         self._keep = self._patterns(recipe.keep, "keep: ")
-        self._weights = weights
 
     def keeps(self, name: str) -> str | None:
         """The pattern by which the recipe keeps the base's tensor `name`, or None."""
@@ -75,22 +78,42 @@ class Chooser:
 
     def decide(self, spec: TensorSpec, layout: TensorLayout) -> Decision:
         """Decision for one float tensor that is not kept."""
-        call, why = self._default, ""
+        template, why = self._default, ""
         for patterns, rule_call, _ in self._rules:
             if (hit := self._match(patterns, spec.name)) is not None:
-                call, why = rule_call, f", chosen by the rule for '{hit}'"
+                template, why = rule_call, f", chosen by the rule for '{hit}'"
                 break
-        if call is None:  # the method or its options were wrong: a problem was noted, go on finding others
+        if template is None:  # the method or its options were wrong: a problem was noted, go on finding others
             return Decision("average", "", layout)
-        method = get_method(call.method)
+        method = template.method
         inside, reason, layout = self._inside(spec, layout, explicit=bool(why))
         if inside and method.acts_on == "matrix" and not has_spectrum(layout):
-            inside, reason = False, f"{layout.reason}: {call.method} acts on matrices"
-        if inside:
-            if not has_spectrum(layout):  # vectors and tables: entries only
-                call = dataclasses.replace(call, space="full", post=())
-            return Decision("merge", f"{reason}: {call.method}{why}", layout, call)
-        return Decision("average", f"{reason}: mean of the deltas", layout, self.average())
+            inside, reason = False, f"{layout.reason}: {method.name} acts on matrices"
+        if not inside:
+            return Decision("average", f"{reason}: mean of the deltas", layout, self.average(spec.name))
+        try:
+            call, own = template.at(spec.name, self.places.get(spec.name, NOWHERE))
+            if has_spectrum(layout) and (self.recipe.space != "full" or self.post):  # else entries only
+                call = dataclasses.replace(call, space=self.recipe.space, post=self.post)
+            return Decision("merge", f"{reason}: {call.method}{own}{why}", layout, call)
+        except LookupError as missing:
+            self._note_missing(missing, spec.name)
+            return Decision("average", "", layout)
+
+    @functools.cached_property
+    def places(self) -> Mapping[str, Place]:
+        """Places of the tensors in depth."""
+        return places_of(self.names)
+
+    def unused_entries(self) -> list[str]:
+        """One sentence for each pattern of a weight or an option that matches no tensor."""
+        templates = [self._default, *(t for _, t, _ in self._rules)]
+        found = [*self._weights.patterns(), *(p for t in templates if t is not None for p in t.patterns())]
+        return [
+            f"{where}: the pattern '{text}' matches no tensor"
+            for where, text in dict.fromkeys(found)
+            if not any(map(compile_pattern(text), self.names))
+        ]
 
     def unused_patterns(self, names: Collection[str]) -> list[str]:
         """Patterns that match none of these tensors (a typo, most of the time), whichever rule takes them."""
@@ -109,14 +132,27 @@ class Chooser:
             return inside, reason, layout
         return layout.role.is_matrix, layout.reason, layout
 
-    def average(self) -> MethodCall:
-        """The call for tensors that the method does not apply to."""
-        weights = self._weights if self._weights and sum(self._weights) != 0 else None
-        return MethodCall("average", {}, 1.0, weights)
+    def average(self, name: str) -> MethodCall:
+        """The call for a tensor that the method does not apply to."""
+        weights = self._weights_of(name)
+        return MethodCall("average", {}, 1.0, weights if weights and sum(weights) != 0 else None)
 
-    def average_over(self, decision: Decision, having: Sequence[bool]) -> Decision:
+    def _weights_of(self, name: str) -> tuple[float, ...] | None:
+        try:
+            return self._weights.at(name, self.places.get(name, NOWHERE), plain=True)
+        except LookupError as missing:
+            self._note_missing(missing, name)
+            return None
+
+    def _note_missing(self, missing: LookupError, name: str) -> None:
+        self.problems.append(
+            f"{missing.args[0]} has no entry that matches tensor '{name}': end the list with an entry for all others, "
+            "{value: ...}"
+        )
+
+    def average_over(self, name: str, decision: Decision, having: Sequence[bool]) -> Decision:
         """The average over the experts that have a delta, and the words for it."""
-        weights = self._weights or (1.0,) * len(having)
+        weights = self._weights_of(name) or (1.0,) * len(having)
         chosen = tuple(w if has else 0.0 for w, has in zip(weights, having, strict=True))
         if sum(chosen) == 0:
             return decision
@@ -128,17 +164,21 @@ class Chooser:
         self,
         name: str,
         options: Mapping[str, object],
-        scale: float,
-        weights: tuple[float, ...] | None,
+        scale: Value,
         where: str,
         available: frozenset[str],
-    ) -> MethodCall | None:
+        *,
+        same: bool = True,
+    ) -> CallTemplate | None:
         try:
             method = get_method(name)
-            resolved = method.resolve_options(options)
+            own = [e.options if same else {} for e in self.recipe.experts]
+            template = CallTemplate.make(method, options, own, scale, self._weights)
         except MergeError as error:
             self.problems.extend(where + p for p in error.problems)
             return None
+        for of, text in dict.fromkeys([*self._weights.patterns(), *template.patterns()]):
+            self._patterns((text,), f"{where}{of}: ")
         missing = [k for k in method.needs_statistics if k not in available]
         if missing:
             self.problems.append(
@@ -151,11 +191,14 @@ class Chooser:
             self.problems.append(
                 f"{where}method '{name}' merges at most {method.max_experts} expert(s), and there are {n_experts}"
             )
-        if weights is not None and not method.is_weighted:
+        if self._weights.is_given and not method.is_weighted:
             self.problems.append(f"{where}method '{name}' takes no weights, but the recipe gives experts weights")
-        own = weights if method.is_weighted else None
-        self.problems.extend(where + p for p in space_problems(self.recipe.space, method, resolved))
-        return MethodCall(name, resolved, scale, own, self.recipe.space, self.post)
+        if self.recipe.normalize and not method.is_weighted:
+            self.problems.append(
+                f"{where}method '{name}' takes no weights, so that 'normalize' has no meaning: drop it"
+            )
+        self.problems.extend(where + p for p in space_problems(self.recipe.space, method, template.options))
+        return template
 
     def _patterns(self, texts: tuple[str, ...], where: str) -> list[tuple[str, Callable[[str], bool]]]:
         out = []
@@ -163,34 +206,8 @@ class Chooser:
             try:
                 out.append((text, compile_pattern(text)))
             except MergeError as error:
-                self.problems.extend(where + p for p in error.problems)
+                self.problems.extend(where + p for p in error.problems if where + p not in self.problems)
         return out
 
     def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
         return next((text for text, matches in patterns if matches(name)), None)
-
-
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-
-
-def depth_of(name: str) -> int | None:
-    """Number of the layer that a tensor belongs to: the first numeric component of its name, or None."""
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
-
-
-def depth_factors(names: list[str], first: float, last: float) -> dict[str, float]:
-    """LiNeS: factor of each tensor, linear in the depth of its layer from `first` to `last`.
-
-    The layer number is the first numeric component of a name; names that agree before it form one stack (an
-    encoder and a decoder count apart). Tensors outside any stack are not listed.
-    K. Wang et al., "LiNeS: Post-training Layer Scaling Prevents Forgetting and Enhances Model Merging", ICLR 2025.
-    """
-    layers = {n: (n[: m.start()], int(m[1])) for n in names if (m := _LAYER.search(n))}
-    deepest: dict[str, int] = {}
-    for stack, layer in layers.values():
-        deepest[stack] = max(deepest.get(stack, 0), layer)
-    return {
-        n: first + (last - first) * (layer / deepest[stack] if deepest[stack] else 1.0)
-        for n, (stack, layer) in layers.items()
-    }

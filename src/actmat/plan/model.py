@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 from actmat.bounds import read_bytes
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
-from actmat.errors import RecipeError
+from actmat.errors import RecipeError, format_size
 from actmat.experts.base import Source
 from actmat.experts.lora.modules import ModuleKind
+from actmat.foreign import html_table, terminal
 from actmat.layout.types import Block, TensorLayout
 from actmat.methods.post import PostStep, Step, get_step
 from actmat.methods.spaces import Space
@@ -50,6 +52,10 @@ FORMAT = 2
 
 MAX_FILE_BYTES = 4_000_000_000
 """Largest plan that is read from a file: one of 100,000 tensors takes 100 MB."""
+
+
+SHOWN_GROUPS = 25
+"""Groups of items with one reason that a notebook shows of a plan."""
 
 
 class _Plain:
@@ -254,7 +260,7 @@ class InputSummary(_Plain):
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MergePlan(_Plain):
     """Plan of one merge, for any inputs and any output.
 
@@ -292,6 +298,19 @@ class MergePlan(_Plain):
     versions: Mapping[str, str] = field(default_factory=dict)
     statistics: tuple[Mapping[str, Any], ...] = ()
     statistics_identity: tuple[Any, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{n} {a}" for a, n in count_actions(self.items).items() if n)
+        of = f" of {self.base.location}" if self.base is not None else ""
+        sizes = f"read {format_size(self.read_bytes)}, write {format_size(self.write_bytes)}"
+        what = f"{self.recipe.method} over {len(self.experts)} experts{of}"
+        return terminal(f"<MergePlan: {what}; {len(self.items)} items: {counts}; {sizes}>")
+
+    def _repr_html_(self) -> str:
+        groups = Counter((i.action, i.reason) for i in self.items)
+        rows = [(n, action, reason) for (action, reason), n in groups.most_common(SHOWN_GROUPS)]
+        more = [("", "...", f"{len(groups) - SHOWN_GROUPS} more groups")] if len(groups) > SHOWN_GROUPS else []
+        return str(html_table(repr(self), ("items", "action", "why"), [*rows, *more]))
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:

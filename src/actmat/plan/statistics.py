@@ -152,11 +152,11 @@ def with_statistics(
             return decision
         if isinstance(why, str):
             reason = f"{decision.layout.reason}: no statistics in expert '{label}' ({why}): mean of the deltas"
-            return Decision("average", reason, decision.layout, chooser.average())
+            return Decision("average", reason, decision.layout, chooser.average(spec.name))
         rows += why
     if rows == 0:
         reason = f"{decision.layout.reason}: no token of any expert's data reached it: mean of the deltas"
-        return Decision("average", reason, decision.layout, chooser.average())
+        return Decision("average", reason, decision.layout, chooser.average(spec.name))
     return decision
 
 
@@ -240,7 +240,7 @@ def module_statistics(
 
     def averaged(label: str, why: str) -> tuple[Decision, tuple[tuple[str, ...], ...]]:
         reason = f"{decision.layout.reason}: no statistics in expert '{label}' ({why}): mean of the deltas"
-        return Decision("average", reason, decision.layout, chooser.average()), ()
+        return Decision("average", reason, decision.layout, chooser.average(tensor)), ()
 
     candidates = (tensor, f"{tensor.removesuffix('.weight')}.in_proj_weight")
     ranges = [(b.start, b.stop) if b.groups == 1 else None for b in blocks] or [(0, module.shape[-2])]

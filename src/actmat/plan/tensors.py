@@ -12,6 +12,7 @@ from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import Expert, Source
+from actmat.experts.vocabulary import AlignedExpert
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
@@ -53,7 +54,7 @@ def plan_tensors(
             problems.append(f"{label} ({checkpoint.location}) holds no tensors")
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
     problems += statistics.kind_problems([e.kind == "adapter" for e in experts])
-    chooser = Chooser(recipe, statistics.kinds)
+    chooser = Chooser(recipe, statistics.kinds, base.specs)
     kept = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
@@ -64,7 +65,7 @@ def plan_tensors(
         decision = _decide(spec, layouts.tensors[name], chooser, kept)
         decision = with_statistics(decision, spec, sources, statistics, chooser, problems)
         given[name] = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
-        decided[name] = _of_touched(decision, given[name], chooser, only_adapters=only_adapters)
+        decided[name] = _of_touched(name, decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
     problems += _space_problems(recipe, experts, chooser)
     problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
@@ -88,6 +89,8 @@ def plan_tensors(
         ignored=alignment.ignored,
         notes=(
             *alignment.notes,
+            *chooser.unused_entries(),
+            *_vocabulary_notes(experts, recipe.labels),
             *_dtype_notes(base, experts, recipe.labels),
             *_adapter_notes(recipe.labels, experts, items),
         ),
@@ -105,20 +108,22 @@ def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapp
 
 
 def _of_touched(
-    decision: Decision, sources: Sequence[Source | None], chooser: Chooser, *, only_adapters: bool
+    name: str, decision: Decision, sources: Sequence[Source | None], chooser: Chooser, *, only_adapters: bool
 ) -> Decision:
-    """A copy where no expert changes the tensor; among adapters, an average over those that train it.
+    """A copy where there is no expert or none changes the tensor; among adapters, an average over those that train it.
 
     A copy computes nothing and rounds nothing. An adapter without a delta for a tensor says nothing about it; a full
     checkpoint that has the base's values does, so that beside one all experts count.
     """
     if decision.call is None or any(s is None for s in sources):
         return decision
+    if not sources:
+        return Decision("copy", "no experts: copied from the base", decision.layout)
     touched = [s is not None and s.kind != "zero" for s in sources]
-    if not any(touched):
+    if not any(touched) and not get_method(decision.call.method).moves_base(decision.call.options):
         return Decision("copy", "no adapter changes it: copied from the base", decision.layout)
     if decision.action == "average" and only_adapters and not all(touched):
-        return chooser.average_over(decision, touched)
+        return chooser.average_over(name, decision, touched)
     return decision
 
 
@@ -282,6 +287,16 @@ def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[s
         "rounding"
         for label, e in zip(labels, experts, strict=True)
         if dtypes(e.specs) != mine
+    ]
+
+
+def _vocabulary_notes(experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
+    """Notes about experts whose rows are put in the base's order of tokens."""
+    return [
+        f"expert '{label}' has another vocabulary: its rows are taken by token; {e.missing} tokens that it lacks keep "
+        f"the base's rows, {e.dropped} that the base lacks are left out"
+        for label, e in zip(labels, experts, strict=True)
+        if isinstance(e, AlignedExpert)
     ]
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from actmat.bounds import is_url, local_path, read_bytes
+from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError
 from actmat.foreign import terminal
+from actmat.recipe.mergekit import convert, is_mergekit
 from actmat.recipe.schema import Recipe, make_recipe
 from actmat.recipe.text import UnreadableError, parse_yaml
 
-__all__ = ["load_recipe", "printable_yaml", "recipe_yaml"]
+__all__ = ["import_recipe", "load_recipe", "printable_yaml", "recipe_yaml"]
 
 MAX_BYTES = 1_000_000
 """Largest recipe file; reading it takes seconds."""
@@ -40,16 +43,39 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
     """
     file = local_path(path, error=RecipeError)
+    data, where = _parsed(file)
+    if is_mergekit(data):
+        data, where = convert(data, where), {}
+    given = dict(overrides or {})
+    fields = _with_local_paths(data, file.parent) | given
+    return make_recipe(fields, where={k: v for k, v in where.items() if k.partition(".")[0] not in given})
+
+
+def import_recipe(path: str | Path) -> Recipe:
+    """Read the file of another tool's recipe, mergekit's; local paths become those of the working directory.
+
+    Raises:
+        RecipeError: unreadable, no such recipe, or what has no counterpart; every problem with `file:line`.
+    """
+    file = local_path(path, error=RecipeError)
+    data, where = _parsed(file)
+    if not is_mergekit(data):
+        raise RecipeError(
+            f"{file}: expected a configuration of mergekit, which names a 'merge_method'; found the fields "
+            f"{', '.join(list(data)[:8]) or 'none'}. A recipe of actmat needs no import: actmat merge {file}"
+        )
+    return make_recipe(_with_local_paths(convert(data, where), file.parent))
+
+
+def _parsed(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Data of a YAML file that is a mapping, and the line of every field."""
     try:
         node, data = parse_yaml(_read(file))
     except UnreadableError as error:
         raise RecipeError(f"{file} is not valid YAML.", [f"{file}:{error.line}: {error.problem}"]) from None
     if node is None or not isinstance(data, dict):
         raise RecipeError(f"{file}: a recipe is a mapping (base: ..., experts: [...]); found {type(data).__name__}.")
-    where = _lines(node, file)
-    given = dict(overrides or {})
-    fields = _with_local_paths(data, file.parent) | given
-    return make_recipe(fields, where={k: v for k, v in where.items() if k.partition(".")[0] not in given})
+    return data, _lines(node, file)
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -73,12 +99,17 @@ def printable_yaml(data: Mapping[str, Any]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts with characters that are not printable, so that these become escapes."""
+    """Quotes texts with characters that are not printable, so that these become escapes; lists of numbers in a line."""
 
     def represent_text(self, text: str) -> yaml.Node:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
+    def represent_numbers(self, data: list[Any]) -> yaml.Node:
+        numbers = bool(data) and all(isinstance(v, int | float) for v in data)
+        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=numbers)
 
+
+_Dumper.add_representer(list, _Dumper.represent_numbers)
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
@@ -139,7 +170,12 @@ def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     def local(value: Any) -> Any:
         if isinstance(value, dict):  # an expert
             return {k: local(v) if k in ("path", "statistics") else v for k, v in value.items()}
-        if not isinstance(value, str) or is_url(value) or Path(value).is_absolute():
+        if not isinstance(value, str):
+            return value
+        parts = stack_parts(value)
+        if parts and not os.path.lexists(folder / value):
+            return " + ".join(str(replace(part, location=local(part.location))) for part in parts)
+        if is_url(value) or Path(value).is_absolute():
             return value
         found = value.startswith(("./", "../")) or os.path.exists(folder / value)
         return str(folder / value) if found else value

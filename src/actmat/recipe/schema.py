@@ -7,43 +7,35 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
+from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
+from actmat.recipe.aliases import with_real_method
+from actmat.recipe.values import (
+    FLOAT32_MAX,
+    Factor,
+    Patterns,
+    Strict,
+    Value,
+    Weight,
+    WeightOrNone,
+    leaves,
+    listed,
+    numbers,
+    read_option,
+    read_value,
+)
 
 __all__ = ["ExpertRef", "PostRef", "Postprocess", "Recipe", "RoleRule", "Rule", "add_statistics", "make_recipe"]
 
 Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
-FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # without torch, which takes a second to import
-_FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
-
-
-def _numbers(value: Any) -> Any:
-    """`value` with texts such as `1e-6` as numbers: YAML 1.1 reads them as text (it wants `1.0e-6`)."""
-    if isinstance(value, dict):
-        return {k: _numbers(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers(v) for v in value]
-    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
-
-
-def _held_by_float32(value: float) -> float:
-    if abs(value) > FLOAT32_MAX:
-        raise ValueError(
-            f"found {value:g}, expected a factor that float32 holds, of at most {FLOAT32_MAX:g} in magnitude"
-        )
-    return value
-
-
-Factor = Annotated[float, AfterValidator(_held_by_float32)]
-"""A factor of weights or deltas."""
 
 
 def _finite(value: Any) -> Any:
@@ -58,15 +50,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
-Options = Annotated[dict[str, Annotated[Any, AfterValidator(_finite)]], BeforeValidator(_numbers)]
-
-
-def _listed(value: Any) -> Any:
-    """A single text as a list of one."""
-    return (value,) if isinstance(value, str) else value
-
-
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Options = Annotated[
+    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_option)]], BeforeValidator(numbers)
+]
+OwnOptions = Annotated[
+    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_value)]], BeforeValidator(numbers)
+]
 
 
 def _steps(value: Any) -> Any:
@@ -74,18 +63,25 @@ def _steps(value: Any) -> Any:
     return (value,) if isinstance(value, str | Mapping) else value
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+class ExpertRef(Strict):
+    """One expert: its location, name, weight and options."""
 
-
-class ExpertRef(_Strict):
-    """One expert: its location, name and weight."""
-
-    path: str = Field(description="directory, file, hub id org/name[@revision], or URL")
+    path: str = Field(
+        description="directory, file, hub id org/name[@revision], URL, or a stack of layers such as 'a[0:16] + b[8:24]'"
+    )
     name: str = Field(default="", description="short name for plans and records; default: last part of the path")
     weight: Annotated[
-        Factor, Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True)
-    ] = Field(default=1.0, description="weight, for methods that take weights")
+        Weight,
+        Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True, type=float),
+    ] = Field(
+        default=1.0,
+        description="weight, for methods that take weights: a number, a gradient over depth, or entries by pattern",
+    )
+    options: OwnOptions = Field(
+        default_factory=dict,
+        description="this expert's own values of options that take one number per expert, such as `density`; each a "
+        "number, a gradient or entries, as `weight`",
+    )
     statistics: Annotated[
         str, Flag(help="NAME=PATH: what 'actmat statistics collect' wrote for expert NAME.", repeated=True)
     ] = Field(
@@ -99,18 +95,26 @@ class ExpertRef(_Strict):
 
     @property
     def label(self) -> str:
-        """The name, or the last part of the path."""
-        return self.name or Path(self.path.partition("@")[0]).name or self.path
+        """The name, or the last part of the path; of a stack, those of its checkpoints."""
+        if self.name:
+            return self.name
+        parts = dict.fromkeys(p.location for p in stack_parts(self.path)) or [self.path]
+        return "+".join(Path(p.partition("@")[0]).name or p for p in parts)
 
 
-class Rule(_Strict):
+class Rule(Strict):
     """Choices for the tensors that match; the first rule that matches a tensor decides."""
 
     match: Patterns = Field(description="patterns on tensor names: globs (* crosses dots, {a,b}), or re:REGEX")
     method: str | None = Field(default=None, description="merge method of these tensors; default: the recipe's")
     options: Options = Field(default_factory=dict, description="options of that method")
-    scale: Factor | None = Field(default=None, description="factor of the merged delta; default: the recipe's")
+    scale: WeightOrNone = Field(default=None, description="factor of the merged delta; default: the recipe's")
     keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _real_method(cls, value: Any) -> Any:
+        return with_real_method(value)
 
     @model_validator(mode="after")
     def _one_thing(self) -> Rule:
@@ -119,7 +123,7 @@ class Rule(_Strict):
         return self
 
 
-class RoleRule(_Strict):
+class RoleRule(Strict):
     """Meaning of the tensors that match, in place of what names, shapes and config.json suggest."""
 
     match: str = Field(description="pattern on tensor names, as in `rules`")
@@ -134,7 +138,7 @@ class RoleRule(_Strict):
     )
 
 
-class Postprocess(_Strict):
+class Postprocess(Strict):
     """Changes to every merged delta after its method, in this order."""
 
     lines: tuple[Factor, Factor] | None = Field(
@@ -156,7 +160,7 @@ class Postprocess(_Strict):
         return self.norm_cap is not None or self.singular_value_cap is not None
 
 
-class PostRef(_Strict):
+class PostRef(Strict):
     """One step of post-processing: its name and options; as text, `svc` or `svc:alpha=0.1`."""
 
     name: str = Field(description="name of the step, see docs/post")
@@ -185,7 +189,7 @@ def _scalar(text: str) -> Any:
     return text
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """One merge, completely. A field annotated with a `Flag` is a flag of `merge`, `plan` and `diagnose`."""
 
     base: Annotated[str, Flag(("--base", "-b"))] = Field(
@@ -195,7 +199,7 @@ class Recipe(_Strict):
     experts: Annotated[
         tuple[ExpertRef, ...],
         Flag(("--expert", "-e"), "A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
-    ] = Field(min_length=1, description="fine-tuned checkpoints: paths, or mappings")
+    ] = Field(default=(), description="fine-tuned checkpoints: paths, or mappings; none: a stack of layers is copied")
     method: Annotated[
         str,
         Flag(("--method", "-m"), "Merge method, see 'actmat methods'; merge and plan take several.", repeated=True),
@@ -204,8 +208,14 @@ class Recipe(_Strict):
         Options,
         Flag(("--option", "-o"), "name=value of the method; merge and plan try each value of name=a,b."),
     ] = Field(default_factory=dict, description="options of the merge method")
-    scale: Annotated[Factor, Flag()] = Field(
-        default=1.0, description="factor of the merged delta, for tensors merged by the method: W* = W_0 + scale * D*"
+    normalize: Annotated[bool, Flag()] = Field(
+        default=False,
+        description="divide the weights of the experts by their sum, tensor by tensor; where it is 0, they stay",
+    )
+    scale: Annotated[Weight, Flag(type=float)] = Field(
+        default=1.0,
+        description="factor of the merged delta, for tensors merged by the method: W* = W_0 + scale * D*; a number, a "
+        "gradient over depth, or entries by pattern",
     )
     scope: Annotated[Scope, Flag()] = Field(
         default="linear",
@@ -254,6 +264,12 @@ class Recipe(_Strict):
         default=None,
         description="dtype of the output: float64, float32, bfloat16 or float16; default: the base's, per tensor",
     )
+    vocabulary: Annotated[Literal["base", "union"] | None, Flag()] = Field(
+        default=None,
+        description="'base': put the rows of the experts' embeddings and heads in the order of the base's tokens, by "
+        "tokenizer.json; 'union': likewise, and no expert may have tokens that the base lacks; default: tables must "
+        "have one shape, and rows are taken as they lie",
+    )
     compute_dtype: Annotated[Literal["float32", "float64"], Flag()] = Field(
         default="float32", description="dtype of deltas and methods: float32 or float64"
     )
@@ -284,13 +300,16 @@ class Recipe(_Strict):
     any_base: Annotated[bool, Flag()] = Field(
         default=False, description="merge adapters although they name different bases"
     )
-    mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(_listed), Flag()] = Field(
+    mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
         default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
     )
     out: Annotated[str | None, Flag()] = Field(
         default=None, description="directory of the merged model, or a URL; in a file, relative to the file's folder"
     )
 
+    notes: tuple[str, ...] = Field(
+        default=(), description="remarks that plans and summaries repeat, such as what an import of a recipe says"
+    )
     executor: str | None = Field(
         default=None,
         exclude=True,  # not in plans, manifests and fingerprints: it decides nothing about the result
@@ -299,8 +318,17 @@ class Recipe(_Strict):
         ),
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _real_method(cls, value: Any) -> Any:
+        return with_real_method(value)
+
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:
+        if not self.experts and not stack_parts(self.base):
+            raise ValueError(
+                "experts: this field is required, except where the base is a stack of layers, which is copied"
+            )
         labels = [e.label for e in self.experts]
         twice = sorted({n for n in labels if labels.count(n) > 1})
         if twice:
@@ -312,7 +340,8 @@ class Recipe(_Strict):
     @model_validator(mode="after")
     def _held_products(self) -> Recipe:
         depth = max(map(abs, self.postprocess.lines or (1.0, 1.0)))
-        for scale in (self.scale, *(r.scale for r in self.rules if r.scale is not None)):
+        scales = (self.scale, *(r.scale for r in self.rules if r.scale is not None))
+        for scale in (s for value in scales for s in leaves(value)):
             if abs(scale) * depth > FLOAT32_MAX:
                 raise ValueError(
                     f"the scale {scale:g} times the factor {depth:g} of 'postprocess.lines' is beyond float32's range "
@@ -326,8 +355,8 @@ class Recipe(_Strict):
         return tuple(e.label for e in self.experts)
 
     @property
-    def weights(self) -> tuple[float, ...]:
-        """Weights of the experts, in order."""
+    def weights(self) -> tuple[Value, ...]:
+        """Weights of the experts, in order; see `recipe.values`."""
         return tuple(e.weight for e in self.experts)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from actmat.bounds import is_url
 from actmat.errors import RecipeError
+from actmat.recipe.aliases import real_method
 from actmat.recipe.schema import Recipe
 from actmat.recipe.text import MAX_BITS, UnreadableError, parse_yaml
 
@@ -37,12 +38,13 @@ def variants(
     methods = list(methods) or [recipe.method]
     recipes, labels = [], []
     for method, choices in _options_by_method(methods, options or {}):
-        kept = recipe.options if method == recipe.method else {}
+        real, preset = real_method(method)
+        kept = preset | recipe.options if real == recipe.method else preset
         for values in itertools.product(*choices.values()):
             chosen = dict(zip(choices, values, strict=True))
             varied = [f"{n}={v}" for n, v in chosen.items() if len(choices[n]) > 1]
             labels.append(",".join([method, *varied] if len(methods) > 1 else varied))
-            recipes.append(recipe.model_copy(update={"method": method, "options": {**kept, **chosen}}))
+            recipes.append(recipe.model_copy(update={"method": real, "options": {**kept, **chosen}}))
     if len(recipes) == 1 or recipe.out is None:
         return recipes
     out = recipe.out.rstrip("/") if is_url(recipe.out) else str(Path(recipe.out))
@@ -84,7 +86,7 @@ def _options_by_method(
         return [(methods[0], options)]
     from actmat.methods import get_method
 
-    known = {m: get_method(m).options for m in methods}
+    known = {m: get_method(real_method(m)[0]).options for m in methods}
     for name in options:
         if not any(name in o for o in known.values()):
             raise RecipeError(f"None of the methods has an option '{name}'.")

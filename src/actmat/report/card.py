@@ -7,11 +7,13 @@ from typing import Any
 
 import yaml
 
+from actmat.checkpoints.layer_names import stack_parts
 from actmat.foreign import markdown
 from actmat.methods import get_method
 from actmat.plan.model import MergePlan, count_actions
 from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
+from actmat.recipe.values import shown_value
 
 __all__ = ["model_card"]
 
@@ -23,6 +25,9 @@ def model_card(plan: MergePlan) -> str:
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
     head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan)
     method = get_method(recipe.method)
+    about = f"{method.summary}\n\n    {method.equation}\n\nReference: {method.reference}."
+    if not recipe.experts:
+        about = "Layers of models, one after the other, copied as they are."
     thing, with_what = (
         ("module", "with norms and the error of the\ntruncation; `actmat verify` checks the hashes.")
         if is_adapter
@@ -38,11 +43,7 @@ def model_card(plan: MergePlan) -> str:
 
 # {title}
 
-{method.summary}
-
-    {method.equation}
-
-Reference: {method.reference}.
+{about}
 
 {table}
 
@@ -61,7 +62,8 @@ def _of_model(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
     recipe = plan.recipe
     inputs = [recipe.base, *(e.path for e in recipe.experts)]
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "actmat"]}
-    hub_ids = [i.partition("@")[0] for i in inputs if _HUB_ID.fullmatch(i.partition("@")[0])]
+    inputs = [p.location for i in inputs for p in stack_parts(i)] + [i for i in inputs if not stack_parts(i)]
+    hub_ids = [i.partition("@")[0] for i in dict.fromkeys(inputs) if _HUB_ID.fullmatch(i.partition("@")[0])]
     if hub_ids:
         head = {"base_model": hub_ids, "base_model_relation": "merge"} | head
     words = {
@@ -72,6 +74,8 @@ def _of_model(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
     }
     table = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n{_expert_rows(recipe)}"
     done = "Tensors: " + ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.items).items() if n) + "."
+    if not recipe.experts:
+        return head, "Stack of layers", table, done
     return head, f"Merge of {len(recipe.experts)} experts with {markdown(recipe.method)}", table, done
 
 
@@ -90,4 +94,4 @@ def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
 
 
 def _expert_rows(recipe: Recipe) -> str:
-    return "\n".join(f"| {markdown(e.label)} | {markdown(e.path)} | {e.weight:g} |" for e in recipe.experts)
+    return "\n".join(f"| {markdown(e.label)} | {markdown(e.path)} | {shown_value(e.weight)} |" for e in recipe.experts)

@@ -63,14 +63,14 @@ class _Expert(_Strict):
     """An expert in the recipe."""
 
     path: str
-    weight: float = 1.0
+    weight: Any = 1.0  # or a value that differs from tensor to tensor, see `recipe.values`
 
 
 class _Recipe(_Strict):
     """Fields that readers use before the recipe is checked against its own schema."""
 
     base: str | None = None
-    experts: Annotated[list[_Expert], Field(min_length=1)]
+    experts: list[_Expert] = []
     method: str = "actmat"
     options: dict[str, Any] = {}
 
@@ -123,7 +123,7 @@ class _Manifest(_Strict):
     recipe: _Recipe
     versions: dict[str, str]
     hash: str
-    experts: Annotated[list[_Input], Field(min_length=1)]
+    experts: list[_Input]  # none where a stack of layers was copied
     statistics: list[_Statistics] = []
     output: _Output
     notes: list[str] = []

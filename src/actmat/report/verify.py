@@ -12,7 +12,9 @@ from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_names
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
+from actmat.experts.base import Expert
 from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.experts.vocabulary import align_vocabulary
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.statistics.header import header_hash
@@ -84,8 +86,8 @@ def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda 
         unchecked += _unchecked_inputs(manifest)
         for label, location, wanted in _inputs(manifest, directory):
             try:
-                with _opened(location) as checkpoint:
-                    problems += _compare(checkpoint, wanted, f"input '{label}' ({location})", progress, partial=True)
+                with _opened_input(label, location, manifest, directory) as stored:
+                    problems += _compare(stored, wanted, f"input '{label}' ({location})", progress, partial=True)
                     checked.append(label)
             except MergeError as error:
                 problems.append(f"input '{label}' cannot be checked: {error.problems[0]}")
@@ -193,6 +195,15 @@ def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
 def _opened(location: str | Path) -> Checkpoint:
     """The stored tensors of a checkpoint or of an adapter."""
     return open_adapter(location).weights if is_adapter(location) else open_checkpoint(location)
+
+
+def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: Path) -> Checkpoint | Expert:
+    """The tensors of an input as the merge read them: an expert's rows may be in the order of the base's tokens."""
+    aligned = manifest["recipe"].get("vocabulary") is not None and label != "base" and not is_adapter(location)
+    if not aligned:
+        return _opened(location)
+    base = open_checkpoint(input_location(manifest["base"], out))
+    return align_vocabulary(open_checkpoint(location), base, owns_base=True)
 
 
 def _form_problems(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> list[str]:

@@ -106,6 +106,8 @@ def tune_recipe(
     began = time.perf_counter()
     if recipe.out is None:
         raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
+    if not isinstance(recipe.scale, float) or not all(isinstance(w, float) for w in recipe.weights):
+        raise RecipeError("A search needs plain numbers: give 'scale' and weights without gradients and entries.")
     options = data_of(recipe, data)
     if missing := [label for label in recipe.labels if label not in options]:
         raise RecipeError("Every expert needs inputs of its own.", [f"no data is given for '{m}'" for m in missing])
@@ -292,6 +294,7 @@ class _Search:
     def _finals(self, chosen: Candidate, evaluator: Evaluator) -> Any:
         """The chosen merge, the average, the recipe's own method at its own scale, and the base, on unseen inputs."""
         self.progress.doing("comparing on inputs that were kept back")
+        assert isinstance(self.given.scale, float), "checked by `tune`"
         asked = {"average": MergeChoice("average"), "recipe": MergeChoice(self.given.method, self.given.options)}
         rivals = {
             "average": Candidate(asked["average"], 1.0),

@@ -6,8 +6,9 @@ import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from actmat.bounds import list_folder, open_regular, read_object
 from actmat.checkpoints.folder import member
@@ -58,19 +59,26 @@ def check_sidecars(base: Path | None, files_from: Path | None) -> None:
     list_sidecars(files_from, PATTERNS.split())
 
 
-def copy_sidecars(base: Path | None, files_from: Path | None, out: Path, dtype: str | None) -> list[str]:
+def copy_sidecars(
+    base: Path | None,
+    files_from: Path | None,
+    out: Path,
+    dtype: str | None,
+    config: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Copy the base's config and the other files of `files_from` into `out`; returns the names.
 
-    An output dtype is written to `config.json`, so that loaders allocate the stored dtype.
+    An output dtype is written to `config.json`, so that loaders allocate the stored dtype. A `config` that is given
+    takes the place of the base's.
     """
     copied = []
     for path in [*list_sidecars(base, CONFIG_PATTERNS), *list_sidecars(files_from, PATTERNS.split())]:
         target = out / path.name
-        if path.name == "config.json" and dtype is not None:
-            config = read_object(path)
-            for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-                config[key] = dtype
-            target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if path.name == "config.json" and (dtype is not None or config is not None):
+            written = dict(read_object(path) if config is None else config)
+            for key in ({"dtype", "torch_dtype"} & written.keys() or {"dtype"}) if dtype is not None else ():
+                written[key] = dtype
+            target.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         else:
             with open_regular(path) as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy)

@@ -20,11 +20,11 @@ def plan_full_tensors(
 ) -> tuple[tuple[Item, ...], list[str], list[str]]:
     """Tensors trained in full, problems and notes; names that the recipe keeps go to `kept`."""
     out, problems, notes = [], [], []
-    weights = chooser.average().weights
     for name in {n: None for a in adapters for n in a.extras}:
         if (pattern := chooser.keeps(name)) is not None:
             kept[name] = pattern
             continue
+        weights = chooser.average(name).weights
         stored = [a.weights.specs[a.extras[name]] if name in a.extras else None for a in adapters]
         shapes = {s.shape: None for s in stored if s is not None}
         if len(shapes) > 1:

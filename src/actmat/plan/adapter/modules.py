@@ -57,6 +57,7 @@ def plan_modules(
     chooser = Chooser(recipe, statistics.kinds)
     kept: dict[str, str] = {}
     found = _collect(adapters, chooser, kept, problems)
+    chooser.names = [m.spec.name for m in found]
     layouts, layout_problems = resolve_roles(recipe, {m.spec.name: m.spec for m in found}, base_config)
     dtype = recipe.dtype or _widest([a.dtype for a in adapters])
     planner = _ModulePlanner(recipe, adapters, chooser, dtype)
@@ -142,7 +143,7 @@ class _ModulePlanner:
         decision = self.chooser.decide(module.spec, layout)
         having = [m is not None for m in module.modules]
         if decision.action == "average" and decision.call is not None and not all(having):
-            return self.chooser.average_over(decision, having)
+            return self.chooser.average_over(module.spec.name, decision, having)
         return decision
 
     def items(self, found: Sequence[_Found]) -> tuple[Item, ...]:

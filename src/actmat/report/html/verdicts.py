@@ -135,7 +135,9 @@ def experts(diagnosis: Diagnosis) -> Markup:
 def _expert(diagnosis: Diagnosis, t: int, row: ExpertSummary) -> list[Child]:
     expert = diagnosis.experts[t]
     snr = [m.snr[t] for m in diagnosis.measures if m.snr is not None and m.norms[t]]
-    weight = f", weight {expert.weight:g}" if expert.weight != 1 else ""
+    weight = (
+        ", weight by tensor" if expert.weight is None else f", weight {expert.weight:g}" if expert.weight != 1 else ""
+    )
     title = [line_legend([(expert_class(t), "")]), el("b", row.name)]
     word, meaning = rho_words(row.residual)
     if not any(m.norms[t] for m in diagnosis.measures):

@@ -1,0 +1,231 @@
+"""A stack: layers of one or several checkpoints, one after the other, as one checkpoint ("frankenmerge").
+
+    base[0:16] + math[8:24]
+
+The layers are numbered anew from 0. Of the tensors outside of all layers, those that act before them (embeddings) are
+the first part's, the others (final norm, output head) the last part's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
+from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_layer
+from actmat.checkpoints.raw import find_spec
+from actmat.errors import CheckpointError
+
+__all__ = ["StackedCheckpoint", "open_stack"]
+
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""Names of the number of layers in configs."""
+
+SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Entries of configs in which all parts of a stack agree."""
+
+
+def open_stack(
+    location: str,
+    parts: Sequence[StackPart],
+    open_part: Callable[[str], Checkpoint],
+) -> StackedCheckpoint:
+    """Open every checkpoint of a stack, once each, with `open_part`; headers only.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be opened, layers that it has not, or checkpoints of other shapes; all
+            problems.
+    """
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, Checkpoint] = {}
+        problems: list[str] = []
+        for part in parts:
+            if part.location in opened:
+                continue
+            try:
+                opened[part.location] = stack.enter_context(open_part(part.location))
+            except CheckpointError as error:
+                problems += error.problems
+        if not problems:
+            problems = _problems(parts, opened)
+        if problems:
+            raise CheckpointError(f"The stack {location} cannot be made.", problems)
+        stack.pop_all()
+        return StackedCheckpoint(location, [(opened[p.location], p) for p in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Place of a stack's tensor: checkpoint and the name there."""
+
+    checkpoint: Checkpoint
+    name: str
+
+
+class StackedCheckpoint(Checkpoint):
+    """Layers of open checkpoints, which are closed with the stack.
+
+    Args:
+        location: the stack as the user wrote it.
+        parts: per part, its checkpoint and its layers there.
+    """
+
+    def __init__(self, location: str, parts: Sequence[tuple[Checkpoint, StackPart]]) -> None:
+        self.location = location
+        self._parts = list(parts)
+        self._checkpoints = list(dict.fromkeys(c for c, _ in parts))
+        self.directory = self._parts[0][0].directory
+        self._origins = _origins(self._parts)
+        self.specs = MappingProxyType({n: _spec(n, o) for n, o in self._origins.items()})
+        stored = {(id(o.checkpoint), o.name): n for n, o in reversed(self._origins.items())}
+        aliases = {}
+        for name, origin in self._origins.items():
+            target = stored.get((id(origin.checkpoint), origin.checkpoint.aliases.get(origin.name, "")))
+            if target is not None:
+                aliases[name] = target
+        self.aliases = MappingProxyType(aliases)
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers of the stack."""
+        return sum(part.stop - part.start for _, part in self._parts)
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The first part's config with the stack's number of layers."""
+        config = self._parts[0][0].config
+        if config is None:
+            return None
+        inner = config.get("text_config")
+        if not any(k in config for k in DEPTH_KEYS) and isinstance(inner, Mapping):
+            return {**config, "text_config": self._deepened(inner)}
+        return self._deepened(config)
+
+    @property
+    def written_config(self) -> Mapping[str, Any] | None:
+        """The config, to be written in place of a copied one."""
+        return self.config
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the weight files of all parts."""
+        return tuple(dict.fromkeys(i for c in self._checkpoints for i in c.identity()))
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, from its part."""
+        find_spec(self, name)
+        origin = self._origins[name]
+        return origin.checkpoint.read(origin.name)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor, from its part."""
+        find_spec(self, name)
+        origin = self._origins[name]
+        origin.checkpoint.read_into(origin.name, start, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        wanted: dict[int, list[str]] = {}
+        for name in names:
+            if (origin := self._origins.get(name)) is not None:
+                wanted.setdefault(id(origin.checkpoint), []).append(origin.name)
+        for checkpoint in self._checkpoints:
+            checkpoint.prefetch(wanted.get(id(checkpoint), ()))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all parts, as each may read ahead."""
+        return sum(c.buffer_bytes for c in self._checkpoints)
+
+    def handle(self) -> CheckpointHandle:
+        """Address of the stack: the handles of its parts."""
+        handles = {id(c): c.handle() for c in self._checkpoints}
+        parts = tuple((handles[id(c)], p.location, p.start, p.stop) for c, p in self._parts)
+        return CheckpointHandle(self.location, "stack", self.location, parts=parts)
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of the files of the first part."""
+        return self._parts[0][0].fetch_sidecars()
+
+    def close(self) -> None:
+        """Close all parts."""
+        for checkpoint in self._checkpoints:
+            checkpoint.close()
+
+    def _deepened(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config with the number of layers of the stack; lists with an entry per layer are stacked as well."""
+        out = dict(config)
+        depth = next((config[k] for k in DEPTH_KEYS if k in config), None)
+        for key, value in config.items():
+            if key in DEPTH_KEYS:
+                out[key] = self.n_layers
+            elif key == "layer_types" and isinstance(value, list) and len(value) == depth:
+                out[key] = [t for c, p in self._parts for t in _layer_types(c.config, value)[p.start : p.stop]]
+        return out
+
+
+def _layer_types(config: Mapping[str, Any] | None, default: list[Any]) -> list[Any]:
+    inner = (config or {}).get("text_config")
+    own = (config or {}).get("layer_types") or (inner.get("layer_types") if isinstance(inner, Mapping) else None)
+    return own if isinstance(own, list) else default
+
+
+def _spec(name: str, origin: _Origin) -> TensorSpec:
+    spec = origin.checkpoint.specs[origin.name]
+    return replace(spec, name=name, file=f"{origin.checkpoint.location}/{spec.file}")
+
+
+def _origins(parts: Sequence[tuple[Checkpoint, StackPart]]) -> dict[str, _Origin]:
+    """Origin of every tensor of the stack: embeddings, layers, the rest."""
+    first, last = parts[0][0], parts[-1][0]
+    out = {n: _Origin(first, n) for n in first.specs if is_before_layers(n)}
+    offset = 0
+    for checkpoint, part in parts:
+        for name in checkpoint.specs:
+            found = split_layer(name)
+            if found is not None and part.start <= found[1] < part.stop:
+                out[f"{found[0]}{offset + found[1] - part.start}{found[2]}"] = _Origin(checkpoint, name)
+        offset += part.stop - part.start
+    after = [n for n in last.specs if split_layer(n) is None and not is_before_layers(n)]
+    return out | {n: _Origin(last, n) for n in after}
+
+
+def _problems(parts: Sequence[StackPart], opened: Mapping[str, Checkpoint]) -> list[str]:
+    """Why these parts make no stack."""
+    problems: list[str] = []
+    stacks: dict[str, str] = {}
+    for part in dict.fromkeys(parts):
+        checkpoint = opened[part.location]
+        found = [f for n in checkpoint.specs if (f := split_layer(n)) is not None]
+        prefixes = sorted({f[0] for f in found})
+        count = 1 + max((f[1] for f in found), default=-1)
+        if len(prefixes) != 1:
+            listed = ", ".join(f"'{p}'" for p in prefixes) or "none"
+            problems.append(f"{part.location}: expected one stack of numbered layers, found {listed}")
+            continue
+        stacks.setdefault(prefixes[0], part.location)
+        if not part.start < part.stop <= count:
+            problems.append(
+                f"{part}: expected layers within [0:{count}], of which the model has {count}, and one at least; the "
+                "second number is not included"
+            )
+    if len(stacks) > 1:
+        listed = ", ".join(f"'{prefix}' in {location}" for prefix, location in stacks.items())
+        problems.append(f"the layers have other names: {listed}. Are these models of one architecture?")
+    return problems + _disagreements(opened)
+
+
+def _disagreements(opened: Mapping[str, Checkpoint]) -> list[str]:
+    """Entries of the configs in which the checkpoints differ, and a model has one of."""
+    problems = []
+    for key in SAME_KEYS:
+        values = {n: c.config[key] for n, c in opened.items() if c.config is not None and key in c.config}
+        if len({str(v) for v in values.values()}) > 1:
+            listed = ", ".join(f"{v} in {n}" for n, v in values.items())
+            problems.append(f"config.json: '{key}' is {listed}; layers of such models do not follow each other")
+    return problems

@@ -1,0 +1,45 @@
+"""`actmat import`: another tool's recipe as a recipe of actmat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actmat.cli import flags
+
+__all__ = ["import_"]
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="MERGEKIT.yml", help="A configuration of mergekit.")],
+    *,
+    json: flags.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr.")] = False,
+) -> None:
+    """Print the recipe that does the same as a configuration of mergekit.
+
+    actmat import mergekit.yml > recipe.yaml
+    actmat merge mergekit.yml --out MERGED   (the same without a new file)
+
+    No model is opened. What has no counterpart is an error that lists all of it;
+    notes on what was decided are in the recipe and on stderr. Exit code 0: the
+    recipe is printed; 1: it cannot be converted.
+    """
+    from actmat.cli.streams import say
+    from actmat.recipe import import_recipe as read
+    from actmat.recipe import recipe_yaml
+
+    recipe = read(file)
+    if json:
+        from actmat.cli.screen import print_json
+
+        print_json(recipe.model_dump(mode="json", exclude_defaults=True))
+    else:
+        typer.echo(recipe_yaml(recipe), nl=False)
+    for note in recipe.notes if not quiet else ():
+        say(f"note: {note}")
+
+
+import_.__name__ = "import"  # the command's name, which is no name of a function in Python

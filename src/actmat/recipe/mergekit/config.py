@@ -1,0 +1,226 @@
+"""A mergekit configuration: its structure, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actmat.errors import did_you_mean
+
+__all__ = ["Config", "Findings", "Slice", "Source", "read_config"]
+
+FILES = ("tokenizer_source", "tokenizer", "chat_template")
+TOP = ("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype", *FILES)
+IGNORED = ("name", "random_seed")
+MODEL, SOURCE = ("model", "parameters"), ("model", "layer_range", "parameters")
+SLICE, MODULE = ("sources", "base_model", "parameters"), ("slices", "models", "parameters")
+FORMS = ("models", "slices", "modules")
+
+
+@dataclass
+class Findings:
+    """Problems and notes of one conversion.
+
+    Args:
+        where: dotted field path -> "file:line".
+    """
+
+    where: Mapping[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def problem(self, path: str, text: str) -> None:
+        """Add a problem at a field."""
+        self.problems.append(self._at(path, text))
+
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def ignored(self, path: str, keys: Iterable[str], known: Sequence[str]) -> None:
+        """Note keys that mergekit does not read."""
+        for key in keys:
+            if key not in known:
+                at = f"{path}." if path else ""
+                self.note(f"'{at}{key}' is ignored, as mergekit ignores it.{did_you_mean(key, known)}")
+
+    def _at(self, path: str, text: str) -> str:
+        parts = path.split(".")
+        place = next((self.where[p] for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in self.where), "")
+        said = f"{path}: {text}" if path else text
+        return f"{place}: {said}" if place else said
+
+
+@dataclass(frozen=True)
+class Source:
+    """One model of a slice; `layers` is None where all layers are meant, `path` is its place in the file."""
+
+    model: str
+    layers: tuple[int, int] | None
+    parameters: Mapping[str, Any]
+    path: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Models that are merged layer by layer into consecutive layers of the output."""
+
+    sources: tuple[Source, ...]
+    parameters: Mapping[str, Any]
+    base: str | None
+    path: str
+
+    @property
+    def n_layers(self) -> int:
+        """Number of layers; 0 where it is not said."""
+        layers = self.sources[0].layers if self.sources else None
+        return layers[1] - layers[0] if layers else 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration whose structure is right.
+
+    Args:
+        method: mergekit's name.
+        base: `base_model`.
+        slices: one without layer ranges for the form `models`.
+        parameters: global, then those of the module, which win.
+        rest: the other top-level fields.
+    """
+
+    method: str
+    base: str | None
+    slices: tuple[Slice, ...]
+    parameters: tuple[Mapping[str, Any], Mapping[str, Any]]
+    rest: Mapping[str, Any]
+
+    @property
+    def is_stacked(self) -> bool:
+        """True for the form `slices`."""
+        return any(s.layers is not None for one in self.slices for s in one.sources)
+
+
+def read_config(data: Mapping[str, Any], found: Findings) -> Config | None:
+    """The structure of a configuration; None where it has none, with the reason among the problems."""
+    found.ignored("", data, (*TOP, *IGNORED))
+    for key in IGNORED:
+        if key in data:
+            found.note(f"'{key}' is ignored, as mergekit ignores it in the file; 'seed' is the recipe's seed")
+    forms = [f for f in FORMS if data.get(f) is not None]
+    if len(forms) != 1:
+        found.problem(
+            "", f"expected exactly one of 'models', 'slices' and 'modules', found {' and '.join(forms) or 'none'}"
+        )
+        return None
+    base = _model(data.get("base_model"), "base_model", found) if data.get("base_model") is not None else None
+    whole: Mapping[str, Any] = data
+    module_parameters: Mapping[str, Any] = {}
+    prefix = ""
+    if forms == ["modules"]:
+        modules = data["modules"]
+        if not isinstance(modules, Mapping) or len(modules) != 1:
+            found.problem("modules", "models of several modules have no counterpart; merge each module by itself")
+            return None
+        ((name, whole),) = modules.items()
+        prefix = f"modules.{name}."
+        if not isinstance(whole, Mapping) or len([f for f in FORMS[:2] if whole.get(f) is not None]) != 1:
+            found.problem(prefix[:-1], "expected exactly one of 'models' and 'slices'")
+            return None
+        found.ignored(prefix[:-1], whole, MODULE)
+        module_parameters = _parameters(whole, prefix[:-1], found)
+    if whole.get("models") is not None:
+        slices = [_slice_of_models(whole["models"], base, f"{prefix}models", found)]
+    else:
+        slices = _slices(whole["slices"], f"{prefix}slices", found)
+    levels = (_parameters(data, "", found), module_parameters)
+    return Config(str(data["merge_method"]), base, tuple(s for s in slices if s), levels, data)
+
+
+def _slice_of_models(listed: Any, base: str | None, path: str, found: Findings) -> Slice | None:
+    """All layers of all models; a base model that is not listed is appended, as mergekit does."""
+    sources = [_source(m, f"{path}.{i}", MODEL, found) for i, m in enumerate(_list(listed, path, found))]
+    known = [s for s in sources if s is not None]
+    if base is not None and base not in [s.model for s in known]:
+        known.append(Source(base, None, {}, "base_model"))
+    return _checked(Slice(tuple(known), {}, None, path), found)
+
+
+def _slices(listed: Any, path: str, found: Findings) -> list[Slice | None]:
+    out: list[Slice | None] = []
+    for i, one in enumerate(_list(listed, path, found)):
+        at = f"{path}.{i}"
+        if not isinstance(one, Mapping):
+            found.problem(at, "expected a mapping with 'sources'")
+            continue
+        found.ignored(at, one, SLICE)
+        listed_sources = _list(one.get("sources"), f"{at}.sources", found)
+        sources = [_source(s, f"{at}.sources.{k}", SOURCE, found) for k, s in enumerate(listed_sources)]
+        base = _model(one["base_model"], f"{at}.base_model", found) if one.get("base_model") is not None else None
+        known = tuple(s for s in sources if s is not None)
+        out.append(_checked(Slice(known, _parameters(one, at, found), base, at), found))
+    return out
+
+
+def _checked(one: Slice, found: Findings) -> Slice | None:
+    models = [s.model for s in one.sources]
+    if twice := sorted({m for m in models if models.count(m) > 1}):
+        found.problem(one.path, f"{', '.join(twice)} is listed twice; a model appears once in a slice")
+    lengths = {s.layers[1] - s.layers[0] for s in one.sources if s.layers is not None}
+    if len(lengths) > 1:
+        listed = ", ".join(f"{s.model} {list(s.layers)}" for s in one.sources if s.layers is not None)
+        found.problem(one.path, f"all sources of a slice have the same number of layers; found {listed}")
+    return one if one.sources else None
+
+
+def _source(data: Any, path: str, known: Sequence[str], found: Findings) -> Source | None:
+    if not isinstance(data, Mapping) or "model" not in data:
+        found.problem(path, "expected a mapping with 'model'")
+        return None
+    found.ignored(path, data, known)
+    layers = None
+    if "layer_range" in known:
+        layers = _range(data.get("layer_range"), path, found)
+        if layers is None:
+            return None
+    return Source(_model(data["model"], f"{path}.model", found), layers, _parameters(data, path, found), path)
+
+
+def _range(value: Any, path: str, found: Findings) -> tuple[int, int] | None:
+    pair = value if isinstance(value, list | tuple) else []
+    whole = [v for v in pair if isinstance(v, int) and not isinstance(v, bool)]
+    if len(pair) != 2 or len(whole) != 2 or not 0 <= whole[0] < whole[1]:
+        found.problem(path, f"expected 'layer_range: [first, end]', the end not included; found {str(value)[:80]!r}")
+        return None
+    return whole[0], whole[1]
+
+
+def _model(value: Any, path: str, found: Findings) -> str:
+    """Location of a model; mergekit also takes mappings with `path` and `revision`."""
+    if isinstance(value, Mapping):
+        inner = value.get("model")
+        if isinstance(inner, Mapping) and value.get("lora") is None:
+            value = inner
+        if isinstance(value.get("path"), str) and set(value) <= {"path", "revision"}:
+            value = value["path"] + (f"@{value['revision']}" if value.get("revision") else "")
+    if not isinstance(value, str) or not value.strip():
+        found.problem(path, f"expected the path or hub id of a model, found {str(value)[:80]!r}")
+        return ""
+    return value.strip()
+
+
+def _parameters(data: Mapping[str, Any], path: str, found: Findings) -> Mapping[str, Any]:
+    value = data.get("parameters") or {}
+    if not isinstance(value, Mapping):
+        found.problem(f"{path}.parameters" if path else "parameters", "expected a mapping of names to values")
+        return {}
+    return value
+
+
+def _list(value: Any, path: str, found: Findings) -> list[Any]:
+    if isinstance(value, list) and value:
+        return value
+    found.problem(path, f"expected a list with one entry at least, found {str(value)[:80]!r}")
+    return []

@@ -1,0 +1,213 @@
+"""Numbers of a recipe that may differ from tensor to tensor: by pattern, by layer, interpolated over depth.
+
+A value is one of
+
+    0.5                                              the same for all tensors
+    [0, 0.5, 1]                                      a gradient: interpolated from the first layer to the last
+    [{match: "*.mlp.*", value: [0, 1]}, {value: 0.5}]   entries: the first that matches a tensor decides
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+__all__ = [
+    "FLOAT32_MAX",
+    "Entry",
+    "Factor",
+    "Gradient",
+    "Patterns",
+    "Strict",
+    "Value",
+    "Weight",
+    "WeightOrNone",
+    "is_varying",
+    "leaves",
+    "listed",
+    "numbers",
+    "read_option",
+    "read_value",
+    "shown_value",
+]
+
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # without torch, which takes a second to import
+_FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
+
+
+def numbers(value: Any) -> Any:
+    """`value` with texts such as `1e-6` as numbers: YAML 1.1 reads them as text (it wants `1.0e-6`)."""
+    if isinstance(value, dict):
+        return {k: numbers(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [numbers(v) for v in value]
+    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
+
+
+def listed(value: Any) -> Any:
+    """A single text as a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+Patterns = Annotated[tuple[str, ...], BeforeValidator(listed)]
+OneOrMore = Annotated[
+    str | tuple[str, ...],
+    BeforeValidator(lambda value: value[0] if isinstance(value, list | tuple) and len(value) == 1 else value),
+]
+
+
+def _held_by_float32(value: float) -> float:
+    if abs(value) > FLOAT32_MAX:
+        raise ValueError(
+            f"found {value:g}, expected a factor that float32 holds, of at most {FLOAT32_MAX:g} in magnitude"
+        )
+    return value
+
+
+Factor = Annotated[float, AfterValidator(_held_by_float32)]
+"""A factor of weights or deltas."""
+
+
+class Strict(BaseModel):
+    """A frozen part of a recipe: an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Gradient(Strict):
+    """An option's value that is interpolated over depth, where a plain list would mean one number per expert."""
+
+    gradient: tuple[Any, ...] = Field(min_length=1, description="values from the first layer to the last")
+
+
+class Entry(Strict):
+    """A value for the tensors that match; the first entry that matches a tensor decides."""
+
+    match: OneOrMore = Field(default="*", description="patterns on tensor names, as in `rules`; default: all")
+    layers: tuple[int, int] | Literal["before", "after"] | None = Field(
+        default=None,
+        description="only these layers, [start, stop]; 'before', 'after': tensors outside of the layers, embeddings or "
+        "the rest; default: all tensors",
+    )
+    value: Any = Field(description="a number, or a list: a gradient over the depth, of `layers` if these are given")
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns of `match`."""
+        return (self.match,) if isinstance(self.match, str) else self.match
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_is_gradient(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("value"), list | tuple):
+            if not data["value"]:
+                raise ValueError("a gradient holds one value at least")
+            return {**data, "value": tuple(data["value"])}
+        return data
+
+
+Value: TypeAlias = Any
+"""A scalar, a tuple of scalars (a gradient), a `Gradient`, or a tuple of `Entry`."""
+
+
+def is_varying(value: Value) -> bool:
+    """True for a gradient that is marked as one, and for entries."""
+    return isinstance(value, Gradient) or _is_entries(value)
+
+
+def leaves(value: Value) -> Iterator[Any]:
+    """Every scalar in a value."""
+    if isinstance(value, Gradient):
+        yield from value.gradient
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from leaves(inner.value if isinstance(inner, Entry) else inner)
+    else:
+        yield value
+
+
+def read_value(value: Any, check: Callable[[float], float] = _held_by_float32) -> Value:
+    """A weight, a scale or an expert's option from plain data: a list is a gradient.
+
+    Raises:
+        ValueError: neither a number, nor a list of numbers, nor entries.
+    """
+    value = numbers(value)
+    if isinstance(value, Mapping) and set(value) == {"gradient"}:
+        value = value["gradient"]
+    read = _entries(value) if _may_be_entries(value) else tuple(value) if isinstance(value, list | tuple) else value
+    if isinstance(read, tuple) and not read:
+        raise ValueError("expected a number, or a list that is a gradient over depth; found an empty list")
+    found = list(leaves(read))
+    if wrong := [leaf for leaf in found if isinstance(leaf, bool) or not isinstance(leaf, int | float)]:
+        raise ValueError(
+            f"expected a number, a list of numbers (a gradient over depth) or of mappings with 'value'; found "
+            f"{str(wrong[0])[:100]!r}"
+        )
+    for leaf in found:
+        check(float(leaf))
+        if leaf != leaf or abs(leaf) == float("inf"):
+            raise ValueError(f"found {leaf}, expected finite numbers")
+    return float(read) if isinstance(read, int) else read
+
+
+def read_option(value: Any) -> Value:
+    """A method's option from plain data: a list of plain values stays one, as methods may want one per expert."""
+    value = numbers(value)
+    if isinstance(value, Mapping) and set(value) == {"gradient"}:
+        return Gradient.model_validate(value)
+    return _entries(value) if _may_be_entries(value) else value
+
+
+def _is_entries(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(isinstance(v, Entry) for v in value)
+
+
+def _may_be_entries(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(v, Entry) or (isinstance(v, Mapping) and "value" in v) for v in value)
+    )
+
+
+def _entries(value: Any) -> tuple[Entry, ...]:
+    try:
+        return tuple(Entry.model_validate(v) for v in value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"an entry of the list: {where + ': ' if where else ''}{first['msg']}") from None
+
+
+Weight = Annotated[float | tuple[float, ...] | tuple[Entry, ...], BeforeValidator(read_value)]
+"""A factor that may differ from tensor to tensor."""
+
+WeightOrNone = Annotated[
+    float | tuple[float, ...] | tuple[Entry, ...] | None,
+    BeforeValidator(lambda value: None if value is None else read_value(value)),
+]
+
+
+def shown_value(value: Value) -> str:
+    """A value in a few words, for tables.
+
+    >>> shown_value(0.5), shown_value((0.0, 1.0))
+    ('0.5', '0 to 1 over depth')
+    """
+    if isinstance(value, tuple) and isinstance(value[0], Entry):
+        return "by pattern"
+    if isinstance(value, tuple):
+        return " to ".join(f"{v:g}" for v in value) + " over depth"
+    return f"{value:g}" if isinstance(value, float) else str(value)

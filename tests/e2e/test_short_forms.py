@@ -1,0 +1,97 @@
+"""Plans, reports, diagnoses, checkpoints and methods in a notebook: one line, and a short table."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.docs_fixture import write_adapter
+from tests.helpers.merging import Family
+from tests.helpers.merging import actmat as command_line
+
+import actmat
+from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.experts.resolve import open_expert
+from actmat.methods import METHODS
+
+
+class Tags(HTMLParser):
+    """Checks that tags close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows = 0
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.rows += tag == "tr"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check(shown: Any, *words: str, rows: int = 40) -> None:
+    text = repr(shown)
+    assert len(text) < 300
+    assert "\n" not in text
+    assert all(w in text for w in words), text
+    assert Tags(shown._repr_html_()).rows <= rows
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    return Family.make(tmp_path, layers=12)
+
+
+def test_a_plan_and_a_report_are_short(family: Family) -> None:
+    plan = actmat.plan(family.base, family.experts, method="ties")
+    check(plan, "<MergePlan: ties over 2 experts of", "merge", "average", "read")
+    report = actmat.merge(family.base, family.experts, method="ties", out=family.out, diagnose=True)
+    check(report, f"<MergeReport {family.out}:", "items by ties")
+    assert report.diagnosis is not None
+    check(report.diagnosis, "<Diagnosis", "ties over 2 experts", "matrices")
+    again = actmat.merge(family.base, family.experts, method="ties", out=family.out, diagnose=True)
+    check(again, "was finished before")
+
+
+def test_checkpoints_and_experts_are_short(family: Family) -> None:
+    with actmat.open_checkpoint(family.base) as checkpoint:
+        check(checkpoint, "SafetensorsCheckpoint", "tensors", "kB", rows=22)
+        with open_expert(family.experts[0], checkpoint) as expert:
+            assert repr(expert).startswith("<CheckpointExpert ")
+            assert "model" in repr(expert)
+
+
+def test_names_from_outside_cannot_become_markup() -> None:
+    import torch
+
+    shown = MemoryCheckpoint({"<script>alert(1)</script>\x1b[2K": torch.ones(1)}, location="<b>\n")._repr_html_()
+    assert "<script>" not in shown
+    assert "\x1b" not in shown
+    assert "&lt;b&gt;" in shown
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_methods_are_short(method: Any) -> None:
+    assert repr(method) == f"<MergeMethod {method.name}: {method.summary}>"
+    assert Tags(method._repr_html_()).rows == len(method.options) + bool(method.options)
+
+
+def test_gradients_reach_the_modules_of_adapters(tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, seed=seed)
+    file = tmp_path / "recipe.yaml"
+    file.write_text("experts: [{path: one, weight: [0, 1]}, two]\nmethod: task_arithmetic\n")
+    from actmat.recipe import load_recipe
+    from actmat.run import plan_recipe
+
+    plan = plan_recipe(load_recipe(file))
+    calls = {m.name: m.call for m in plan.modules}
+    weights = {n: c.weights for n, c in calls.items() if c is not None and "q_proj" in n}
+    assert sorted(weights.values()) == [(0.0, 1.0), (1.0, 1.0)]
+    assert command_line(["merge", str(file), "--out", str(tmp_path / "out"), "--quiet"]).code == 0
