@@ -88,7 +88,7 @@ def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predi
     kept = []
     with torch.no_grad():
         for batch in batches:
-            logits_PC, sample_P = _counted(predict(model, batch.arguments), batch)
+            logits_PC, sample_P = _counted(predict(model, batch.keywords), batch)
             log_p_PC = logits_PC.float().log_softmax(-1)
             if not bool(torch.isfinite(log_p_PC.sum())) and bool(log_p_PC.isnan().any()):
                 raise StatisticsError("A prediction of the expert is NaN: look at its weights, or use another --dtype.")
@@ -114,7 +114,7 @@ def compare_answers(
     rows: dict[str, list[float]] = {k: [] for k in Comparison.__dataclass_fields__}
     with torch.no_grad():
         for batch, expert in zip(batches, answers, strict=False):
-            logits_PC, sample_P = _counted(predict(model, batch.arguments), batch)
+            logits_PC, sample_P = _counted(predict(model, batch.keywords), batch)
             if len(logits_PC) != len(expert.log_p_PK):
                 raise StatisticsError(
                     f"The merged model makes {len(logits_PC)} predictions where the expert makes "
