@@ -67,6 +67,7 @@ class Questioner:
             loaded = self.load(expert.path)
             asked[expert.label] = found = self._answers(expert.label, loaded)
             statistics = expert.statistics or self._collected(expert.label, loaded, found.inputs)
+            del loaded  # before the next one is loaded
             experts.append(ExpertRef.model_validate({**expert.model_dump(), "statistics": statistics}))
         return recipe.model_copy(update={"experts": tuple(experts)}), asked
 
