@@ -70,10 +70,17 @@ def check_data(options: DataOptions) -> None:
         raise StatisticsError(f"{options.location} is empty: expected at least one sample")
 
 
-def make_batches(loaded: Loaded, options: DataOptions, *, labels: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Batches of keyword arguments for the model, on its device; `labels` adds labels to them."""
+def make_batches(
+    loaded: Loaded, options: DataOptions, *, labels: bool = False, apart: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """Batches of keyword arguments for the model, on its device.
+
+    Args:
+        labels: add labels to them, if the model takes any.
+        apart: the labels of `label_column` are taken out before the model is called: they are there in any case.
+    """
     rows = itertools.islice(_rows(options), options.max_samples)
-    encode = _Encoder(loaded, options, labels=labels)
+    encode = _Encoder(loaded, options, labels=labels, apart=apart)
     device = next(loaded.model.parameters()).device
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
@@ -105,8 +112,9 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
         )
     prompts = [options.template.format(c.replace("_", " ")) for c in options.classes]
     found = encode.tokenizer(prompts, padding=True, return_tensors="pt")
-    limit, length = encode.tokenizer.model_max_length, found["input_ids"].shape[1]
-    if length > limit:
+    config: Any = getattr(getattr(loaded.model, "config", None), "text_config", None)
+    limit = min(encode.tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
+    if (length := found["input_ids"].shape[1]) > limit:
         raise StatisticsError(f"A prompt of a class has {length} tokens, and the model reads {limit}: shorten it.")
     device = next(loaded.model.parameters()).device
     return {k: v.to(device) for k, v in found.items() if k in encode.known}
@@ -173,10 +181,10 @@ def _arrays(path: Path) -> Iterator[Row]:
 class _Encoder:
     """Rows -> keyword arguments of a model."""
 
-    def __init__(self, loaded: Loaded, options: DataOptions, *, labels: bool) -> None:
+    def __init__(self, loaded: Loaded, options: DataOptions, *, labels: bool, apart: bool = False) -> None:
         self._model: Any = getattr(loaded.model, "get_base_model", lambda: loaded.model)()  # PEFT wraps it
         self._options = options
-        self._labels = labels
+        self._labels, self._apart = labels, apart
         self.known = inspect.signature(self._model.forward).parameters
         wants_text, wants_images = "input_ids" in self.known, "pixel_values" in self.known
         wants_text = wants_text and not (wants_images and options.classes)  # `class_prompts` are its texts
@@ -209,7 +217,7 @@ class _Encoder:
             out["pixel_values"] = pixels["pixel_values"]
         if self._labels and options.label_column is not None:
             out["labels"] = torch.tensor(_column(rows, options.label_column, (), int, "label", options.location))
-        return {k: v for k, v in out.items() if k in self.known}
+        return {k: v for k, v in out.items() if k in self.known or (self._apart and k == "labels")}
 
     def _text(self, rows: list[Row]) -> dict[str, Tensor]:
         options = self._options

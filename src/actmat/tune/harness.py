@@ -6,6 +6,7 @@ Optional: `pip install 'actmat[lm-eval]'`. The candidate in memory is handed ove
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,11 +43,12 @@ class LmEval:
             raise RecipeError(f"Which tasks? Write {PREFIX}TASK,TASK, such as {PREFIX}gsm8k_cot,ifeval.")
         self._tasks, self._files = list(tasks), files
         self._limit, self._batch_size = limit, batch_size
+        files_only = all(map(_is_file, tasks))  # reading the thousands of tasks of lm-eval takes seconds
         with _quiet():
             self._harness = _imported("lm_eval")
-            self._manager = _imported("lm_eval.tasks").TaskManager()
+            self._manager = _imported("lm_eval.tasks").TaskManager(include_defaults=not files_only)
         known = self._manager.all_tasks
-        if unknown := [t for t in tasks if t not in known and not t.endswith((".yaml", ".yml"))]:
+        if unknown := [t for t in tasks if t not in known and not _is_file(t)]:
             problems = [f"lm-eval has no task '{t}'.{did_you_mean(t, known)}" for t in unknown]
             raise RecipeError("These tasks cannot be scored; 'lm-eval ls tasks' lists all.", problems)
 
@@ -74,7 +76,9 @@ class LmEval:
                 )
         except Exception as error:  # tasks, data sets and models of many kinds
             raise RecipeError(f"lm-eval cannot score {', '.join(self._tasks)}: {in_one_line(error)}") from error
-        return {task: _loss(task, row, found["higher_is_better"]) for task, row in _scored(found).items()}
+        if not (rows := _scored(found)):
+            raise RecipeError(f"lm-eval gives no number for {', '.join(self._tasks)}.")
+        return {task: _loss(task, row, found["higher_is_better"]) for task, row in rows.items()}
 
     def _tokenizer(self) -> Any:
         transformers = _imported("transformers")
@@ -86,9 +90,9 @@ class LmEval:
 
 def _scored(found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Results of groups that have a score of their own, and of the tasks that are in no such group."""
-    groups: Mapping[str, Mapping[str, Any]] = {n: r for n, r in (found.get("groups") or {}).items() if _metrics(r)}
+    groups = [name for name, row in (found.get("groups") or {}).items() if _metrics(row)]
     inside = {task for name in groups for task in found.get("group_subtasks", {}).get(name, ())}
-    return {n: r for n, r in found["results"].items() if (n in groups or _metrics(r)) and n not in inside}
+    return {n: r for n, r in found["results"].items() if _metrics(r) and n not in inside}
 
 
 def _metrics(row: Mapping[str, Any]) -> list[str]:
@@ -98,11 +102,13 @@ def _metrics(row: Mapping[str, Any]) -> list[str]:
 
 def _loss(task: str, row: Mapping[str, Any], higher_is_better: Mapping[str, Mapping[str, Any]]) -> float:
     """The first metric, negated unless smaller is better."""
-    names = _metrics(row)
-    if not names:
-        raise RecipeError(f"lm-eval gives no number for '{task}': {in_one_line(str(dict(row)))[:200]}")
-    larger = higher_is_better.get(task, {}).get(names[0].partition(",")[0])
-    return float(row[names[0]]) if larger is False else -float(row[names[0]])
+    name = _metrics(row)[0]
+    larger = higher_is_better.get(task, {}).get(name.partition(",")[0])
+    return float(row[name]) if larger is False else -float(row[name])
+
+
+def _is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml"))
 
 
 def _imported(name: str) -> Any:
@@ -119,11 +125,12 @@ def _imported(name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings of lm-eval stay away: it speaks of each of its calls."""
+    """Neither warnings nor bars of lm-eval, which speaks of each of its calls."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(before)

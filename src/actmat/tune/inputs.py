@@ -110,7 +110,8 @@ def _batches(
         return ({k: v.to(device) for k, v in b.items()} for b in source), {}, "the given batches"
     reading = replace(source, batch_size=2 * source.batch_size)
     shared = class_prompts(loaded, source) if source.classes else {}
-    return make_batches(loaded, reading, labels=labels and source.label_column is not None), shared, source.location
+    given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True)
+    return given, shared, source.location
 
 
 def _halves(batch: InputBatch) -> Iterator[InputBatch]:
