@@ -36,6 +36,7 @@ def done(path: Path) -> set[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suites", nargs="+", default=[s for s in SUITES if s != "reasoning-small"], choices=SUITES)
+    parser.add_argument("--regimes", nargs="+", help="only these: full, lora; of digits also full-fast, lora-deep")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--data", type=Path, help="folder of the data sets")
     parser.add_argument("--cache", type=Path, default=WORK / "tune-cache")
@@ -52,7 +53,7 @@ def main() -> None:
             for regime in (
                 DIGITS if suite == "digits" else ("full", "lora") if suite != "reasoning-small" else ("full",)
             ):
-                if f"{suite}/{regime}/{seed}" in done(given.file):
+                if f"{suite}/{regime}/{seed}" in done(given.file) or regime not in (given.regimes or [regime]):
                     continue
                 for subject in subjects(suite, given.cache, given.data, [seed], regime):
                     print(f"{subject.name}: trained", flush=True)
