@@ -66,8 +66,7 @@ def merge(
         _merge_part(recipes, part, run, quiet=quiet)
         return
     if tune_scale:
-        reports = _merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet)
-        _end(reports, strict=strict)
+        _end(_merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet), strict=strict)
         return
     from actmat.api import run_recipes
     from actmat.cli.screen import showing_progress

@@ -73,9 +73,9 @@ def notes_on_space(space: Space, choices: Sequence[MergeChoice]) -> Iterator[str
         return
     without = sorted({c.method for c in choices if not get_method(c.method).is_weighted})
     if len(without) == len({c.method for c in choices}):
-        yield f"Weights of the experts were not searched: {', '.join(without)} take none."
+        yield f"Weights of the experts were not searched: no method takes any ({', '.join(without)})."
     elif without:
         yield (
-            "Weights of the experts were searched around the best merge by a method that takes weights; "
-            f"{', '.join(without)} take none."
+            "Weights of the experts were searched around the best merge whose method takes weights, so not with "
+            f"{', '.join(without)}."
         )

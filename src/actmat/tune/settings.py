@@ -66,7 +66,7 @@ class TuneProgress:
         """The memory of the search is planned; no model has been loaded yet."""
 
     def note(self, text: str) -> None:
-        """What to know while the search runs."""
+        """A fact that the user should know while the search runs."""
 
     def trial(self, found: Trial, best: Trial) -> None:
         """A candidate was tried; `best`: of those on as many inputs."""
