@@ -80,11 +80,13 @@ def test_a_search_by_a_benchmark(family: Path, tmp_path: Path, task: Path) -> No
     assert set(told["chosen"]["losses"]) == {"words"}
     assert told["chosen"]["losses"]["words"] == pytest.approx(-naive_accuracy(out, 3))
     scored = LmEval([str(task)], str(out), limit=3)
+    before = torch.random.get_rng_state()
     base = load_model(str(family / "base"), model_class="LlamaForCausalLM").model
     assert scored.losses(base, 1.0)["words"] == pytest.approx(-naive_accuracy(family / "base", 3))
     assert scored.losses(base, 0.3)["words"] == pytest.approx(-naive_accuracy(family / "base", 1)), (
         "a share of the limit"
     )
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 class StandIn:
@@ -93,11 +95,10 @@ class StandIn:
     def __init__(self, found: dict[str, Any]) -> None:
         self.found = found
         self.asked: list[dict[str, Any]] = []
+        self.all_tasks = KNOWN
         self.modules: dict[str, Any] = {
-            "lm_eval": self,
-            "lm_eval.tasks": SimpleNamespace(
-                TaskManager=lambda **_: SimpleNamespace(all_tasks=["mmlu", "gsm8k", "wiki"])
-            ),
+            "lm_eval.evaluator": self,
+            "lm_eval.tasks": SimpleNamespace(TaskManager=lambda **_: self),
             "lm_eval.models.huggingface": SimpleNamespace(HFLM=lambda **given: given),
             "transformers": SimpleNamespace(AutoTokenizer=self),
         }
@@ -105,9 +106,26 @@ class StandIn:
     def from_pretrained(self, place: str) -> Any:
         return SimpleNamespace(pad_token=None, eos_token="</s>", place=place)
 
-    def simple_evaluate(self, **given: Any) -> dict[str, Any]:
-        self.asked.append(given)
+    def load(self, tasks: list[str]) -> dict[str, Any]:
+        return {"tasks": {t: StandInTask(t == "mmlu") for t in tasks}}
+
+    def evaluate(self, model: Any, tasks: dict[str, Any], **given: Any) -> dict[str, Any]:
+        self.asked.append({"model": model, "tasks": tasks["tasks"], **given})
         return self.found
+
+
+class StandInTask:
+    def __init__(self, has_shots: bool) -> None:
+        self.config: dict[str, Any] = {"num_fewshot": 5 if has_shots else None}
+
+    def get_config(self, key: str) -> Any:
+        return self.config[key]
+
+    def set_config(self, *, key: str, value: Any) -> None:
+        self.config[key] = value
+
+    def set_fewshot_seed(self, *, seed: int) -> None:
+        self.config["seed"] = seed
 
 
 def scored(
@@ -134,7 +152,9 @@ def test_groups_count_once_and_smaller_perplexity_is_better(monkeypatch: pytest.
     assert losses == {"mmlu": -0.4, "gsm8k": -0.25, "wiki": 12.5}
     (asked,) = stand_in.asked
     assert asked["limit"] == 3
-    assert asked["tasks"] == ["mmlu", "gsm8k", "wiki"]
+    assert {name: (t.config["num_fewshot"], t.config["seed"]) for name, t in asked["tasks"].items()} == {
+        "mmlu": (5, 1234), "gsm8k": (0, 1234), "wiki": (0, 1234)
+    }  # fmt: skip
     assert asked["model"]["tokenizer"].pad_token == "</s>"
     _, stand_in = scored(monkeypatch, found, ["gsm8k"])
     assert stand_in.asked[0]["limit"] == 0.25, "without a limit, a share of all questions"

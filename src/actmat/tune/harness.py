@@ -20,6 +20,8 @@ from actmat.foreign import in_one_line
 
 __all__ = ["PREFIX", "LmEval"]
 
+SEED = 1234
+"""Of lm-eval's few-shot examples and of torch, as lm-eval has them."""
 PREFIX = "lm-eval:"
 """Beginning of a score's name that asks for lm-eval."""
 
@@ -44,8 +46,9 @@ class LmEval:
         self._tasks, self._files = list(tasks), files
         self._limit, self._batch_size = limit, batch_size
         files_only = all(map(_is_file, tasks))  # reading the thousands of tasks of lm-eval takes seconds
+        self._loaded: Any = None
         with _quiet():
-            self._harness = _imported("lm_eval")
+            self._evaluate = _imported("lm_eval.evaluator").evaluate
             self._manager = _imported("lm_eval.tasks").TaskManager(include_defaults=not files_only)
         known = self._manager.all_tasks
         if unknown := [t for t in tasks if t not in known and not _is_file(t)]:
@@ -66,19 +69,27 @@ class LmEval:
                 wrapped = _imported("lm_eval.models.huggingface").HFLM(
                     pretrained=model, tokenizer=self._tokenizer(), batch_size=self._batch_size
                 )
-                found = self._harness.simple_evaluate(
-                    model=wrapped,
-                    tasks=self._tasks,
-                    limit=limit,
-                    bootstrap_iters=0,
-                    log_samples=False,
-                    task_manager=self._manager,
-                )
+                torch.manual_seed(SEED)
+                found = self._evaluate(wrapped, self._ready_tasks(), limit=limit, bootstrap_iters=0, log_samples=False)
         except Exception as error:  # tasks, data sets and models of many kinds
             raise RecipeError(f"lm-eval cannot score {', '.join(self._tasks)}: {in_one_line(error)}") from error
         if not (rows := _scored(found)):
             raise RecipeError(f"lm-eval gives no number for {', '.join(self._tasks)}.")
         return {task: _loss(task, row, found["higher_is_better"]) for task, row in rows.items()}
+
+    def _ready_tasks(self) -> Any:
+        """The tasks with their data, loaded once, and set up as `lm_eval.simple_evaluate` does.
+
+        That function itself asks the hub for the model and describes the machine in every call, for seconds.
+        """
+        if self._loaded is None:
+            loaded = self._manager.load(self._tasks)
+            for task in loaded["tasks"].values():
+                if task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=0)
+                task.set_fewshot_seed(seed=SEED)
+            self._loaded = loaded
+        return self._loaded
 
     def _tokenizer(self) -> Any:
         transformers = _imported("transformers")
