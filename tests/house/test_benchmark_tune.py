@@ -108,7 +108,9 @@ def test_tables_hold_the_differences_that_their_heads_name() -> None:
     assert TABLES["wrong"][1](rows)[0][2:] == ["0.0 ±0.0", "+10.0", "0.0 ±0.0", "+10.0", "20.0 ±0.0", "-10.0"]
 
 
-@pytest.mark.parametrize(("chosen", "says"), [(0.80, "at most 0.5 points: met"), (0.69, "`digits/full/0` (-1.0")])
+@pytest.mark.parametrize(
+    ("chosen", "says"), [(0.80, "at most 0.5 points: met on these 1"), (0.69, "`digits/full/0` (-1.0")]
+)
 def test_the_goal_is_judged_in_words(chosen: float, says: str) -> None:
     assert says in goal_lines([row(0, chosen)])
     assert "Not measured" in goal_lines([])
