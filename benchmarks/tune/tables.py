@@ -159,15 +159,12 @@ def goal_lines(rows: Sequence[Row]) -> str:
         if (value := mean(100 * (best(r) - r["chosen"]["test"]) for r in some)) > ALLOWED and name != "all"
     }
     met = "met" if regret <= ALLOWED else "**missed**"
+    above = f" Above it: {', '.join(f'{n} ({v:.1f})' for n, v in over.items())}." if over else ""
+    lowest = f"met, {min(d for _, d in below):+.1f} at worst."
+    missed = f"**missed** in {len(failed)} of {len(rows)}: {', '.join(failed)}."
     lines = [
-        f"* Mean regret at most {ALLOWED} points: {met} on these {len(rows)} subjects, {regret:.2f}."
-        + (f" Above it: {', '.join(f'{n} ({v:.1f})' for n, v in over.items())}." if over else ""),
-        f"* Never more than {ALLOWED} points below the average: "
-        + (
-            f"met, {min(d for _, d in below):+.1f} at worst."
-            if not failed
-            else f"**missed** in {len(failed)} of {len(rows)}: {', '.join(failed)}."
-        ),
+        f"* Mean regret at most {ALLOWED} points: {met} on these {len(rows)} subjects, {regret:.2f}.{above}",
+        f"* Never more than {ALLOWED} points below the average: {missed if failed else lowest}",
     ]
     return "\n".join(lines) + "\n"
 
