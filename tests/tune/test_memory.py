@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,18 @@ def test_free_memory_is_the_limit_where_none_is_given(monkeypatch: pytest.Monkey
     plan = plan_memory(SPECS, SIZES, RunSettings(), dtype="float32", merging=0, merges=1, gram=False)
     assert plan.limit == 900
     assert "free" in plan.source
+
+
+def test_the_first_device_s_memory_is_the_limit_of_models_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB")
+    given: dict[str, Any] = {"dtype": "float32", "merging": 0, "merges": 1, "gram": False}
+    plan = plan_memory(SPECS, SIZES, run, **given)
+    assert (plan.limit, plan.device) == (2 * 10**9, "cuda:1")
+    assert "--device-memory" in plan.source
+    monkeypatch.setattr(memory, "check_device", lambda device: None)
+    monkeypatch.setattr(memory, "open_devices", lambda names: [SimpleNamespace(free_bytes=lambda: 1000)])
+    plan = plan_memory(SPECS, SIZES, RunSettings(device="mps"), **given)
+    assert (plan.limit, plan.device) == (900, "mps")
 
 
 @pytest.mark.parametrize(
