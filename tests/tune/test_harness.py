@@ -170,7 +170,8 @@ def test_what_cannot_be_scored_is_told_before_a_model_is_loaded(monkeypatch: pyt
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, family: Path) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in ("lm_eval", "lm_eval.evaluator"):
+        monkeypatch.setitem(sys.modules, name, None)
     done = run(["tune", "-b", str(family / "base"), "-e", str(family / "experts" / "math"), "--data", "x.jsonl",
                 "--out", "x", "--score", "lm-eval:gsm8k"])  # fmt: skip
     assert done.code == 1
