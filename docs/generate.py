@@ -5,7 +5,8 @@
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `methods-short`, `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `settings SUITE`,
-`recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`. Nothing outside the marks is touched.
+`recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `tune NAME` (measured tables of the
+search). Nothing outside the marks is touched.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tune.tables import tune_table
 from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
@@ -296,6 +298,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "families": families,
     "fuzz": lambda _: fuzz_table(table),
     "chaos": lambda _: chaos_table(table),
+    "tune": lambda name: tune_table(name, table),
 }
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from actmat.matrices import merge_matrices as merge_matrices
     from actmat.report.verify import verify as verify
     from actmat.tune.arguments import tune as tune
+    from actmat.tune.arguments import tune_scale as tune_scale
 
 _NAMES = {
     "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
@@ -58,7 +59,7 @@ _NAMES = {
     ),
     "actmat.matrices": ("merge_matrices",),
     "actmat.report.verify": ("verify",),
-    "actmat.tune.arguments": ("tune",),
+    "actmat.tune.arguments": ("tune", "tune_scale"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]

@@ -53,7 +53,7 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe) | flagged(ExpertRef)
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {f.name for f in dataclasses.fields(RunSettings)}
-    assert set(taken(merge)) == fields | settings | {"recipe", "strict", "quiet", "part"}
+    assert set(taken(merge)) == fields | settings | {"recipe", "strict", "quiet", "part", "tune_scale"}
     simulation = {f.name for f in dataclasses.fields(SimulationFlags)}
     own = {"device", "device_memory", "recipe", "json", "part", "full"}
     assert set(taken(plan)) == fields - {"out"} | simulation | own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,8 +98,19 @@ def test_what_cannot_be_compared_is_refused() -> None:
     expert, _ = tables(5)
     with pytest.raises(StatisticsError, match="expert is NaN"):
         keep_answers(Table(torch.full((9, 5), torch.nan)), [BATCH], default_predict)
-    with pytest.raises(StatisticsError, match="mask has the shape"):
+    with pytest.raises(StatisticsError, match="inputs have the shape"):
         keep_answers(expert, [InputBatch(BATCH.arguments, torch.ones(2, 2, dtype=torch.bool), None, 0)],
                      default_predict)  # fmt: skip
     with pytest.raises(StatisticsError, match="no logits"):
         default_predict(nn.Flatten(0), {"input": torch.ones(3)})
+
+
+def test_a_label_that_a_model_has_no_class_for_is_never_right() -> None:
+    expert, merged = tables(5)
+    batch = replace(BATCH, labels=torch.tensor([[4, 7, 0], [1, 0, 0]]))
+    found = compare_answers(merged, [batch], keep_answers(expert, [batch], default_predict), default_predict)
+    log_q = merged.table_VC.log_softmax(-1)
+    assert found.labelled == (2, 1)
+    assert found.right[0] == int(log_q[0].argmax() == 4)
+    assert found.surprise[0] == pytest.approx(1e4 - float(log_q[0, 4]))
+    assert found.surprise[1] == pytest.approx(-float(log_q[3, 1]))

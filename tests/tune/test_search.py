@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from actmat.errors import RecipeError, StatisticsError
 from actmat.tune.answers import Comparison
 from actmat.tune.evaluate import Evaluator, Trial
+from actmat.tune.finishing import notes_on_space
 from actmat.tune.report import RESAMPLES, compare_finally
 from actmat.tune.search import Around, Budget, choose, pareto_front, parse_budget, search
 from actmat.tune.space import Candidate, MergeChoice, load_space, make_space
@@ -59,6 +61,41 @@ def test_factors_of_groups_and_weights_are_searched_around_the_best() -> None:
     best, _ = choose(run(Bowl(), weighted=2))
     assert best.candidate.merge.weights is None or len(best.candidate.merge.weights) == 2
     assert any(t.candidate.merge.weights for t in run(Bowl(), weighted=2))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_weights_are_searched_for_a_method_that_takes_some(grouped: bool) -> None:
+    """The best merge is by KnOTS, which takes no weights, so they are searched around the best average."""
+    bowl = Bowl()
+    space = make_space({"methods": ["average", "knots"], "scales": [0.5, 1.0]})
+
+    def loss(candidate: Candidate, share: float) -> Trial:
+        found = Bowl.trial(bowl, candidate, share)
+        better = 1.0 if candidate.merge.method == "knots" else 0.0
+        return Trial(candidate, share, {k: v - better for k, v in found.losses.items()}, found.agreement)
+
+    around = Around(64, ["mlp"] if grouped else [], weighted=2)
+    trials = search(space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), Budget(), around)
+    assert choose(trials)[0].candidate.merge.method == "knots"
+    weighted = [t.candidate for t in trials if t.candidate.merge.weights is not None]
+    assert {c.merge.method for c in weighted} == {"average"}
+    assert not any(c.groups for c in weighted)
+    assert any(t.candidate.groups for t in trials) == grouped
+    space = make_space({"methods": ["knots"], "scales": [0.5, 1.0]})
+    trials = search(
+        space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), Budget(), Around(64, weighted=2)
+    )
+    assert not any(t.candidate.merge.weights for t in trials)
+
+
+def test_methods_without_weights_are_named() -> None:
+    space = make_space({"methods": ["average", "knots", "sce"], "weights": True})
+    (note,) = notes_on_space(space, space.merges())
+    assert note.endswith("not with knots, sce.")
+    (note,) = notes_on_space(space, [MergeChoice("knots")])
+    assert "not searched" in note
+    assert not list(notes_on_space(space, [MergeChoice("average")]))
+    assert not list(notes_on_space(make_space({"methods": ["knots"]}), [MergeChoice("knots")]))
 
 
 def test_the_search_is_the_same_every_time() -> None:

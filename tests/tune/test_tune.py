@@ -118,6 +118,36 @@ def test_the_same_search_goes_on_where_it_stopped(
     assert [t.mean for t in again.trials] == [t.mean for t in report.trials]
 
 
+def test_another_score_or_other_inputs_begin_anew(family: Path, tmp_path: Path) -> None:
+    """The journal and the merges of an earlier search are used only for what they were made for."""
+    space = {"methods": ["average"], "scales": [0.5, 1.0]}
+    first = tuned(family, tmp_path / "best", space=space, budget=2, keep=True)
+    again = tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, score="disagreement")
+    assert again.chosen.losses == {n: pytest.approx(1 - a) for n, a in again.chosen.agreement.items()}
+    other = {"math": family / "code.jsonl", "code": family / "math.jsonl"}
+    third = tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, data=other)
+    assert third.chosen.losses != first.chosen.losses
+    tuned(family, tmp_path / "best", space=space, budget=2, keep=True, overwrite=True, scope="all")
+    assert len(list((tmp_path / "best.tune" / "merges").glob("average-*"))) == 2
+
+
+def test_the_data_s_own_text_may_be_the_score(family: Path, tmp_path: Path) -> None:
+    """Perplexity: nats per token of the inputs, without continuations."""
+    found = tuned(family, tmp_path / "best", new_tokens=0, score="perplexity", budget=2,
+                  space={"methods": ["average"], "scales": [0.5, 1.0]})  # fmt: skip
+    model: Any = AutoModelForCausalLM.from_pretrained(found.out, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(found.out)
+    for name, texts in TEXTS.items():
+        total, count = 0.0, 0
+        for text in texts[1::2]:
+            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            with torch.no_grad():
+                log_p = model(ids).logits[0].double().log_softmax(-1)
+            total -= float(log_p[:-1].gather(1, ids[0, 1:, None]).sum())
+            count += ids.shape[1] - 1
+        assert found.finals[0].losses[name] == pytest.approx(total / count, rel=1e-3)
+
+
 def test_continuations_are_those_of_each_input_alone(family: Path) -> None:
     place = family / "experts" / "math"
     expert = load_model(str(place), model_class="LlamaForCausalLM")

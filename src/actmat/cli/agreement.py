@@ -80,14 +80,14 @@ def measure_on_data(merged: Path, given: Sequence[str], *, quiet: bool) -> tuple
         return residual_on_data(merged, statistics_of(given), progress=progress)
 
 
-def pairs_of(given: Sequence[str]) -> dict[str, str] | str:
+def pairs_of(given: Sequence[str], flag: str = "--data") -> dict[str, str] | str:
     """Expert -> data, or one data set for all; a text that is an existing path names no expert."""
     split = [("", text) if os.path.exists(text) else split_name(text) for text in given]
     names = [name for name, _ in split if name]
     if not names and len(split) == 1:
         return split[0][1]
     if len(names) < len(split):
-        raise typer.BadParameter("--data is given once, for all experts, or as NAME=DATA, once per expert")
+        raise typer.BadParameter(f"{flag} is given once, for all experts, or as NAME=DATA, once per expert")
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise typer.BadParameter(f"--data is given twice for expert '{twice[0]}'")
+        raise typer.BadParameter(f"{flag} is given twice for expert '{twice[0]}'")
     return dict(split)

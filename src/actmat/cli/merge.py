@@ -14,6 +14,7 @@ from actmat.cli.streams import optional_stdout, starting
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
+    from actmat.api import MergeReport
     from actmat.recipe import Recipe
 
 __all__ = ["merge"]
@@ -26,6 +27,14 @@ def merge(
     run: RunSettings,
     strict: flags.Strict = False,
     part: flags.PartOption = None,
+    tune_scale: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tune-scale",
+            metavar="DATA",
+            help="Choose the scale by unlabelled inputs of the experts; NAME=DATA, once per expert.",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
 ) -> None:
     """Merge fine-tuned checkpoints of one base into one model.
@@ -40,6 +49,9 @@ def merge(
     when it is complete; the same command continues an interrupted merge.
     With --part 3/16, it is made in parts by as many processes, on machines that
     share its folder; 'actmat finish OUT' completes it.
+    With --tune-scale math=math.jsonl --tune-scale code=code.jsonl, the scale is
+    the one at which the merged model answers most as the experts do ('actmat
+    tune' searches methods, too).
     'actmat plan' shows beforehand what will happen to every tensor.
     """
     starting("merge", quiet=quiet)
@@ -49,7 +61,12 @@ def merge(
     if any(r.out is None for r in recipes):
         raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
     if part is not None:
+        if tune_scale:
+            raise typer.BadParameter("--tune-scale needs the whole merge: find the scale first, then merge in parts")
         _merge_part(recipes, part, run, quiet=quiet)
+        return
+    if tune_scale:
+        _end(_merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet), strict=strict)
         return
     from actmat.api import run_recipes
     from actmat.cli.screen import showing_progress
@@ -62,8 +79,33 @@ def merge(
         with optional_stdout("The merge is complete."):
             for report in reports:
                 print_summary(report)
+    _end(reports, strict=strict)
+
+
+def _end(reports: Sequence[MergeReport], *, strict: bool) -> None:
+    """Exit with 1 if checks found something and that was asked for."""
     if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
         raise typer.Exit(1)
+
+
+def _merge_at_tuned_scale(
+    recipes: list[Recipe], data: Sequence[str], run: RunSettings, given: RecipeFlags, *, quiet: bool
+) -> list[MergeReport]:
+    """Choose the scale of every recipe, merge, and say what was done."""
+    if "scale" in given:
+        raise typer.BadParameter("--tune-scale chooses the scale: drop --scale")
+    from actmat.cli.agreement import pairs_of
+    from actmat.cli.searching import merge_at_tuned_scales, print_search
+
+    reports = merge_at_tuned_scales(recipes, pairs_of(data, "--tune-scale"), run, quiet=quiet)
+    if not quiet:
+        from actmat.cli.summary import print_summary
+
+        with optional_stdout("The merge is complete."):
+            for report in reports:
+                print_summary(report.merged)
+                print_search(report)
+    return [r.merged for r in reports]
 
 
 def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, quiet: bool) -> None:

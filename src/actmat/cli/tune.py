@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
@@ -10,13 +11,16 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.agreement import DataFlags, pairs_of
-from actmat.cli.recipes import RecipeFlags
+from actmat.cli.recipes import RecipeFlags, split_name
 from actmat.cli.signature import Fields
 from actmat.cli.streams import starting
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.tune import Space, Trial, TuneReport
+    from actmat.recipe import Recipe
+    from actmat.statistics.data import DataOptions
+    from actmat.tune import Space
+    from actmat.tune.evaluate import Score
 
 __all__ = ["tune"]
 
@@ -34,10 +38,19 @@ class SearchFlags:
     groups: Annotated[str, _option("--groups", "Factors by group: none, kind, depth or kind-depth.")] = "none"
     weights: Annotated[bool, _option("--tune-weights", "Search the experts' weights too.")] = False
     space: Annotated[Path | None, _option("--space", "YAML file with methods, options, scales, groups.")] = None
-    score: Annotated[str, _option("--score", "divergence, disagreement; with labels accuracy, perplexity.")] = (
-        "divergence"
-    )
+    score: Annotated[
+        str,
+        _option(
+            "--score", "divergence, disagreement; with labels accuracy, perplexity; benchmarks: lm-eval:TASK,TASK."
+        ),
+    ] = "divergence"
+    limit: Annotated[int | None, _option("--limit", "Questions of each task of lm-eval (default: all).", min=1)] = None
     label_column: Annotated[str | None, _option("--label-column", "Labels, for --score accuracy.")] = None
+    classes: Annotated[
+        list[str] | None,
+        _option("--classes", "[NAME=]a,b,c or a file: classes of images, for CLIP (default: the folders' names)."),
+    ] = None
+    template: Annotated[str, _option("--template", "Prompt of a class, for CLIP.")] = "a photo of a {}."
     budget: Annotated[str | None, _option("--budget", "Evaluations (200) or time (15m).")] = None
     least_agreement: Annotated[
         float, _option("--least-agreement", "Share of its predictions that every expert keeps.", min=0, max=1)
@@ -63,6 +76,63 @@ class SearchFlags:
         fields: dict[str, Any] = {k: [x.strip() for x in v.split(",") if x.strip()] for k, v in listed.items() if v}
         return make_space(fields | {"groups": self.groups, "weights": self.weights})
 
+    def chosen_score(self, recipe: Recipe, batch_size: int) -> Score:
+        """The score of the flags.
+
+        Raises:
+            RecipeError: lm-eval is missing, or has no such task.
+        """
+        from actmat.tune.evaluate import Named
+        from actmat.tune.harness import PREFIX, LmEval
+
+        if self.score.startswith(PREFIX):
+            tasks = [t.strip() for t in self.score.removeprefix(PREFIX).split(",") if t.strip()]
+            files = recipe.base or recipe.experts[0].path
+            return LmEval(tasks, files, limit=self.limit, batch_size=batch_size)
+        if self.limit is not None:
+            raise typer.BadParameter("--limit goes with --score lm-eval:TASK,TASK; inputs are limited by --samples")
+        if self.score not in get_args(Named):
+            raise typer.BadParameter(
+                f"--score is one of {', '.join(get_args(Named))}, or lm-eval:TASK,TASK; got '{self.score}'"
+            )
+        return cast("Score", self.score)
+
+    def with_classes(self, sources: dict[str, DataOptions], base: str) -> dict[str, DataOptions]:
+        """The data with the classes of the images, where the base compares images with texts."""
+        from dataclasses import replace
+
+        from actmat.checkpoints.resolve import open_checkpoint
+        from actmat.statistics.data import class_names
+
+        given = _named_classes(self.classes or (), list(sources))
+        with open_checkpoint(base) as checkpoint:
+            config = checkpoint.config or {}
+        if not {"text_config", "vision_config", "projection_dim"} <= config.keys():
+            if given:
+                raise typer.BadParameter("--classes goes with models that compare images with texts, such as CLIP")
+            return sources
+        found = {name: given.get(name) or class_names(o.location) for name, o in sources.items()}
+        if missing := [name for name, classes in found.items() if not classes]:
+            raise typer.BadParameter(
+                f"which classes do the images of '{missing[0]}' have? Give --classes {missing[0]}=a,b,c, or a folder "
+                "of images with a folder for each class"
+            )
+        return {n: replace(o, classes=found[n], template=self.template) for n, o in sources.items()}
+
+
+def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Expert -> names of its classes; without a name, those of all experts."""
+    out: dict[str, tuple[str, ...]] = {}
+    for text in given:
+        name, listed = split_name(text)
+        path = Path(listed)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else listed.split(",")
+        classes = tuple(c.strip() for c in lines if c.strip())
+        if name and name not in names:
+            raise typer.BadParameter(f"--classes names '{name}', and no expert has this name: {', '.join(names)}")
+        out |= dict.fromkeys([name] if name else names, classes)
+    return out
+
 
 def tune(
     *,
@@ -87,26 +157,23 @@ def tune(
     on after an interruption.
     """
     starting("tune", quiet=quiet)
+    from actmat.cli.searching import print_search, showing_search
     from actmat.tune import TuneSettings, tune_recipe
-    from actmat.tune.evaluate import Named, Score
     from actmat.tune.search import parse_budget
 
     (wanted, *_) = given.recipes(recipe)
     if wanted.out is None:
         raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
-    if search.score not in get_args(Named):
-        raise typer.BadParameter(f"--score is one of {', '.join(get_args(Named))}; got '{search.score}'")
     if not data.data:
         raise typer.BadParameter("give unlabelled inputs: --data NAME=DATA, once per expert")
     named = pairs_of(data.data)
     places = dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
     settings = TuneSettings(
-        score=cast(Score, search.score),
+        score=search.chosen_score(wanted, data.batch_size),
         budget=parse_budget(search.budget),
         least_agreement=search.least_agreement,
         model_class=data.model_class,
         dtype=search.model_dtype,
-        device=run.device,
         new_tokens=search.new_tokens,
         keep=search.keep_work,
     )
@@ -114,55 +181,13 @@ def tune(
         name: data.options(place, max_samples=search.inputs, label_column=search.label_column)
         for name, place in places.items()
     }
-    with _shown(quiet=quiet or json) as progress:
+    if wanted.base:
+        sources = search.with_classes(sources, wanted.base)
+    with showing_search(quiet=quiet or json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
     if json:
         from actmat.cli.screen import print_json
 
         print_json(report.to_json())
     elif not quiet:
-        _print(report)
-
-
-def _shown(*, quiet: bool) -> Any:
-    """Progress on stderr: the stage, and the best candidate so far."""
-    import contextlib
-
-    from rich.progress import TimeElapsedColumn
-
-    from actmat.cli.screen import escape, progress_bar
-    from actmat.tune import TuneProgress
-
-    @contextlib.contextmanager
-    def showing() -> Any:
-        with progress_bar("{task.description}", TimeElapsedColumn(), quiet=quiet) as bar:
-            task = bar.add_task("starting", total=None)
-
-            class Shown(TuneProgress):
-                def doing(self, what: str) -> None:
-                    bar.update(task, description=escape(what)[:70])
-
-                def trial(self, found: Trial, best: Trial) -> None:
-                    bar.update(task, description=f"best so far: {escape(best.candidate)} ({best.mean:.4g})"[:70])
-
-            yield Shown()
-
-    return showing()
-
-
-def _print(report: TuneReport) -> None:
-    """The chosen merge, the final comparison, and where the rest is."""
-    from actmat.cli.screen import console, escape, plain_table
-
-    console.print(f"[bold]{escape(report.out)}[/bold]: {escape(report.chosen.candidate)}")
-    console.print(f"{len(report.trials)} trials; {report.score} on inputs that the search did not see:\n")
-    table = plain_table("merge", "mean", "worst", "more than chosen, 95 %", numbers=["mean", "worst"])
-    for rival in report.finals:
-        interval = "" if rival.low is None else f"{rival.low:+.3g} to {rival.high:+.3g}, {rival.verdict}"
-        table.add_row(escape(rival.name), f"{rival.mean:.4g}", f"{max(rival.losses.values()):.4g}", interval)
-    console.print(table)
-    for note in report.notes:
-        console.print(f"note: {escape(note)}")
-    for reason in report.refused.values():
-        console.print(f"left out: {escape(reason)}")
-    console.print(f"\n{escape(report.out)}.tune: recipe.yaml, tune.json, tune.html")
+        print_search(report)

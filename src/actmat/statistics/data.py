@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from actmat.errors import StatisticsError, did_you_mean
 from actmat.foreign import in_one_line
 from actmat.statistics.models import Loaded, extra
 
-__all__ = ["DataOptions", "check_data", "make_batches"]
+__all__ = ["TEMPLATE", "DataOptions", "check_data", "class_names", "class_prompts", "make_batches"]
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")
 IMAGE_COLUMNS = ("image", "img", "images")
+TEMPLATE = "a photo of a {}."
+"""Prompt of a class, for models with an image and a text encoder."""
 
 Row = Mapping[str, Any]
 
@@ -44,11 +46,14 @@ class DataOptions:
     batch_size: int = 8  # samples in a batch
     max_samples: int | None = None  # samples in all; None: every sample
     max_length: int = 512  # tokens of one text at most
+    classes: tuple[str, ...] = ()  # of images, for a model that compares images with texts (CLIP)
+    template: str = TEMPLATE  # prompt of a class
 
     def details(self) -> dict[str, str]:
         """Options that are set, for the record."""
         kept = ("split", "subset", "text_column", "image_column", "target_column", "label_column", "max_length")
-        return {k: str(v) for k in kept if (v := getattr(self, k)) is not None}
+        found = {k: str(v) for k in kept if (v := getattr(self, k)) is not None}
+        return found | ({"classes": ", ".join(self.classes), "template": self.template} if self.classes else {})
 
 
 def check_data(options: DataOptions) -> None:
@@ -65,13 +70,54 @@ def check_data(options: DataOptions) -> None:
         raise StatisticsError(f"{options.location} is empty: expected at least one sample")
 
 
-def make_batches(loaded: Loaded, options: DataOptions, *, labels: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Batches of keyword arguments for the model, on its device; `labels` adds labels to them."""
+def make_batches(
+    loaded: Loaded, options: DataOptions, *, labels: bool = False, apart: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """Batches of keyword arguments for the model, on its device.
+
+    Args:
+        labels: add labels to them, if the model takes any.
+        apart: the labels of `label_column` are taken out before the model is called: they are there in any case.
+    """
     rows = itertools.islice(_rows(options), options.max_samples)
-    encode = _Encoder(loaded, options, labels=labels)
+    encode = _Encoder(loaded, options, labels=labels, apart=apart)
     device = next(loaded.model.parameters()).device
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
+
+
+def class_names(location: str) -> tuple[str, ...]:
+    """Names of the classes of a local folder of images, one folder each; () where there are none.
+
+    Sorted, as the labels of the reader are. `train/`, `test/` and `validation/` above them are splits.
+    """
+    root = Path(location).expanduser()
+    found = {p.parent.name for p in root.rglob("*") if p.suffix.lower() in IMAGES} if root.is_dir() else set()
+    return tuple(sorted(found - {root.name, "train", "test", "validation"}))
+
+
+def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
+    """Keyword arguments of a model that compares images with texts: `C` prompts, one for each class.
+
+    Raises:
+        StatisticsError: the model takes no texts, a template without `{}`, or a prompt that is too long.
+    """
+    if "{}" not in options.template:
+        raise StatisticsError(f"The template holds {{}} where the class goes; got '{options.template}'.")
+    encode = _Encoder(loaded, replace(options, classes=()), labels=False)
+    if encode.tokenizer is None:
+        raise StatisticsError(
+            f"{type(loaded.model).__name__} takes no texts, so that it has no use for classes: from Python, give its "
+            "own predictions with predict=."
+        )
+    prompts = [options.template.format(c.replace("_", " ")) for c in options.classes]
+    found = encode.tokenizer(prompts, padding=True, return_tensors="pt")
+    config: Any = getattr(getattr(loaded.model, "config", None), "text_config", None)
+    limit = min(encode.tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
+    if (length := found["input_ids"].shape[1]) > limit:
+        raise StatisticsError(f"A prompt of a class has {length} tokens, and the model reads {limit}: shorten it.")
+    device = next(loaded.model.parameters()).device
+    return {k: v.to(device) for k, v in found.items() if k in encode.known}
 
 
 def _rows(options: DataOptions) -> Iterable[Row]:
@@ -135,21 +181,22 @@ def _arrays(path: Path) -> Iterator[Row]:
 class _Encoder:
     """Rows -> keyword arguments of a model."""
 
-    def __init__(self, loaded: Loaded, options: DataOptions, *, labels: bool) -> None:
+    def __init__(self, loaded: Loaded, options: DataOptions, *, labels: bool, apart: bool = False) -> None:
         self._model: Any = getattr(loaded.model, "get_base_model", lambda: loaded.model)()  # PEFT wraps it
         self._options = options
-        self._labels = labels
-        self._known = inspect.signature(self._model.forward).parameters
-        wants_text, wants_images = "input_ids" in self._known, "pixel_values" in self._known
+        self._labels, self._apart = labels, apart
+        self.known = inspect.signature(self._model.forward).parameters
+        wants_text, wants_images = "input_ids" in self.known, "pixel_values" in self.known
+        wants_text = wants_text and not (wants_images and options.classes)  # `class_prompts` are its texts
         if not (wants_text or wants_images):
             raise StatisticsError(
-                f"{type(self._model).__name__} takes neither text nor images ({', '.join(list(self._known)[:4])}); "
+                f"{type(self._model).__name__} takes neither text nor images ({', '.join(list(self.known)[:4])}); "
                 "make the batches yourself and call actmat.statistics.collect"
             )
         transformers = extra("transformers")
         tokenizer, processor = transformers.AutoTokenizer, transformers.AutoImageProcessor
         try:
-            self._tokenizer = tokenizer.from_pretrained(loaded.files) if wants_text else None
+            self.tokenizer = tokenizer.from_pretrained(loaded.files) if wants_text else None
             self._processor = processor.from_pretrained(loaded.files, backend="pil") if wants_images else None
         except (OSError, ValueError) as error:
             what = "tokenizer" if wants_text else "image processor"
@@ -157,27 +204,27 @@ class _Encoder:
                 f"{loaded.files}: {what} cannot be loaded from there: {in_one_line(error)}. Copy its files beside the "
                 "model."
             ) from error
-        if self._tokenizer is not None and self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token  # any token will do: padding is masked
+        if self.tokenizer is not None and self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token  # any token will do: padding is masked
 
     def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """Keyword arguments that the model has parameters for."""
         options = self._options
-        out = {} if self._tokenizer is None else self._text(rows)
+        out = {} if self.tokenizer is None else self._text(rows)
         if self._processor is not None:
             images = _column(rows, options.image_column, IMAGE_COLUMNS, None, "image", options.location)
             pixels = self._processor([i.convert("RGB") for i in images], return_tensors="pt")
             out["pixel_values"] = pixels["pixel_values"]
         if self._labels and options.label_column is not None:
             out["labels"] = torch.tensor(_column(rows, options.label_column, (), int, "label", options.location))
-        return {k: v for k, v in out.items() if k in self._known}
+        return {k: v for k, v in out.items() if k in self.known or (self._apart and k == "labels")}
 
     def _text(self, rows: list[Row]) -> dict[str, Tensor]:
         options = self._options
-        out = _tokens(self._tokenizer, rows, options, options.text_column, "text")
+        out = _tokens(self.tokenizer, rows, options, options.text_column, "text")
         if getattr(self._model.config, "is_encoder_decoder", False):
-            out |= _decoder_inputs(self._model, self._tokenizer, rows, options)
-        elif self._labels and options.label_column is None and "labels" in self._known:
+            out |= _decoder_inputs(self._model, self.tokenizer, rows, options)
+        elif self._labels and options.label_column is None and "labels" in self.known:
             out["labels"] = out["input_ids"].masked_fill(out["attention_mask"] == 0, -100)
         return out
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from actmat.tune.arguments import scale_space, usual_inputs
 from actmat.tune.evaluate import Trial
+from actmat.tune.memory import MemoryPlan
 from actmat.tune.report import Rival, TuneReport
+from actmat.tune.settings import TuneProgress, TuneSettings
 from actmat.tune.space import Candidate, Space, load_space, make_space
-from actmat.tune.tuning import TuneProgress, TuneSettings, tune_recipe
+from actmat.tune.tuning import tune_recipe
 
 __all__ = [
     "Candidate",
+    "MemoryPlan",
     "Rival",
     "Space",
     "Trial",
@@ -17,5 +21,7 @@ __all__ = [
     "TuneSettings",
     "load_space",
     "make_space",
+    "scale_space",
     "tune_recipe",
+    "usual_inputs",
 ]

@@ -24,6 +24,8 @@ __all__ = ["Answers", "Comparison", "Predict", "compare_answers", "keep_answers"
 Predict = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 """`predict(model, batch)`: logits `* C` of a model for the keyword arguments of a batch."""
 
+IMPOSSIBLE = 1e4
+"""Nats of a class that a model does not have, or to which it gives no probability at all."""
 TOP = 64
 """Classes that are kept of a prediction."""
 
@@ -88,7 +90,7 @@ def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predi
     kept = []
     with torch.no_grad():
         for batch in batches:
-            logits_PC, sample_P = _counted(predict(model, batch.arguments), batch)
+            logits_PC, sample_P = _counted(predict(model, batch.keywords), batch)
             log_p_PC = logits_PC.float().log_softmax(-1)
             if not bool(torch.isfinite(log_p_PC.sum())) and bool(log_p_PC.isnan().any()):
                 raise StatisticsError("A prediction of the expert is NaN: look at its weights, or use another --dtype.")
@@ -114,13 +116,13 @@ def compare_answers(
     rows: dict[str, list[float]] = {k: [] for k in Comparison.__dataclass_fields__}
     with torch.no_grad():
         for batch, expert in zip(batches, answers, strict=False):
-            logits_PC, sample_P = _counted(predict(model, batch.arguments), batch)
+            logits_PC, sample_P = _counted(predict(model, batch.keywords), batch)
             if len(logits_PC) != len(expert.log_p_PK):
                 raise StatisticsError(
                     f"The merged model makes {len(logits_PC)} predictions where the expert makes "
                     f"{len(expert.log_p_PK)}: they must answer the same question."
                 )
-            log_q_PC = logits_PC.float().log_softmax(-1).nan_to_num(nan=-1e4, neginf=-1e4)
+            log_q_PC = logits_PC.float().log_softmax(-1).nan_to_num(nan=-IMPOSSIBLE, neginf=-IMPOSSIBLE)
             for name, value_P in _values(log_q_PC, expert, batch).items():
                 sums = torch.zeros(batch.samples, dtype=torch.float64, device=value_P.device)
                 rows[name] += sums.index_add_(0, sample_P, value_P.double()).tolist()
@@ -136,7 +138,9 @@ def _values(log_q_PC: Tensor, expert: Answers, batch: InputBatch) -> dict[str, T
     if batch.labels is not None:
         known_P = batch.labels[batch.counted] if batch.counted is not None else batch.labels.reshape(-1)
     has_P = known_P != -100
-    of_label_P = -log_q_PC.gather(-1, known_P.clamp(min=0)[:, None])[:, 0]
+    n_classes = log_q_PC.shape[-1]
+    of_label_P = -log_q_PC.gather(-1, known_P.clamp(0, n_classes - 1)[:, None])[:, 0]
+    of_label_P = of_label_P.masked_fill(known_P >= n_classes, IMPOSSIBLE)
     return {
         "divergence": divergence_of(log_q_PC, expert),
         "differing": best_P != expert.best_P,
@@ -174,5 +178,8 @@ def _counted(logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
     if batch.counted is None:
         return logits.reshape(-1, logits.shape[-1]), sample.reshape(-1)
     if batch.counted.shape != leading:
-        raise StatisticsError(f"The mask has the shape {tuple(batch.counted.shape)}, the predictions {tuple(leading)}.")
+        raise StatisticsError(
+            f"The inputs have the shape {tuple(batch.counted.shape)}, the predictions {tuple(leading)}: predict= gives "
+            "logits at every token of a language model's input, of which those of the continuation count."
+        )
     return logits[batch.counted], sample[batch.counted]

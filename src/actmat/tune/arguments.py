@@ -1,28 +1,37 @@
-"""`actmat.tune`: a search from plain arguments."""
+"""`actmat.tune` and `actmat.tune_scale`: searches from plain arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from actmat.api.agreement import DataSource
+from actmat.api.agreement import SAMPLES
 from actmat.api.merging import Location, make_arguments
+from actmat.recipe import Recipe
+from actmat.settings import RunSettings
+from actmat.statistics.data import DataOptions
 from actmat.tune.report import TuneReport
 from actmat.tune.search import parse_budget
+from actmat.tune.settings import TuneProgress, TuneSettings
 from actmat.tune.space import Space, make_space
-from actmat.tune.tuning import TuneProgress, TuneSettings, tune_recipe
+from actmat.tune.tuning import TuneData, tune_recipe
 
-__all__ = ["tune"]
+__all__ = ["scale_space", "tune", "tune_scale", "usual_inputs"]
 
-_SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device", "dtype"}
+_SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device", "dtype", "budget"}
+_MOST = 2 * SAMPLES
+"""Inputs per expert that are read of a location: half choose, half compare."""
+
+Data = TuneData | Mapping[str, TuneData]
 
 
 def tune(
     base: Location | None = None,
     experts: Sequence[Location | Mapping[str, Any]] = (),
     *,
-    data: DataSource | Mapping[str, DataSource],
+    data: Data,
     out: Location,
     space: Space | Mapping[str, Any] | None = None,
     budget: str | int | None = None,
@@ -38,7 +47,8 @@ def tune(
     Args:
         base: as for `merge`; None: the one that the adapters name.
         experts: as for `merge`.
-        data: expert -> its unlabelled inputs (32 to 256), or one data set for all.
+        data: expert -> its unlabelled inputs (32 to 256), or one data set for all: a location, `DataOptions`, or
+            batches of keyword arguments of the model.
         out: directory to write; the search itself is described in `OUT.tune`.
         space: what is tried: `{"methods": [...], "scales": [...], "groups": "kind", "weights": True}`; default:
             ten methods at six scales.
@@ -53,9 +63,68 @@ def tune(
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
-    search = {k: fields.pop(k) for k in _SEARCH & fields.keys()} | {"dtype": fields.pop("model_dtype", "float32")}
-    recipe, run = make_arguments(base, experts, {"out": str(out), **fields})
-    settings = TuneSettings(budget=parse_budget(budget), device=run.device, **search)
-    given = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
+    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, budget)
     chosen = space if isinstance(space, Space) else make_space(space or {})
-    return tune_recipe(recipe, chosen, given, settings, run, progress)
+    return tune_recipe(recipe, chosen, usual_inputs(recipe, data), settings, run, progress)
+
+
+def tune_scale(
+    base: Location | None = None,
+    experts: Sequence[Location | Mapping[str, Any]] = (),
+    *,
+    data: Data,
+    out: Location,
+    scales: Sequence[float] | None = None,
+    progress: TuneProgress | None = None,
+    **fields: Any,
+) -> TuneReport:
+    """Merge as `merge` does, at the scale that unlabelled inputs of the experts choose.
+
+    The method and its options are those of the arguments; it is merged once for the search and once for the output.
+    In the end, the chosen scale is compared with the one that was asked for and with the base.
+
+    Args:
+        base, experts: as for `merge`.
+        data: as for `tune`.
+        out: directory to write; the search is described in `OUT.tune`.
+        scales: to try first; default: six from 0.3 to 2. The best is refined within a factor of 1.5.
+        progress: receives callbacks.
+        fields: as for `tune`; `method` and `options` among them.
+
+    Raises:
+        MergeError: see `actmat.errors`; nothing is left at `out`.
+    """
+    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, None)
+    settings = dataclasses.replace(settings, average=False)
+    return tune_recipe(recipe, scale_space(recipe, scales), usual_inputs(recipe, data), settings, run, progress)
+
+
+def scale_space(recipe: Recipe, scales: Sequence[float] | None = None) -> Space:
+    """The method of a recipe at several scales.
+
+    >>> space = scale_space(Recipe(experts=("a", "b"), method="ties", options={"density": 0.3}), [0.5, 1.0])
+    >>> [str(c) for c in space.merges()], space.scales
+    (['ties[density=0.3]'], (0.5, 1.0))
+    """
+    method = {"method": recipe.method, "options": {name: [value] for name, value in recipe.options.items()}}
+    return make_space({"methods": [method]} | ({} if scales is None else {"scales": list(scales)}))
+
+
+def _arguments(
+    base: Location | None,
+    experts: Sequence[Location | Mapping[str, Any]],
+    fields: dict[str, Any],
+    budget: str | int | None,
+) -> tuple[Recipe, TuneSettings, RunSettings]:
+    """Recipe and settings from the fields of all three."""
+    search = {k: fields.pop(k) for k in _SEARCH & fields.keys()} | {"dtype": fields.pop("model_dtype", "float32")}
+    recipe, run = make_arguments(base, experts, fields)
+    return recipe, TuneSettings(budget=parse_budget(budget), **search), run
+
+
+def usual_inputs(recipe: Recipe, data: Data) -> dict[str, TuneData]:
+    """Expert -> its data; of a location, as many inputs as are usual."""
+    given: Mapping[str, TuneData] = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
+    return {
+        label: DataOptions(str(d), max_samples=_MOST) if isinstance(d, str | Path) else d for label, d in given.items()
+    }

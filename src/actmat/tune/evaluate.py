@@ -6,9 +6,9 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -18,20 +18,33 @@ from actmat.tune.inputs import ExpertInputs, InputBatch
 from actmat.tune.live import Direction, LiveModel
 from actmat.tune.space import Candidate, MergeChoice
 
-__all__ = ["Asked", "Evaluator", "Score", "Trial", "loss_of"]
+__all__ = ["Asked", "Evaluator", "Named", "Score", "TaskScore", "Trial", "loss_of"]
 
 Named = Literal["divergence", "disagreement", "accuracy", "perplexity"]
-Score = Named | Callable[[nn.Module, str, Sequence[InputBatch]], float]
-"""A score by name, or `score(model, expert, batches)`, of which larger is better."""
+
+
+@runtime_checkable
+class TaskScore(Protocol):
+    """A score on tasks of its own, such as benchmarks, in place of the experts' inputs."""
+
+    __name__: str
+
+    def losses(self, model: nn.Module, share: float) -> dict[str, float]:
+        """Task -> loss, of which smaller is better, on a share of the task's questions."""
+
+
+Score = Named | Callable[[nn.Module, str, Sequence[InputBatch]], float] | TaskScore
+"""A score by name; or `score(model, expert, batches)`, of which larger is better; or one on tasks of its own."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One expert's inputs and its own predictions for them."""
+    """One expert's inputs, its own predictions for them, and how a model is asked for predictions."""
 
     inputs: ExpertInputs
     search: Sequence[Answers]
     final: Sequence[Answers]
+    predict: Predict
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class Trial:
     """One candidate on a share of the inputs.
 
     Args:
-        losses: per expert; smaller is better.
+        losses: per expert, or per task of a `TaskScore`; smaller is better.
         agreement: per expert, share of predictions whose most probable class is the expert's.
     """
 
@@ -100,9 +113,9 @@ class Evaluator:
         live: the base's model.
         load: merge -> its direction.
         asked: per expert.
-        predict: logits of a model.
         score: what is minimised.
         journal: file of finished trials.
+        mark: of everything that a loss depends on besides the candidate; trials of another mark are not used.
         memory: bytes of directions that are kept in memory.
     """
 
@@ -111,33 +124,46 @@ class Evaluator:
         live: LiveModel,
         load: Callable[[MergeChoice], Direction],
         asked: Mapping[str, Asked],
-        predict: Predict,
         score: Score,
         journal: Path,
         *,
+        mark: str = "",
         memory: int,
     ) -> None:
         self._live, self._load, self._asked = live, load, asked
-        self._predict, self._score = predict, score
-        self._journal, self._memory = journal, memory
+        self._score = score
+        self._journal, self._mark, self._memory = journal, mark, memory
         self._directions: OrderedDict[str, Direction] = OrderedDict()
         self._done = _read_journal(journal)
         self.evaluated = 0
 
     def trial(self, candidate: Candidate, share: float) -> Trial:
         """Losses of a candidate on the first `share` of the inputs."""
-        key = f"{share:g} {candidate.key}"
+        key = f"{self._mark} {share:g} {candidate.key}"
         if (entry := self._done.get(key)) is None:
-            losses, agreement = {}, {}
             self.write(candidate)
-            for label, asked in self._asked.items():
-                losses[label], agreement[label] = self._compare(label, asked.inputs.taken(share), asked.search)
+            losses, agreement = self._measure(share)
             entry = {"key": key, "losses": losses, "agreement": agreement}
             with self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
             self._done[key] = entry
         self.evaluated += 1
         return Trial(candidate, share, entry["losses"], entry["agreement"])
+
+    def _measure(self, share: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Losses and agreement of the live model."""
+        losses, agreement = {}, {}
+        for label, asked in self._asked.items():
+            batches = asked.inputs.taken(share)
+            found = compare_answers(self._live.model, batches, asked.search, asked.predict)
+            agreement[label] = 1.0 - loss_of(found, "disagreement")
+            if isinstance(self._score, str):
+                losses[label] = loss_of(found, self._score)
+            elif not isinstance(self._score, TaskScore):
+                losses[label] = -_finite(float(self._score(self._live.model, label, batches)), label)
+        if isinstance(self._score, TaskScore):
+            losses = {t: _finite(v, t) for t, v in self._score.losses(self._live.model, share).items()}
+        return losses, agreement
 
     def write(self, candidate: Candidate) -> None:
         """Make the live model the candidate."""
@@ -150,19 +176,9 @@ class Evaluator:
         else:
             self.write(candidate)
         return {
-            label: compare_answers(self._live.model, a.inputs.final, a.final, self._predict)
+            label: compare_answers(self._live.model, a.inputs.final, a.final, a.predict)
             for label, a in self._asked.items()
         }
-
-    def _compare(self, label: str, batches: Sequence[InputBatch], answers: Sequence[Answers]) -> tuple[float, float]:
-        found = compare_answers(self._live.model, batches, answers, self._predict)
-        agreement = 1.0 - loss_of(found, "disagreement")
-        if not callable(self._score):
-            return loss_of(found, self._score), agreement
-        value = float(self._score(self._live.model, label, batches))
-        if not math.isfinite(value):
-            raise RecipeError(f"The score function gave {value} for expert '{label}'; expected a finite number.")
-        return -value, agreement
 
     def _direction(self, choice: MergeChoice) -> Direction:
         """The direction of a merge; the ones used last stay in memory."""
@@ -173,6 +189,12 @@ class Evaluator:
             self._directions[choice.key] = loaded
         self._directions.move_to_end(choice.key)
         return self._directions[choice.key]
+
+
+def _finite(value: float, name: str) -> float:
+    if not math.isfinite(value):
+        raise RecipeError(f"The score function gave {value} for '{name}'; expected a finite number.")
+    return value
 
 
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
@@ -186,8 +208,3 @@ def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
             except (ValueError, KeyError, TypeError):
                 continue
     return done
-
-
-def comparison_json(found: Mapping[str, Comparison]) -> dict[str, Any]:
-    """Plain data."""
-    return {label: asdict(c) for label, c in found.items()}

@@ -8,18 +8,21 @@ Shapes: `N` samples, `L` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actmat.errors import StatisticsError
-from actmat.statistics.data import DataOptions, make_batches
+from actmat.statistics.data import DataOptions, class_prompts, make_batches
 from actmat.statistics.models import Loaded
 
-__all__ = ["ExpertInputs", "InputBatch", "prepare_inputs"]
+__all__ = ["ExpertInputs", "InputBatch", "Source", "prepare_inputs"]
+
+Source = DataOptions | Sequence[Mapping[str, Tensor]]
+"""A data set, or batches of keyword arguments of the model that are ready; `labels` among them are taken out."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,19 @@ class InputBatch:
         counted: True for the predictions that count, in the shape of the logits without classes; None: all.
         labels: class or token labels in the same shape, where they are known; -100 counts as unknown.
         first: number of the first sample of the batch, among all of the same half.
+        shared: keyword arguments that are not by sample: the prompts of the classes.
     """
 
     arguments: Mapping[str, Tensor]
     counted: Tensor | None
     labels: Tensor | None
-    first: int
+    first: int = 0
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def keywords(self) -> dict[str, Tensor]:
+        """All keyword arguments of the model."""
+        return {**self.arguments, **self.shared}
 
     @property
     def samples(self) -> int:
@@ -59,7 +69,7 @@ class ExpertInputs:
 
 
 def prepare_inputs(
-    label: str, loaded: Loaded, options: DataOptions, *, new_tokens: int = 32, labels: bool = False
+    label: str, loaded: Loaded, source: Source, *, new_tokens: int = 32, labels: bool = False
 ) -> ExpertInputs:
     """Read the inputs of an expert, and let it write continuations where it is a generating model.
 
@@ -68,27 +78,40 @@ def prepare_inputs(
     Args:
         label: name of the expert.
         loaded: the expert.
-        options: its data.
+        source: its data.
         new_tokens: tokens that a generating model adds to an input; 0: the input's own tokens are predicted.
-        labels: read labels too (`options.label_column`).
+        labels: read labels too (`label_column`).
 
     Raises:
         StatisticsError: fewer than two inputs, or data that cannot be used.
     """
     halves: tuple[list[InputBatch], list[InputBatch]] = ([], [])
-    reading = replace(options, batch_size=2 * options.batch_size)
-    for given in make_batches(loaded, reading, labels=labels and options.label_column is not None):
-        whole = _completed(loaded, given, new_tokens)
+    given, shared, name = _batches(loaded, source, labels=labels)
+    for batch in given:
+        whole = replace(_completed(loaded, batch, new_tokens), shared=shared)
         for half, part in zip(halves, _halves(whole), strict=True):
             if part.samples:
                 first = half[-1].first + half[-1].samples if half else 0
                 half.append(replace(part, first=first))
     if not all(halves):
         raise StatisticsError(
-            f"{options.location}: expected at least 2 inputs for expert '{label}' (32 to 256 are usual), one half to "
+            f"{name}: expected at least 2 inputs for expert '{label}' (32 to 256 are usual), one half to "
             "search with and one to compare in the end."
         )
     return ExpertInputs(label, tuple(halves[0]), tuple(halves[1]))
+
+
+def _batches(
+    loaded: Loaded, source: Source, *, labels: bool
+) -> tuple[Iterable[Mapping[str, Tensor]], Mapping[str, Tensor], str]:
+    """Batches, keyword arguments that all of them share, and the name of the data for messages."""
+    if not isinstance(source, DataOptions):
+        device = next(loaded.model.parameters()).device
+        return ({k: v.to(device) for k, v in b.items()} for b in source), {}, "the given batches"
+    reading = replace(source, batch_size=2 * source.batch_size)
+    shared = class_prompts(loaded, source) if source.classes else {}
+    given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True)
+    return given, shared, source.location
 
 
 def _halves(batch: InputBatch) -> Iterator[InputBatch]:
@@ -97,7 +120,7 @@ def _halves(batch: InputBatch) -> Iterator[InputBatch]:
             {k: v[start::2] for k, v in batch.arguments.items()},
             None if batch.counted is None else batch.counted[start::2],
             None if batch.labels is None else batch.labels[start::2],
-            0,
+            shared=batch.shared,
         )
 
 
@@ -109,17 +132,17 @@ def _completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> 
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         if labels is not None:  # targets of the data set: teacher forcing on those
-            return InputBatch(arguments, labels != -100, labels, 0)
+            return InputBatch(arguments, labels != -100, labels)
         return _with_target(model, arguments, new_tokens or 1)
     mask = arguments.get("attention_mask")
     if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and mask is not None:
         if new_tokens and model.can_generate():
             return _continued(model, arguments, new_tokens)
         known = arguments["input_ids"][:, 1:].masked_fill(mask[:, 1:] == 0, -100)
-        return InputBatch(arguments, mask.bool(), torch.nn.functional.pad(known, (0, 1), value=-100), 0)
+        return InputBatch(arguments, mask.bool(), torch.nn.functional.pad(known, (0, 1), value=-100))
     by_token = type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification"))
     counted = mask.bool() if by_token and mask is not None else None
-    return InputBatch(arguments, counted, labels, 0)
+    return InputBatch(arguments, counted, labels)
 
 
 def _with_target(model: Any, arguments: dict[str, Tensor], new_tokens: int) -> InputBatch:
@@ -130,7 +153,7 @@ def _with_target(model: Any, arguments: dict[str, Tensor], new_tokens: int) -> I
     read_NL, next_NL = written_NL[:, :-1], written_NL[:, 1:]
     live_NL = _until_end(next_NL, model)
     decoder = {"decoder_input_ids": read_NL, "decoder_attention_mask": live_NL.to(torch.long)}
-    return InputBatch({**asked, **decoder}, live_NL, next_NL.masked_fill(~live_NL, -100), 0)
+    return InputBatch({**asked, **decoder}, live_NL, next_NL.masked_fill(~live_NL, -100))
 
 
 def _continued(model: Any, arguments: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
@@ -161,7 +184,7 @@ def _continued(model: Any, arguments: Mapping[str, Tensor], new_tokens: int) -> 
         counted[n, before - 1 : len(row) - 1] = True
         labels[n, before - 1 : len(row) - 1] = row[before:]
     kept = torch.arange(width, device=out.device) < torch.tensor([len(r) for r in whole], device=out.device)[:, None]
-    return InputBatch({"input_ids": out, "attention_mask": kept.to(torch.long)}, counted, labels, 0)
+    return InputBatch({"input_ids": out, "attention_mask": kept.to(torch.long)}, counted, labels)
 
 
 def _until_end(ids_NL: Tensor, model: Any) -> Tensor:

@@ -5,6 +5,7 @@ The folder survives an interruption, and so do the merges that are complete.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ class Merges:
         folder: where the merges are kept.
         settings: of the runs.
         refused: choice -> why it cannot be merged.
+        mark: hash of the recipe, and of sizes and times of its local files.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings) -> None:
@@ -41,6 +43,24 @@ class Merges:
         self._folder = folder
         self._settings = settings
         self.refused: dict[str, str] = {}
+        self.mark = _mark_of(recipe)
+
+    @property
+    def base(self) -> str:
+        """Location of the base."""
+        return self._recipe.base
+
+    def peak_bytes(self, choices: Sequence[MergeChoice]) -> int:
+        """Peak memory of the choices that can be planned, with one worker.
+
+        Raises:
+            MergeError: the first cannot be planned.
+        """
+        found = [self.plan(choices[0]).peak_bytes(1)]
+        for choice in choices[1:]:
+            with contextlib.suppress(MergeError):
+                found.append(self.plan(choice).peak_bytes(1))
+        return max(found)
 
     def recipe_of(self, choice: MergeChoice, scale: float = 1.0) -> Recipe:
         """The recipe of a choice, without an output."""
@@ -62,8 +82,9 @@ class Merges:
             return plans_of([recipe], inputs)[0]
 
     def folder_of(self, choice: MergeChoice) -> Path:
-        """Folder of the merge of a choice, made or not."""
-        return self._folder / f"{choice.method}-{hashlib.sha256(choice.key.encode()).hexdigest()[:12]}"
+        """Folder of the merge of a choice, made or not; another one if the recipe or a local input is another."""
+        key = hashlib.sha256(f"{self.mark} {choice.key}".encode()).hexdigest()[:12]
+        return self._folder / f"{choice.method}-{key}"
 
     def make(self, choices: Sequence[MergeChoice]) -> list[MergeChoice]:
         """Merge what is missing, all in one reading of the inputs; returns those that are there.
@@ -98,6 +119,15 @@ class Merges:
     def remove(self) -> None:
         """Free the disk."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _mark_of(recipe: Recipe) -> str:
+    """Hash of all that a merge depends on besides the choice."""
+    shared = recipe.model_dump_json(exclude={"method", "options", "scale", "out"})
+    places = [Path(recipe.base), *(Path(e.path) for e in recipe.experts)]
+    files = sorted(f for p in places if p.exists() for f in ([p] if p.is_file() else p.iterdir()) if f.is_file())
+    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(f"{shared} {stats}".encode()).hexdigest()[:12]
 
 
 def number_checkpoint(

@@ -52,14 +52,16 @@ def _summary(report: TuneReport) -> Markup:
 
 
 def _final(report: TuneReport) -> Markup:
-    labels = list(report.chosen.losses)
+    labels = list(report.finals[0].losses)
     rows = [
         [r.name, number(r.mean), "–" if r.low is None else f"{number(r.low)} to {number(r.high)}", r.verdict]
         + [number(r.losses[label]) for label in labels]
         for r in report.finals
     ]
     table = columns_table(["merge", "mean", "more than chosen, 95 %", "verdict", *labels], rows, caption="Losses")
-    lead = "On inputs that the search did not see. Intervals: bootstrap over the inputs of each expert."
+    lead = (
+        f"{report.compared} on inputs that the search did not see. Intervals: bootstrap over the inputs of each expert."
+    )
     return section("final", "On unseen inputs", table, lead=lead)
 
 

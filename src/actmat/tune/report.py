@@ -7,11 +7,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from actmat.recipe import Recipe
+from actmat.run import MergeReport
 from actmat.tune.answers import Comparison
-from actmat.tune.evaluate import Trial, loss_of
+from actmat.tune.evaluate import Named, Trial, loss_of
+from actmat.tune.memory import MemoryPlan
 from actmat.version import __version__
 
 __all__ = ["Rival", "TuneReport", "compare_finally"]
@@ -61,6 +63,8 @@ class TuneReport:
         refused: merge -> why it could not be made.
         notes: what to know, in words.
         seconds: wall time.
+        memory: the plan of the search's memory.
+        merged: report of the final merge.
     """
 
     out: Path
@@ -73,6 +77,13 @@ class TuneReport:
     refused: Mapping[str, str]
     notes: Sequence[str]
     seconds: float
+    memory: MemoryPlan
+    merged: MergeReport
+
+    @property
+    def compared(self) -> str:
+        """The loss of the final comparison: the score, or the divergence where the score is not of the inputs."""
+        return self.score if self.score in get_args(Named) else "divergence"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the contents of `tune.json`."""
@@ -82,6 +93,7 @@ class TuneReport:
             "out": str(self.out),
             "recipe": self.recipe.model_dump(mode="json", exclude_defaults=True),
             "score": self.score,
+            "compared": self.compared,
             "chosen": self.chosen.to_json(),
             "final": [asdict(f) | {"verdict": f.verdict} for f in self.finals],
             "front": [t.to_json() for t in self.front],
@@ -89,6 +101,7 @@ class TuneReport:
             "refused": dict(self.refused),
             "notes": list(self.notes),
             "seconds": round(self.seconds, 1),
+            "memory": self.memory.to_json(),
         }
 
     def save(self, folder: Path) -> None:
@@ -105,11 +118,11 @@ def compare_finally(found: Mapping[str, Mapping[str, Comparison]], score: Any, s
 
     Args:
         found: name -> expert -> comparison on inputs that the search did not see.
-        score: a named score; a function of one's own is compared by its divergence.
+        score: a named score; merges chosen by any other are compared by their divergence.
         seed: of the resampling.
     """
     (first, chosen), *others = found.items()
-    named = "divergence" if callable(score) else score
+    named = score if isinstance(score, str) else "divergence"
     rivals = [_rival(first, chosen, named)]
     for name, comparisons in others:
         low, high = _interval(comparisons, chosen, named, seed)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actmat.errors import RecipeError, StatisticsError
+from actmat.methods import get_method
 from actmat.tune.evaluate import Evaluator, Trial
 from actmat.tune.space import Candidate, MergeChoice, Space
 
@@ -127,10 +128,20 @@ def search(
         )
     for trial in _best_of_each(trials)[:REFINED]:
         _refine_scale(trial.candidate, run, budget.left(SCALE_STEPS))
-    if around.groups or around.weighted:
-        best = min(_whole(trials), key=lambda t: t.mean).candidate
-        _refine(best, run, budget.left(12 * (len(around.groups) + around.weighted)), around)
+    for start, vary in _starts(_whole(trials), around):
+        _refine(start, run, budget.left(12 * (len(vary.groups) + vary.weighted)), vary)
     return trials
+
+
+def _starts(whole: Sequence[Trial], around: Around) -> list[tuple[Candidate, Around]]:
+    """Candidates to refine, and what is varied: the best one, and for weights the best whose method takes some."""
+    best = min(whole, key=lambda t: t.mean)
+    weighted = [t for t in whole if get_method(t.candidate.merge.method).is_weighted] if around.weighted else []
+    first = around if best in weighted else replace(around, weighted=0)
+    starts = [(best.candidate, first)] if first.groups or first.weighted else []
+    if weighted and best not in weighted:
+        starts.append((min(weighted, key=lambda t: t.mean).candidate, replace(around, groups=())))
+    return starts
 
 
 def _whole(trials: Sequence[Trial]) -> list[Trial]:

@@ -1,0 +1,75 @@
+"""Is the merge that `actmat tune` chooses from unlabelled inputs the best one on the test data?
+
+    python -m benchmarks.tune --data DATA                       # trains what is not in the cache, measures all
+    python -m benchmarks.tune --suites digits --seeds 0 1 2
+    python -m benchmarks.tune --one 1                           # the next subject only
+
+Each subject is a line of `results/tune.jsonl`; those that are there are not measured again. `DATA` holds `images/` and
+`text/` of the suites vision-small and language-small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import RESULTS, WORK
+from benchmarks.tune.measure import measure
+from benchmarks.tune.subjects import DIGITS, SUITES, subjects
+
+FILE = RESULTS / "tune.jsonl"
+REGIMES = {"digits": DIGITS, "reasoning-small": ("full",)}
+
+
+def done(path: Path) -> set[str]:
+    """Names of the subjects of a file."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {json.loads(line)["subject"] for line in lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suites", nargs="+", default=[s for s in SUITES if s != "reasoning-small"], choices=SUITES)
+    parser.add_argument("--regimes", nargs="+", help="only these: full, lora; of digits also full-fast, lora-deep")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--data", type=Path, help="folder of the data sets")
+    parser.add_argument("--cache", type=Path, default=WORK / "tune-cache")
+    parser.add_argument("--file", type=Path, default=FILE, help="where lines are added")
+    parser.add_argument("--only-train", action="store_true", help="fill the cache, measure nothing")
+    parser.add_argument("--one", type=int, default=0, help="measure so many subjects and stop")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    given.cache.mkdir(parents=True, exist_ok=True)
+    given.file.parent.mkdir(parents=True, exist_ok=True)
+    measured = 0
+    for suite in given.suites:
+        for seed in given.seeds:
+            for regime in (
+                DIGITS if suite == "digits" else ("full", "lora") if suite != "reasoning-small" else ("full",)
+            ):
+                if f"{suite}/{regime}/{seed}" in done(given.file) or regime not in (given.regimes or [regime]):
+                    continue
+                for subject in subjects(suite, given.cache, given.data, [seed], regime):
+                    print(f"{subject.name}: trained", flush=True)
+                    if given.only_train:
+                        continue
+                    row = measure(subject, given.cache / "merging" / subject.name)
+                    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+                    row |= {"machine": machine, "date": datetime.date.today().isoformat()}
+                    with given.file.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+                    chosen, best = row["chosen"], max(c["test"] for c in row["candidates"])
+                    print(f"  {chosen['candidate']}: {chosen['test']:.3f}, best {best:.3f}", row["cpu_seconds"], "s")
+                    measured += 1
+                    if given.one and measured >= given.one:
+                        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The tables of docs/tune.md from `results/tune.jsonl`.
+
+Points are percentage points of test accuracy, the mean over a subject's tasks. An interval is Student's t at 95 % over
+the subjects of a row: a subject is a suite, a regime and a seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from scipy.stats import spearmanr, t
+
+from benchmarks.common import RESULTS
+
+__all__ = ["TABLES", "read_rows", "tune_table"]
+
+FILE = RESULTS / "tune.jsonl"
+SUITES = {
+    "digits": "digits, six tasks",
+    "vision-small": "images, four tasks",
+    "language-small": "texts, four tasks",
+    "reasoning-small": "puzzles by reinforcement learning, three",
+}
+ALLOWED = 0.5
+"""Points: the goal for the mean regret, and for being below the average."""
+
+Row = Mapping[str, Any]
+Pick = Callable[[Row], float]
+
+
+def read_rows(path: Path = FILE) -> list[Row]:
+    """Subjects, in the order of the file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def with_interval(values: Sequence[float]) -> str:
+    """Mean and half the width of the 95 % interval.
+
+    >>> with_interval([1.0, 2.0, 3.0])
+    '2.0 ±2.5'
+    """
+    if len(values) < 2:
+        return f"{mean(values):.1f}"
+    half = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return f"{mean(values):.1f} ±{half:.1f}"
+
+
+def best(row: Row) -> float:
+    """Test accuracy of the best candidate, the chosen one among them."""
+    return max(row["chosen"]["test"], *(c["test"] for c in row["candidates"]))
+
+
+def at(row: Row, method: str, scale: float = 1.0) -> float:
+    """Test accuracy of one candidate."""
+    return next(c["test"] for c in row["candidates"] if c["method"] == method and c["scale"] == scale)
+
+
+def picked(row: Row, key: str, *, largest: bool = False) -> float:
+    """Test accuracy of the candidate with the least (or largest) value."""
+    chosen = (max if largest else min)(row["candidates"], key=lambda c: c[key])
+    return float(chosen["test"])
+
+
+def groups(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Suite and regime -> subjects, and all together."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(f"{SUITES[row['suite']]}, {row['regime']}", []).append(row)
+    return {**found, "all": [row for some in found.values() for row in some]}
+
+
+def points(rows: Sequence[Row], pick: Pick) -> str:
+    """A cell, in points."""
+    return with_interval([100 * pick(row) for row in rows])
+
+
+def choice_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """What was chosen, and what it was worth."""
+    out = []
+    for name, some in groups(rows).items():
+        worst = min(100 * (r["chosen"]["test"] - at(r, "average")) for r in some)
+        out.append(
+            [
+                name,
+                str(len(some)),
+                points(some, lambda r: r["expert_test"]),
+                points(some, lambda r: r["chosen"]["test"]),
+                points(some, lambda r: best(r) - r["chosen"]["test"]),
+                points(some, lambda r: r["chosen"]["test"] - at(r, "average")),
+                f"{worst:+.1f}",
+                points(some, lambda r: r["chosen"]["test"] - at(r, "actmat")),
+            ]
+        )
+    return out
+
+
+def rival_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """The chosen merge against others that see data, and how well the divergence ranks candidates."""
+    out = []
+    for name, some in groups(rows).items():
+        trained = [r for r in some if "adamerging_test" in r]
+        own = points(trained, lambda r: r["chosen"]["test"] - r["adamerging_test"]) if trained else ""
+        ranks = [
+            -spearmanr([c["own_64"] for c in r["candidates"]], [c["test"] for c in r["candidates"]])[0] for r in some
+        ]
+        out.append(
+            [
+                name,
+                str(len(some)),
+                points(some, lambda r: r["chosen"]["test"] - picked(r, "validation", largest=True)),
+                own,
+                f"{mean(ranks):.2f} ({min(ranks):.2f})",
+                str(sum(r["chosen"]["verdict_on_average"] == "worse" for r in some)),
+            ]
+        )
+    return out
+
+
+def number_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """Regret by the number of inputs, of the grid's candidates."""
+    keys = [k for k in rows[0]["candidates"][0] if k.startswith("own_")] if rows else []
+    return [
+        [name, str(len(some)), *(points(some, lambda r, k=k: _grid_best(r) - picked(r, k)) for k in keys)]
+        for name, some in groups(rows).items()
+    ]
+
+
+def wrong_rows(rows: Sequence[Row]) -> list[list[str]]:
+    """Regret, and distance from the average, with inputs of a wrong kind."""
+    out = []
+    for name, some in groups(rows).items():
+        cells = []
+        for key in ("own_64", "other_64", "noise_64"):
+            cells.append(points(some, lambda r, k=key: _grid_best(r) - picked(r, k)))
+            cells.append(f"{min(100 * (picked(r, key) - at(r, 'average')) for r in some):+.1f}")
+        out.append([name, str(len(some)), *cells])
+    return out
+
+
+def _grid_best(row: Row) -> float:
+    return max(float(c["test"]) for c in row["candidates"])
+
+
+def goal_lines(rows: Sequence[Row]) -> str:
+    """The goal and where it fails, in words."""
+    if not rows:
+        return "*Not measured yet.*\n"
+    regret = mean(100 * (best(r) - r["chosen"]["test"]) for r in rows)
+    below = [(r, 100 * (r["chosen"]["test"] - at(r, "average"))) for r in rows]
+    failed = [f"`{r['subject']}` ({d:+.1f}: {r['chosen']['candidate']})" for r, d in below if d < -ALLOWED]
+    over = {
+        name: value
+        for name, some in groups(rows).items()
+        if (value := mean(100 * (best(r) - r["chosen"]["test"]) for r in some)) > ALLOWED and name != "all"
+    }
+    met = "met" if regret <= ALLOWED else "**missed**"
+    above = f" Above it: {', '.join(f'{n} ({v:.1f})' for n, v in over.items())}." if over else ""
+    lowest = f"met, {min(d for _, d in below):+.1f} at worst."
+    missed = f"**missed** in {len(failed)} of {len(rows)}: {', '.join(failed)}."
+    lines = [
+        f"* Mean regret at most {ALLOWED} points: {met} on these {len(rows)} subjects, {regret:.2f}.{above}",
+        f"* Never more than {ALLOWED} points below the average: {missed if failed else lowest}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, tuple[list[str], Callable[[Sequence[Row]], list[list[str]]]]] = {
+    "choice": (
+        ["experts", "n", "experts' own", "chosen", "regret", "over average", "at worst", "over `actmat`"],
+        choice_rows,
+    ),
+    "rivals": (
+        ["experts", "n", "over labels", "over AdaMerging", "rank correlation (least)", "told better than average"],
+        rival_rows,
+    ),
+    "numbers": (["experts", "n", "8", "16", "32", "64", "128", "256"], number_rows),
+    "wrong": (
+        ["experts", "n", "own", "at worst", "another task's", "at worst", "noise", "at worst"],
+        wrong_rows,
+    ),
+}
+
+
+def tune_table(name: str, table: Callable[[list[str], list[list[str]]], str]) -> str:
+    """One of `TABLES`, or the `goal`, in Markdown."""
+    rows = read_rows()
+    if name == "goal" or not rows:
+        return goal_lines(rows)
+    header, made = TABLES[name]
+    machines = sorted({f"{r['machine']}, {r['date']}" for r in rows})
+    return table(header, made(rows)) + f"\n`python -m benchmarks.tune`, {'; '.join(machines)}.\n"

@@ -1,0 +1,115 @@
+"""Every expert is loaded once: its inputs, its answers, and statistics on the same inputs if a method needs any."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actmat.experts.resolve import is_adapter
+from actmat.recipe import ExpertRef, Recipe
+from actmat.statistics import collect
+from actmat.statistics.batches import DataSeen
+from actmat.statistics.data import DataOptions
+from actmat.statistics.models import Loaded, load_model
+from actmat.tune.answers import keep_answers
+from actmat.tune.evaluate import Asked
+from actmat.tune.inputs import ExpertInputs, Source, prepare_inputs
+from actmat.tune.settings import TuneSettings
+
+__all__ = ["Questioner", "load_with"]
+
+
+def load_with(settings: TuneSettings, base: str) -> Callable[[str], Loaded]:
+    """From a location to a model; adapters get the base."""
+    if settings.load is not None:
+        return settings.load
+
+    def load(location: str) -> Loaded:
+        return load_model(
+            location,
+            base=base if is_adapter(location) else None,
+            model_class=settings.model_class,
+            dtype=settings.dtype,
+            device=settings.device,
+        )
+
+    return load
+
+
+@dataclass(frozen=True)
+class Questioner:
+    """Asks the experts of a recipe.
+
+    Args:
+        data: expert -> its data.
+        settings: of the search.
+        kinds: of statistics that the methods need.
+        folder: for statistics.
+        load: from a location to a model.
+        doing: is told who is asked.
+    """
+
+    data: Mapping[str, Source]
+    settings: TuneSettings
+    kinds: frozenset[str]
+    folder: Path
+    load: Callable[[str], Loaded]
+    doing: Callable[[str], None]
+
+    def ask(self, recipe: Recipe) -> tuple[Recipe, dict[str, Asked]]:
+        """The recipe with statistics, and what each expert answers."""
+        experts, asked = [], {}
+        for expert in recipe.experts:
+            self.doing(f"asking {expert.label}")
+            loaded = self.load(expert.path)
+            asked[expert.label] = found = self._answers(expert.label, loaded)
+            statistics = expert.statistics or self._collected(expert.label, loaded, found.inputs)
+            del loaded  # before the next one is loaded
+            experts.append(ExpertRef.model_validate({**expert.model_dump(), "statistics": statistics}))
+        return recipe.model_copy(update={"experts": tuple(experts)}), asked
+
+    def _answers(self, label: str, loaded: Loaded) -> Asked:
+        settings, predict = self.settings, self.settings.predict_of(label)
+        labels = settings.score in ("accuracy", "perplexity")
+        inputs = prepare_inputs(label, loaded, self.data[label], new_tokens=settings.new_tokens, labels=labels)
+        search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
+        return Asked(inputs, search, final, predict)
+
+    def _collected(self, label: str, loaded: Loaded, inputs: ExpertInputs) -> str:
+        """Statistics of an expert on the inputs of the search, if a method needs any."""
+        if not self.kinds:
+            return ""
+        out = self.folder / f"{label}-{mark_of({label: inputs})}"
+        if not out.exists():
+            source = self.data[label]
+            about: dict[str, Any] = {"source": "batches"}
+            if isinstance(source, DataOptions):
+                about = {"source": source.location, "details": source.details()}
+            collect(
+                loaded.model,
+                [b.keywords for b in inputs.search],
+                checkpoint=loaded.checkpoint,
+                adapter=loaded.adapter,
+                out=out,
+                gram="gram" in self.kinds,
+                fisher="fisher" in self.kinds,
+                **about,
+            )
+        return str(out)
+
+
+def mark_of(inputs: Mapping[str, ExpertInputs], *more: str) -> str:
+    """Hash of all inputs, with the experts' continuations and the labels, and of some texts."""
+    total = hashlib.sha256()
+    for label, given in inputs.items():
+        seen = DataSeen()
+        for batch in given.search:
+            extra = {} if batch.labels is None else {"labels": batch.labels}
+            seen.add(batch.keywords | extra)
+        total.update(f"{label} {seen.fingerprint()}\n".encode())
+    for text in more:
+        total.update(f"{text}\n".encode())
+    return total.hexdigest()[:12]

@@ -1,0 +1,108 @@
+"""Only the scale of the method that was asked for: `actmat merge --tune-scale` and `actmat.tune_scale`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.helpers.merging import actmat as run
+from tests.tune.conftest import TEXTS
+
+import actmat
+from actmat.errors import RecipeError
+from actmat.recipe import load_recipe
+
+
+def flags(family: Path, *more: str) -> list[str]:
+    experts = [x for n in TEXTS for x in ("-e", str(family / "experts" / n))]
+    data = [x for n in TEXTS for x in ("--tune-scale", f"{n}={family / n}.jsonl")]
+    return ["merge", "-b", str(family / "base"), *experts, *data, *more]
+
+
+def test_a_merge_gets_the_scale_that_the_inputs_choose(family: Path, tmp_path: Path) -> None:
+    out = tmp_path / "merged"
+    done = run(flags(family, "-m", "ties", "-o", "density=0.5", "--out", str(out)))
+    assert done.code == 0, done.err
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "memory:" in done.err
+    told = json.loads((tmp_path / "merged.tune" / "tune.json").read_text())
+    assert {(t["method"], t["options"]["density"]) for t in told["trials"]} == {("ties", 0.5)}
+    assert len({t["scale"] for t in told["trials"]}) > 6, "six scales, then refined"
+    best = min((t for t in told["trials"] if t["share"] == 1.0), key=lambda t: t["mean"])
+    assert told["chosen"]["scale"] == best["scale"]
+    assert [f["name"] for f in told["final"]][-1] == "base"
+    assert not any("average" in f["name"] for f in told["final"]), "no other method is merged"
+    manifest = json.loads((out / "actmat_manifest.json").read_text())
+    assert manifest["recipe"]["scale"] == best["scale"]
+    assert manifest["recipe"]["method"] == "ties"
+    assert actmat.verify(out).ok
+    recipe = load_recipe(tmp_path / "merged.tune" / "recipe.yaml", {"out": str(tmp_path / "again")})
+    actmat.api.run_recipes([recipe])
+    first, second = (load_file(p / "model.safetensors") for p in (out, tmp_path / "again"))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_the_scale_of_a_recipe_file_is_replaced_and_its_rules_stay(family: Path, tmp_path: Path) -> None:
+    experts = "".join(f"  - {family / 'experts' / n}\n" for n in TEXTS)
+    rule = "rules:\n  - {match: '*lm_head*', keep: base}\n  - {match: '*down_proj*', scale: 0.25}\n"
+    (tmp_path / "r.yaml").write_text(f"base: {family / 'base'}\nexperts:\n{experts}method: average\n{rule}")
+    done = run(["merge", str(tmp_path / "r.yaml"), *flags(family)[-4:], "--out", str(tmp_path / "merged")])
+    assert done.code == 0, done.err
+    manifest = json.loads((tmp_path / "merged" / "actmat_manifest.json").read_text())
+    rows = {r["name"]: r for r in manifest["tensors"]}
+    scale = manifest["recipe"]["scale"]
+    assert manifest["recipe"]["rules"][1]["scale"] == 0.25
+    assert rows["lm_head.weight"]["action"] == "copy"
+    assert rows["model.layers.0.mlp.down_proj.weight"]["scale"] == 0.25
+    assert rows["model.layers.0.mlp.up_proj.weight"]["scale"] == scale
+
+
+def test_several_variants_get_a_scale_each(family: Path, tmp_path: Path) -> None:
+    done = run(flags(family, "-m", "average", "-m", "tsv", "--out", str(tmp_path / "all"), "-q"))
+    assert done.code == 0, done.err
+    assert done.out == ""
+    for name in ("average", "tsv"):
+        told = json.loads((tmp_path / "all" / f"{name}.tune" / "tune.json").read_text())
+        assert {t["method"] for t in told["trials"]} == {name}
+        assert (tmp_path / "all" / name / "model.safetensors").is_file()
+
+
+def test_the_function_searches_the_scales_that_are_given(family: Path, tmp_path: Path) -> None:
+    report = actmat.tune_scale(
+        family / "base",
+        [family / "experts" / n for n in TEXTS],
+        data={n: family / f"{n}.jsonl" for n in TEXTS},
+        out=tmp_path / "merged",
+        method="average",
+        scales=[0.4, 0.8],
+        new_tokens=2,
+    )
+    tried = {t.candidate.scale for t in report.trials}
+    assert {0.4, 0.8} < tried
+    assert report.merged.plan.recipe.scale == report.chosen.candidate.scale
+    with pytest.raises(RecipeError, match="no expert is named 'maths'"):
+        actmat.tune_scale(family / "base", [family / "experts" / "math"], data={"maths": "x"}, out=tmp_path / "no")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--scale", "0.5"], "drop --scale"),
+        (["--part", "1/2"], "needs the whole merge"),
+        (["--tune-scale", "more.jsonl"], "--tune-scale is given once, for all"),
+    ],
+)
+def test_flags_that_contradict_it_are_refused(family: Path, tmp_path: Path, more: list[str], says: str) -> None:
+    done = run(flags(family, *more, "--out", str(tmp_path / "merged")))
+    assert done.code == 2
+    assert says in " ".join(done.err.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_is_refused_before_a_model_is_loaded(family: Path) -> None:
+    done = run(flags(family, "--out", "s3://bucket/merged"))
+    assert done.code == 1
+    assert "local folder" in done.err
