@@ -62,9 +62,11 @@ def surveys(method: MergeMethod) -> bool:
 )
 def test_batch_axes_are_matrices_apart(method: MergeMethod) -> None:
     stacks = [torch.stack([d, 2 * d.flip(0)]).reshape(2, 1, 9, 7) for d in experts_for(method)]
-    out = actmat.merge_matrices(method.name, stacks)
+    base = base_for(method)
+    bases = None if base is None else torch.stack([base, base.flip(0)]).reshape(2, 1, 9, 7)
+    out = actmat.merge_matrices(method.name, stacks, base=bases)
     for k in range(2):
-        one = actmat.merge_matrices(method.name, [s[k, 0] for s in stacks])
+        one = actmat.merge_matrices(method.name, [s[k, 0] for s in stacks], base=None if bases is None else bases[k, 0])
         assert relative_error(out[k, 0], one) < F64_ORACLE
 
 

@@ -36,7 +36,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-COUNTING = {"tsv", "iso_c", "iso_cts", "knots", "actmat_ridge", "actmat_bounded"}
+COUNTING = {"tsv", "iso_c", "iso_cts", "actmat_ridge", "actmat_bounded", "dc_merge", "ctm"}
 """Methods with ranks or means over the sides of the matrix: directions per expert, mean singular or eigenvalue."""
 
 IN_CORE = [
@@ -67,7 +67,8 @@ def test_the_plan_says_which_methods_the_core_changes(method: MergeMethod) -> No
     if "(equal to the full space)" in words:
         assert distance(found, full) <= F64_ORACLE
     elif "another result" in words:
-        assert distance(found, full) > 1e-3
+        # where row spaces are independent, as here, the rule of ACTMat has one answer whatever the estimates are
+        assert distance(found, full) > 1e-3 or method.preset_of == "actmat"
     else:
         assert "counts of its sides" in words
         if method.name not in COUNTING:

@@ -36,6 +36,9 @@ __all__ = [
 
 Space = Literal["full", "core", "factors"]
 
+ROTATIONS = frozenset({"left_orthogonal", "right_orthogonal"})
+"""Laws of a method that is the same in every basis of the rows and of the columns."""
+
 
 def merge_in_space(
     space: Space,
@@ -136,7 +139,7 @@ def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -
     sums = method.combine is not None or (method.merge_lowrank is not None and method.acts_on == "elementwise")
     if sums and not method.uses_base(options):
         return " in the core space (equal to the full space)"
-    if method.merge_lowrank is not None and method.acts_on == "matrix":
+    if method.merge_lowrank is not None and method.laws >= ROTATIONS:
         return " in the core space (equal to the full space but for counts of its sides)"
     return " in the core space (another result than in the full space: the rule depends on the basis)"
 
