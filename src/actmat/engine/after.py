@@ -78,13 +78,13 @@ def limit_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout:
     value = value.to(torch.float64)
     if task.caps.caps:
         value = _capped(task, value, deltas, layout, label)
-    if task.layer_factors is None:
+    stack = value.b_OR.ndim > 2
+    labels = [_label(e, label) for e in range(value.b_OR.shape[0])] if stack else [label]
+    factors = [factor for one in labels if (factor := _layer_factor(task, one)) is not None]
+    if not factors:
         return value
-    if value.b_OR.ndim == 2:
-        factor = _layer_factor(task, label)
-        return value if factor is None else LowRank(value.b_OR * factor, value.a_RI)
-    factors = [_layer_factor(task, _label(e, label)) or 1.0 for e in range(value.b_OR.shape[0])]
-    return LowRank(value.b_OR * torch.tensor(factors, dtype=torch.float64).view(-1, 1, 1), value.a_RI)
+    by_matrix = torch.tensor(factors, dtype=torch.float64).view(-1, 1, 1) if stack else factors[0]
+    return LowRank(value.b_OR * by_matrix, value.a_RI)
 
 
 def _capped(task: Task, value: LowRank, deltas: Sequence[LowRank], layout: TensorLayout, label: str) -> LowRank:
