@@ -44,6 +44,7 @@ LAYERS = (
     "report",
     "api",  # other files directly in the package: runs, and the functions that `import actmat` offers
     "tune",
+    "ui",
     "demo",
     "cli",
 )

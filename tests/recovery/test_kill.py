@@ -18,6 +18,8 @@ from tests.helpers.merging import Family, actmat, contents, hidden
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
 
 KILLS = 20
+EVERY_TIME = 8
+"""Kills of every test run; the others are slow ones."""
 LAYERS = 150
 
 
@@ -68,7 +70,9 @@ def is_complete(out: Path, reference: Reference) -> bool:
     return out.exists() and contents(out) == reference.files
 
 
-@pytest.mark.parametrize("number", range(KILLS))
+@pytest.mark.parametrize(
+    "number", [n if n < EVERY_TIME else pytest.param(n, marks=pytest.mark.slow) for n in range(KILLS)]
+)
 def test_kill_minus_nine_at_a_random_moment(
     server: Server, family: Family, reference: Reference, place: Path, number: int
 ) -> None:

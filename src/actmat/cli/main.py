@@ -30,6 +30,7 @@ from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
 from actmat.cli.streams import checked_stdout, open_closed_streams, say
 from actmat.cli.tune import tune
+from actmat.cli.ui import ui
 from actmat.cli.verify import verify
 from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
@@ -102,7 +103,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 for recipe_command in (merge, plan, diagnose, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
-for command in (finish, report, compare, methods, inspect, import_, verify, calibrate, demo):
+for command in (finish, report, compare, methods, inspect, import_, verify, calibrate, ui, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
 

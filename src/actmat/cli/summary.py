@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,13 +18,11 @@ __all__ = ["print_part", "print_plan", "print_summary"]
 MOST_PATTERNS = 4
 """Patterns of names that are shown of one group."""
 
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-"""A layer's or an expert's number in a name."""
-
 
 def print_plan(plan: MergePlan, *, full: bool) -> None:
     """Groups of outputs with what happens to them and why; `full`: one line per output."""
     from actmat.cli.screen import console, escape
+    from actmat.report.words import action_counts, plan_traffic
 
     to_adapter = plan.output == "adapter"
     over = "adapters, into an adapter" if to_adapter else f"experts of {escape(plan.recipe.base)}"
@@ -34,8 +31,8 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     else:
         console.print(f"copy of the layers {escape(plan.recipe.base)}")
     _print_items(plan, plan.items, plan.kept, full=full)
-    console.print(_ranks(plan) if to_adapter else _counts(plan))
-    console.print(_traffic(plan))
+    console.print(_ranks(plan) if to_adapter else escape(action_counts(plan)))
+    console.print(plan_traffic(plan))
     if plan.device != "cpu":
         console.print(_devices(plan))
     for note in plan.notes:
@@ -64,29 +61,23 @@ def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:
 def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
     """A table of outputs, in groups of the same action and reason, each with the patterns of its names."""
     from actmat.cli.screen import console, escape, plain_table
+    from actmat.report.words import item_groups
 
     counted = "modules" if plan.output == "adapter" else "tensors"
     if full:
         for item in items:  # line by line: a table of 100,000 rows would take gigabytes
             shape = "x".join(map(str, item.shape)) or "scalar"
             console.print(f"{item.action}  {escape(item.name)}  {shape}: {escape(item.reason)}")
-    groups: dict[tuple[str, str], Counter[str]] = {}
-    for item in items if not full else ():
-        sizes = "x".join(map(str, item.shape))
-        pattern = f"{_NUMBER.sub('*', item.name)}  {sizes}".rstrip()
-        groups.setdefault((item.action, item.reason), Counter())[pattern] += 1
-    for name, pattern in kept.items():
-        key = ("keep", f"kept by the recipe ('{pattern}'): no delta is written")
-        groups.setdefault(key, Counter())[_NUMBER.sub("*", name)] += 1
+    groups = item_groups(items if not full else (), kept)
     if not groups:
         return
     table = plain_table(counted, "action", "which, and why", numbers=[counted])
-    for (action, reason), patterns in groups.items():
-        lines = [escape(p) for p, _ in patterns.most_common(MOST_PATTERNS)]
-        if len(patterns) > MOST_PATTERNS:
-            lines.append(f"and {len(patterns) - MOST_PATTERNS} more patterns")
+    for group in groups:
+        lines = [escape(p) for p in group.patterns[:MOST_PATTERNS]]
+        if len(group.patterns) > MOST_PATTERNS:
+            lines.append(f"and {len(group.patterns) - MOST_PATTERNS} more patterns")
         shown = "\n".join(f"[dim]{line}[/dim]" for line in lines)
-        table.add_row(str(patterns.total()), action, f"{escape(reason)}\n{shown}")
+        table.add_row(str(group.count), group.action, f"{escape(group.reason)}\n{shown}")
     console.print(table)
 
 
@@ -113,25 +104,6 @@ def _ranks(plan: MergePlan) -> str:
     return (
         f"ranks written: {', '.join(f'{r} ({n} modules)' for r, n in sorted(ranks.items()))}; exact would be up to "
         f"{max((m.pair.exact_rank for m in plan.modules), default=0)}"
-    )
-
-
-def _counts(plan: MergePlan) -> str:
-    from actmat.cli.screen import escape
-    from actmat.plan.model import count_actions
-
-    counts = ", ".join(f"{n} {a}" for a, n in count_actions(plan.items).items() if n)
-    family = escape(plan.family or "not recognised, by names and shapes")
-    return f"{len(plan.items)} tensors: {counts}; family: {family}"
-
-
-def _traffic(plan: MergePlan) -> str:
-    from actmat.errors import format_size
-
-    files = "" if plan.output == "adapter" else f" in {len(plan.shards)} file(s)"
-    return (
-        f"read {format_size(plan.read_bytes)}, write {format_size(plan.write_bytes)}{files}; peak memory "
-        f"{format_size(plan.peak_bytes(1))} with one worker, {format_size(plan.peak_bytes(2))} with two"
     )
 
 

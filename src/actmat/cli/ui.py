@@ -1,0 +1,38 @@
+"""`actmat ui`: a page in the browser to merge with."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Annotated
+
+import typer
+
+__all__ = ["ui"]
+
+
+def ui(
+    port: Annotated[int, typer.Option("--port", help="Port on this machine; 0: one that is free.", min=0)] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Open a page to choose models, see the plan as you type, merge, watch and compare.
+
+    The page is for this machine and for whoever has its address, which holds a
+    token; nothing is sent elsewhere, but for what you look up on the hub. It
+    shows the recipe and the command of everything that it does. Ctrl-C ends it; a
+    merge that is running then stops and keeps what is done.
+    On a remote machine: ssh -L 8000:127.0.0.1:8000 HOST actmat ui --port 8000
+    """
+    from actmat.cli.catalogue import read_catalogue
+    from actmat.cli.screen import console
+    from actmat.ui import Server
+
+    with Server(list(read_catalogue().values()), port) as server:
+        console.print(server.url, soft_wrap=True)
+        console.print("Ctrl-C ends this page and stops its merge.")
+        if browser:
+            import webbrowser
+
+            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run()

@@ -1,0 +1,63 @@
+"""A plan in words, for the terminal and the page: groups of outputs, counts, traffic."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from actmat.errors import format_size
+from actmat.plan.model import Item, MergePlan, count_actions
+
+__all__ = ["ItemGroup", "action_counts", "item_groups", "plan_traffic"]
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+"""A layer's or an expert's number in a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemGroup:
+    """Outputs to which the same happens for the same reason; `patterns`: their names and shapes, most frequent first,
+    with `*` for numbers.
+    """
+
+    action: str
+    reason: str
+    count: int
+    patterns: tuple[str, ...]
+
+
+def item_groups(items: Iterable[Item], kept: Mapping[str, str]) -> list[ItemGroup]:
+    """Groups in the order of their first outputs.
+
+    Args:
+        kept: of adapters: name of a module that is kept -> the recipe's pattern.
+    """
+    groups: dict[tuple[str, str], Counter[str]] = {}
+    for item in items:
+        sizes = "x".join(map(str, item.shape))
+        pattern = f"{_NUMBER.sub('*', item.name)}  {sizes}".rstrip()
+        groups.setdefault((item.action, item.reason), Counter())[pattern] += 1
+    for name, pattern in kept.items():
+        key = ("keep", f"kept by the recipe ('{pattern}'): no delta is written")
+        groups.setdefault(key, Counter())[_NUMBER.sub("*", name)] += 1
+    return [
+        ItemGroup(action, reason, patterns.total(), tuple(p for p, _ in patterns.most_common()))
+        for (action, reason), patterns in groups.items()
+    ]
+
+
+def action_counts(plan: MergePlan) -> str:
+    """`290 tensors: 200 merge, 90 average; family: llama`."""
+    counts = ", ".join(f"{n} {action}" for action, n in count_actions(plan.items).items() if n)
+    return f"{len(plan.items)} tensors: {counts}; family: {plan.family or 'not recognised, by names and shapes'}"
+
+
+def plan_traffic(plan: MergePlan) -> str:
+    """Bytes to read and to write, and the peak of memory."""
+    files = "" if plan.output == "adapter" else f" in {len(plan.shards)} file(s)"
+    return (
+        f"read {format_size(plan.read_bytes)}, write {format_size(plan.write_bytes)}{files}; peak memory "
+        f"{format_size(plan.peak_bytes(1))} with one worker, {format_size(plan.peak_bytes(2))} with two"
+    )
