@@ -37,6 +37,7 @@ from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
 from actmat.methods.post import STEPS, get_step
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.values import Entry
+from actmat.report.html.explained import FILE as EXPLAINED
 
 __all__ = ["filled", "pages"]
 
@@ -307,7 +308,19 @@ def catalogue() -> str:
     return json.dumps([describe(m) for m in METHODS], indent=1) + "\n"
 
 
-CATALOGUE = ROOT / "src" / "actmat" / "cli" / FILE
+def explanations() -> str:
+    """The sections of docs/checks.md as texts without links, for pages whose readers have no documentation."""
+    page = (ROOT / "docs" / "checks.md").read_text()
+    found = re.findall(r"^### (AM\d+)\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE)
+    texts = {code: re.sub(r"\s+", " ", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)).strip() for code, text in found}
+    return json.dumps({c: re.sub(r"\*(\w+)\*", r"\1", t) for c, t in texts.items()}, indent=1) + "\n"
+
+
+WRITTEN = {
+    ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
+    ROOT / "src" / "actmat" / "report" / "html" / EXPLAINED: explanations,
+}
+"""Files of the package that are made from declarations and pages."""
 
 
 def main() -> None:
@@ -323,10 +336,11 @@ def main() -> None:
             stale.append(page.relative_to(ROOT))
             if not given.check:
                 page.write_text(after)
-    if not CATALOGUE.exists() or CATALOGUE.read_text() != catalogue():
-        stale.append(CATALOGUE.relative_to(ROOT))
-        if not given.check:
-            CATALOGUE.write_text(catalogue())
+    for file, made in WRITTEN.items():
+        if not file.exists() or file.read_text() != made():
+            stale.append(file.relative_to(ROOT))
+            if not given.check:
+                file.write_text(made())
     print(f"{len(stale)} pages {'are stale' if given.check else 'written'}", *stale, sep="\n  ")
     sys.exit(1 if given.check and stale else 0)
 

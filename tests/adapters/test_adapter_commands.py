@@ -50,7 +50,7 @@ def test_merge_needs_no_base_and_compares_the_norms(pair: list[str], tmp_path: P
     outcome = actmat(["merge", *pair, "--out", str(tmp_path / "out"), "--rank", "3"])
     assert outcome.code == 0
     text = words(outcome.out + outcome.err)
-    assert "norm of the merged delta" in text
+    assert "x the experts' sum" in text
     assert "of the experts'" in text
     assert "of their sum" in text
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 3

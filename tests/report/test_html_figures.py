@@ -180,7 +180,8 @@ def test_a_gap_lifts_the_pen_and_what_is_no_layer_stands_apart() -> None:
     assert curve([(0, 0.5), None, (2, 0.25), (3, 0)]) == "M0 0.5000M2 0.2500L3 0.0000"
     line = Line("e0", "math", [1.0, 2.0, None, 4.0])
     page = Page(str(layer_lines([line], ["0", "1", "2", "other"], positive_axis([4.0]), label="x", floor=1.0)))
-    (drawn,) = (e for e in page.all("path", class_="line"))
+    drawn, key = page.all("path", class_="line")
+    assert (key.attributes["d"], page.one("div", class_="ends").text) == ("M0 1H4", "math")
     assert drawn.attributes["d"] == "M0.5 0.7500L1.5 0.5000"
     assert (page.one("path", class_="dot").attributes["d"] or "").count("M") == 3
     tips = [e.attributes["data-tip"] for e in page.all("rect", class_="hit")]
@@ -190,9 +191,11 @@ def test_a_gap_lifts_the_pen_and_what_is_no_layer_stands_apart() -> None:
 def test_a_spectrum_falls_from_the_largest_to_the_smallest() -> None:
     spectrum = Spectrum((-4.0, -3.0, -2.0, -1.0, 0.0), (4, 0, 2, 2))
     page = Page(str(scree([("d0", "layer 0", spectrum, 4)], label="x")))
-    assert page.one("path", class_="line").attributes["d"] == ("M0 0.0000L0.25 0.2500L0.5 0.5000L0.5 0.7500L1 1.0000")
+    drawn = page.all("path", class_="line")[0]
+    assert page.one("div", class_="ends").text == "layer 0"
+    assert drawn.attributes["d"] == ("M0 0.0000L0.25 0.2500L0.5 0.5000L0.5 0.7500L1 1.0000")
     assert page.one("path", class_="stop").attributes["d"] == "M0.5000 0.5000h0"
-    assert page.one("path", class_="line").attributes["data-tip"] == "layer 0: 4 of 8 directions kept"
+    assert drawn.attributes["data-tip"] == "layer 0: 4 of 8 directions kept"
 
 
 def test_strips_leave_holes_where_there_is_no_matrix() -> None:

@@ -25,7 +25,7 @@ from actmat.report.html.tensors import DETAILED, PAGE_ROWS
 from actmat.report.html.verdicts import rho_words
 
 SECTIONS = [
-    "summary", "experts", "checks", "layers", "overlap", "spectra", "norms", "rounding", "cost", "tensors", "recipe",
+    "summary", "checks", "experts", "layers", "overlap", "spectra", "norms", "rounding", "cost", "tensors", "recipe",
 ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_it_asks_nothing_of_the_network(page: Page) -> None:
     assert loading == []
     assert page.all("link") == page.all("iframe") == page.all("img") == []
     places = {str(e.attributes.get("href", "")).partition(":")[0] for e in page.all("a")}
-    assert places == {"data"} | {f"#{s}" for s in [*SECTIONS, "content"]}
+    assert places == {"data"} | {f"#{s}" for s in [*SECTIONS, "content", "check-AM101", "check-AM204"]}
     assert "url(" not in page.source
     assert "@import" not in page.source
 
@@ -83,8 +83,11 @@ def test_the_summary_is_in_words(page: Page) -> None:
     text = page.one("section", id="summary").text
     assert "3 experts of models/base (math, code and chat) were merged with actmat." in text
     assert "66 tensors: 57 merged by the rule, 9 averaged (mean of the deltas)." in text
-    assert "chat is met best" in text
-    assert "The checks found 1 issue and 1 tip." in text
+    assert "Look before you use it: the checks found 1 issue." in text
+    assert re.search(r"math, ρ = [\d.]+: the merged weights are [\d.]+ of the base's distance away", text)
+    assert "; best is chat with" in text
+    assert "is 0.8 times the experts' sum and" in text
+    assert "2 clear, 2 without a verdict" in text
 
 
 def test_experts_have_a_verdict_each(page: Page) -> None:
@@ -108,7 +111,8 @@ def test_verdicts_change_at_a_tenth_a_half_and_one(residual: float, word: str) -
 def test_checks_are_ordered_and_lead_to_tensors(page: Page) -> None:
     cards = page.all("article", class_="check")
     assert [c.attributes["id"] for c in cards] == ["check-AM101", "check-AM204"]
-    assert "docs/checks.md#am101" in cards[0].text
+    assert "docs/checks.md" not in page.source
+    assert "Delta below the rounding of its storage" in cards[0].text
     links = [e for e in page.all("a", class_="find") if "article" in e.parents]
     assert links[0].attributes["data-find"] == "model.layers.0.self_attn.q_proj.weight"
     assert "Muted by the recipe." in page.one("ul", class_="quiet").text
@@ -213,7 +217,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     bare = data | {"measures": [], "checks": []}
     bare["experts_summary"] = [s | {"residual": 0.0, "energy_share": 0.0, "worst": []} for s in data["experts_summary"]]
     page = Page(render_html(Diagnosis.from_json(bare)))
-    assert page.sections == ["summary", "experts", "checks", "cost", "tensors", "recipe"]
+    assert page.sections == ["summary", "checks", "experts", "cost", "tensors", "recipe"]
     assert "No matrix was measured" in page.one("section", id="summary").text
     assert "no change" in page.one("section", id="experts").text
 

@@ -34,6 +34,7 @@ def finish(
     An output that is finished already is verified.
     """
     from actmat.cli.screen import console, escape
+    from actmat.cli.summary import print_size
     from actmat.finishing import finish_parts
 
     report = finish_parts(out, check=check, overwrite=overwrite, durable=fsync, sha256=sha256, threads=threads)
@@ -42,6 +43,7 @@ def finish(
             console.print(f"{escape(out)} is complete: all its {report.tensors} tensors, and its inputs, are intact")
             return
         console.print(f"[bold]{escape(out)}[/bold]: {report.tensors} tensors of {report.parts} parts")
+        print_size(report.totals.norms, warn=True)
         for note in report.notes:
             console.print(f"  note: {escape(note)}")
         if report.totals.nonfinite:

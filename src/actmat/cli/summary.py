@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -10,9 +11,10 @@ if TYPE_CHECKING:
     from actmat.engine.shares import PartPlan
     from actmat.plan import MergePlan
     from actmat.plan.model import Item
+    from actmat.report.totals import Norms
     from actmat.run import MergeReport
 
-__all__ = ["print_part", "print_plan", "print_summary"]
+__all__ = ["print_part", "print_plan", "print_size", "print_summary"]
 
 
 MOST_PATTERNS = 4
@@ -125,6 +127,7 @@ def print_summary(report: MergeReport) -> None:
         return
     for line in _adapter_lines(report) if to_adapter else _model_lines(report):
         console.print(f"  {line}")
+    print_size(report.totals.norms, warn=report.diagnosis is None, muted=plan.recipe.mute)
     console.print(
         f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
         "all hashes in actmat_manifest.json"
@@ -139,6 +142,28 @@ def print_summary(report: MergeReport) -> None:
         print_checks(report.diagnosis.checks)
 
 
+def print_size(norms: Norms | None, *, warn: bool, muted: Sequence[str] = ()) -> None:
+    """Size of a merged delta against the sum of the experts' and a mean expert's; nothing where nothing was merged.
+
+    Args:
+        norms: of a finished merge.
+        warn: warn where it is far off; a diagnosis says more.
+        muted: codes of checks that shall not count.
+    """
+    from actmat.cli.screen import console
+    from actmat.diagnostics.checks.size import size_warning
+
+    if norms is None or not any(norms.experts):
+        return
+    mean = math.sqrt(math.fsum(n**2 for n in norms.experts) / len(norms.experts))
+    of_sum = f"{norms.merged / norms.total:.3g} x the experts' sum, " if norms.total else ""
+    console.print(f"  size: {of_sum}{norms.merged / mean:.3g} x a mean expert (norm {norms.merged:.3g})")
+    found = size_warning(norms.merged, norms.total, norms.experts)
+    if warn and found is not None and found[0] not in muted:
+        code, words = found
+        console.print(f"  [red]warning {code}[/red]: {words}: see 'actmat diagnose'")
+
+
 def _model_lines(report: MergeReport) -> list[str]:
     from actmat.plan.model import count_actions
 
@@ -151,13 +176,7 @@ def _model_lines(report: MergeReport) -> list[str]:
 def _adapter_lines(report: MergeReport) -> list[str]:
     modules = report.plan.modules
     full = len(report.plan.items) - len(modules)
-    lines = [
+    return [
         f"{len(modules)} modules of rank {max((m.pair.rank for m in modules), default=0)}, {full} full tensors; "
         f"relative error of the truncation {report.totals.relative_error:.2e}"
     ]
-    if (norms := report.totals.norms) is not None:
-        lines.append(
-            f"norm of the merged delta {norms.merged:.4g}; of the experts' "
-            f"{', '.join(f'{n:.4g}' for n in norms.experts)}; of their sum {norms.total:.4g}"
-        )
-    return lines

@@ -46,12 +46,14 @@ def merge_combined(task: Task, region: Region, base_raw: Tensor | StreamedBase, 
     # no entry of the sum is larger than this; where that may overflow, sums are checked
     largest = float(torch.tensor(found.coefficients, dtype=torch.float64).abs() @ norm_B)
     may_overflow = not largest < torch.finfo(reader.compute_dtype).max / 2
-    for _, chunk in basis.chunks():
+    for start, chunk in basis.chunks():
         # the deltas of a chunk are not needed again: the first takes the sum, unless the base is added before it
         sum_S = reader.scratch.total.take(chunk.base_S.numel(), reader.compute_dtype)
         sum_S = add_up(chunk.basis, found.coefficients, sum_S if with_base else chunk.deltas_TS[0])
         if may_overflow:
             with named_errors(task.kind, task.item.name, call.method):
                 checked_finite(sum_S, task)
+        if region.start + start + sum_S.numel() > task.merged_sample.wanted_from:
+            task.merged_sample.add(region.start + start, sum_S, call.scale)
         write_chunk(task, torch.add(chunk.base_S, sum_S, alpha=call.scale, out=sum_S), chunk.stored_KS[0], reader)
     return True

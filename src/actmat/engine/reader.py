@@ -21,6 +21,7 @@ from actmat.engine.factored import region_factors
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
+from actmat.engine.size import InputSample
 from actmat.linalg.lowrank import LowRank
 from actmat.plan.model import Item
 from actmat.plan.regions import CHUNK, Region
@@ -66,6 +67,7 @@ class TensorReader:
         self._base_chunk: tuple[int, int] | None = None
         self._checked = [0 for _ in inputs.experts]  # entries that were checked, from the first on; once is enough
         self._finite = [True for _ in inputs.experts]  # those that were
+        self._sample = InputSample(item, self._sources) if item.call is not None and item.numel else None
 
     def read_base(self, region: Region) -> Tensor:
         """Entries of the region as stored, flat; reading the next region overwrites all that was read of this one."""
@@ -93,6 +95,8 @@ class TensorReader:
         stored.read_into(name, offset, out)
         if offset == self._hashes[k].size:
             self._hashes[k].update(out)
+            if self._sample is not None:
+                self._sample.take(k, offset, out)
 
     def load(
         self, t: int, region: Region, base_raw: Tensor | StreamedBase, into: Tensor | None = None
@@ -253,6 +257,10 @@ class TensorReader:
                 self._read(t, start, min(CHUNK, self.item.numel - start))
             found.append(self._hashes[t + 1].hexdigest())
         return self._hashes[0].hexdigest(), tuple(found)
+
+    def sampled_deltas(self) -> list[Tensor] | None:
+        """Sampled entries of every delta, once all is read; None for a tensor that is not merged by a method."""
+        return None if self._sample is None else self._sample.deltas(self.inputs.experts)
 
     def factors(self, region: Region) -> list[list[LowRank]]:
         """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from actmat.engine.observer import Observer, Sink, SinkSource
+from actmat.engine.size import Sample
 from actmat.linalg.lapack import retry_stats
 from actmat.methods import MergeMethod, get_method
 from actmat.plan.model import Item, MergePlan, MethodCall
@@ -63,6 +64,11 @@ class Task:
     def sink(self) -> Sink:
         """Receives the bytes of the item's tensor, and of those tied to it."""
         return self.writer.sink(self.item.name, self.item.aliases)
+
+    @cached_property
+    def merged_sample(self) -> Sample:
+        """Sampled entries of the merged delta, see `engine.size`."""
+        return Sample(self.item.numel)
 
     @property
     def kind(self) -> str:
@@ -118,6 +124,7 @@ class Record:
         nonfinite: NaN and Inf of the inputs that counted as unchanged.
         seconds: time it took; an item's share where several variants shared the reading.
         observed: what the observer measured.
+        size: of the merged delta and of the experts', see `engine.size`; of tensors of models that a method merged.
     """
 
     name: str
@@ -130,18 +137,20 @@ class Record:
     nonfinite: int = 0
     seconds: float = 0.0
     observed: Mapping[str, Any] | None = None
+    size: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the journal."""
-        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "observed"}
+        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in OPTIONAL}
         out |= {"hashes": dict(self.hashes), "expert_hashes": list(self.expert_hashes), "stats": dict(self.stats)}
         out["seconds"] = round(self.seconds, 6)
+        out |= {} if self.size is None else {"size": dict(self.size)}
         return out if self.observed is None else out | {OBSERVED: dict(self.observed)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record | None:
         """The record of a journal's line; None for a line that is none, or has a field of another type."""
-        names = {f.name for f in dataclasses.fields(cls)} - {"observed"}
+        names = {f.name for f in dataclasses.fields(cls)} - OPTIONAL
         if not names <= data.keys() or not all(_is_a(data[n], t) for n, t in _TYPES.items()):
             return None
         observed, stats = data.get(OBSERVED), data["stats"]
@@ -152,7 +161,19 @@ class Record:
         if observed is not None and not isinstance(observed, dict):
             return None
         fields = {n: data[n] for n in names} | {"expert_hashes": tuple(data["expert_hashes"])}
-        return cls(**fields, observed=observed)
+        return cls(**fields, observed=observed, size=_size(data.get("size")))
+
+
+OPTIONAL = {"observed", "size"}
+"""Fields of a record that it may lack."""
+
+
+def _size(found: Any) -> Mapping[str, Any] | None:
+    """Sizes from a journal's line, or None where they are not as `engine.size.size_of` gives them."""
+    if not isinstance(found, dict) or not isinstance(found.get("expert_norms"), list):
+        return None
+    numbers = [found.get("norm"), found.get("sum_norm"), found.get("sampled"), *found["expert_norms"]]
+    return found if all(_is_a(n, float) for n in numbers) else None
 
 
 _TYPES: Mapping[str, type] = {

@@ -25,6 +25,7 @@ from actmat.engine.memory import Room
 from actmat.engine.needs import Surroundings
 from actmat.engine.observer import Merged
 from actmat.engine.reader import StreamedBase, TensorReader
+from actmat.engine.size import size_of
 from actmat.engine.task import Record, Task
 from actmat.engine.writing import write_region
 from actmat.plan.model import Item
@@ -188,6 +189,7 @@ def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: flo
     """The record of a task whose bytes are all written."""
     base_hash, expert_hashes = reader.hashes()
     digest = task.sink.digest
+    sampled = reader.sampled_deltas() if task.item.action == "merge" else None
     return Record(
         name=task.item.name,
         hash=digest,
@@ -199,4 +201,5 @@ def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: flo
         nonfinite=findings.count(task.item.name) if task.merges else 0,
         seconds=seconds,
         observed=task.observer.finish() if task.observer is not None else None,
+        size=None if sampled is None else size_of(task.item, sampled, task.merged_sample.entries),
     )

@@ -28,6 +28,7 @@ def write_region(
             chunk = base_raw[low : low + CHUNK]
             write_chunk(task, chunk, chunk, reader)
         return
+    task.merged_sample.add(region.start, delta, task.call.scale)
     low, out_dtype = 0, torch_dtype(task.item.out_dtype)
     for chunk in reader.merged_chunks(region, base_raw, delta, task.call.scale, out_dtype):
         write_chunk(task, chunk, base_raw[low : low + chunk.numel()], reader)

@@ -133,6 +133,7 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
     if item.pool:
         row["pool"] = item.pool
     row |= {"hash": record.hash, "stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite}
+    row |= {} if record.size is None else {"size": dict(record.size)}
     hashes = dict(zip(plan.recipe.labels, record.expert_hashes, strict=False))
     return row | {"input_hashes": {"base": record.base_hash} | hashes}
 

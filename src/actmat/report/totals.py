@@ -14,7 +14,7 @@ __all__ = ["Norms", "Totals", "sum_records"]
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Frobenius norms over all modules of a merged adapter.
+    """Frobenius norms over all tensors or modules that were merged by a method.
 
     Args:
         merged: of the merged delta.
@@ -35,7 +35,7 @@ class Totals:
         unchanged: tensors to be merged or averaged that no expert changes.
         nonfinite: NaN and Inf that counted as unchanged.
         relative_error: of the truncation of an adapter, `sqrt(sum error^2 / sum norm^2)`.
-        norms: of an adapter's modules; None for a model.
+        norms: of all that was merged by a method; of a model from a sample of entries. None where nothing was.
     """
 
     unchanged: int = 0
@@ -59,8 +59,9 @@ def sum_records(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
         stats = record.stats if plan.output == "adapter" else {}
         if "error_norm" in stats:
             errors.append((stats["error_norm"] ** 2, stats["norm"] ** 2))
-        if "norm" in stats:
-            squares.append([x**2 for x in (stats["norm"], stats["sum_norm"], *stats["expert_norms"])])
+        size = record.size if plan.output == "model" else stats if "norm" in stats else None
+        if size is not None:
+            squares.append([x**2 for x in (size["norm"], size["sum_norm"], *size["expert_norms"])])
     return Totals(unchanged, nonfinite, _relative(errors), _norms(squares) if squares else None)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable
 from actmat.diagnostics.model import Measure
 
-__all__ = ["SIZE_CHECKS"]
+__all__ = ["SIZE_CHECKS", "size_warning"]
 
 ORTHOGONAL = 0.1
 """Largest overlap of row spaces that counts as nearly orthogonal."""
@@ -97,6 +97,30 @@ def _out_of_bounds(facts: Facts) -> Outcome:
             gone + burst,
         )
     return clear("no merged delta has collapsed or exploded")
+
+
+def size_warning(merged: float, total: float, experts: Sequence[float]) -> tuple[str, str] | None:
+    """Code and words of what is wrong with the size of a whole merge; None where nothing is.
+
+    The thresholds of AM402 and AM403, on norms over all merged tensors: every merge has them, also without a diagnosis.
+
+    Args:
+        merged: norm of the merged delta; `total`: of the sum of the experts' deltas; `experts`: of each.
+
+    >>> size_warning(0.9, 1.0, [0.7, 0.7]) is None
+    True
+    >>> size_warning(20.0, 1.0, [0.7, 0.7])
+    ('AM403', 'the merged delta exploded')
+    """
+    if not any(experts):
+        return None
+    if merged > EXPLODED * max(experts):
+        return "AM403", "the merged delta exploded"
+    if merged < COLLAPSED * total / len(experts):
+        return "AM403", "the merged delta collapsed"
+    if merged > FAR * math.hypot(*experts) / math.sqrt(len(experts)):
+        return "AM402", "the merged delta is much larger than the experts'"
+    return None
 
 
 SIZE_CHECKS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from actmat.plan.choose import depth_of
@@ -95,6 +96,25 @@ class Comparison:
     residuals: tuple[ResidualDifference, ...] = ()
     checks: tuple[CheckDifference, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What tells the two apart in few words: their methods, else the ends of their places, else their order."""
+        ends = (PurePath(self.outs[0]).name, PurePath(self.outs[1]).name)
+        for first, second in (self.methods, ends):
+            if first != second:
+                return first, second
+        return "first", "second"
+
+    @property
+    def sizes(self) -> tuple[float, float] | None:
+        """Norms of both merged deltas over the tensors that differ; None where they are not known."""
+        norms = [t.norms for t in self.tensors if not t.same]
+        known = [n for n in norms if n is not None]
+        if not known or len(known) < len(norms):
+            return None
+        first, second = (math.sqrt(math.fsum(n[side] ** 2 for n in known)) for side in (0, 1))
+        return first, second
 
     @property
     def differing(self) -> tuple[TensorDifference, ...]:

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from actmat.diagnostics.model import Spectrum
-from actmat.report.html.elements import Child, Markup, el
-from actmat.report.html.figures import frame, layer_labels, plot, x_labels, y_labels
+from actmat.report.html.elements import Child, Markup, dotted, el, join
+from actmat.report.html.figures import end_labels, frame, layer_labels, line_legend, plot, x_labels, y_labels
 from actmat.report.html.scales import Axis, number
 
 __all__ = ["Cell", "Line", "Strip", "largest_strips", "layer_lines", "scree", "strips"]
@@ -47,7 +47,20 @@ def layer_lines(
         shapes.append(el("rect", class_="hit", x=i, y=0, width=1, height=1, data_tip=tip))
     below = layer_labels(columns)
     area = plot(shapes, width=wide, height=1, label=label)
-    return frame(area, y_labels(axis, [number(t) for t in axis.ticks]), below, x_title="layer")
+    inside = -1 if columns[-1] == "other" and wide > 1 else wide
+    lasts = [(line, _last(line.values[:inside]) or _last(line.values)) for line in lines]
+    ends = [(line.style, line.name, axis.position(v)) for line, v in lasts if v is not None]
+    right = end_labels(ends, height=AREA_HEIGHT)
+    drawn = frame(area, y_labels(axis, [number(t) for t in axis.ticks]), below, x_title="layer", right=right)
+    return drawn if right is not None else join([line_legend((line.style, line.name) for line in lines), drawn])
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    return next((v for v in reversed(values) if v is not None), None)
+
+
+AREA_HEIGHT, PANEL_HEIGHT = 200, 130
+"""Pixels of plot areas, the smaller ones of narrow screens, and of panels; as in style.css."""
 
 
 def curve(points: Sequence[tuple[float, float] | None]) -> str:
@@ -83,7 +96,9 @@ def scree(spectra: Sequence[tuple[str, str, Spectrum, int | None]], *, label: st
     area = plot(shapes, width=1, height=1, label=label)
     text = ["1" if not t else f"1e{t:g}" for t in axis.ticks]
     below = x_labels([(0, "0"), (0.5, "50 %"), (1, "100 %")])
-    return frame(area, y_labels(axis, text), below, x_title="share of directions")
+    ends = [(style, name, axis.position(fall[-1][1])) for style, name, s, _ in spectra if (fall := _fall(s))]
+    right = end_labels(ends, height=PANEL_HEIGHT)
+    return frame(area, y_labels(axis, text), below, x_title="share of directions", right=right)
 
 
 def _fall(spectrum: Spectrum) -> list[tuple[float, float]]:
@@ -142,9 +157,9 @@ def strips(rows: Sequence[Strip], columns: Sequence[str], *, x_title: str, total
             plot(cells, width=wide, height=1, label=f"{row.name}, one cell per column", class_="strip"),
             el("div", row.total, class_="strip-total"),
         ]
-    empty = el("div")
-    head = [el("div", class_="strip-label"), empty, el("div", total_title, class_="strip-total")]
-    below = [empty, layer_labels(columns), empty, empty, el("div", x_title, class_="x-title"), empty]
+    empty, pad = el("div"), el("div", class_="pad")
+    head = [el("div", class_="strip-label pad"), empty, el("div", total_title, class_="strip-total")]
+    below = [pad, layer_labels(columns), empty, pad, el("div", x_title, class_="x-title"), empty]
     return el("div", *head, *body, *below, class_="strips")
 
 
@@ -162,5 +177,5 @@ def largest_strips(
     for kind, items in kinds:
         largest = (max((i for i in items if depth(i) == d), key=value, default=None) for d in depths)
         cells = [None if i is None else cell(i) for i in largest]
-        rows.append(Strip(el("code", kind), kind, cells, text(max(map(value, items)))))
+        rows.append(Strip(el("code", *dotted(kind)), kind, cells, text(max(map(value, items)))))
     return rows

@@ -16,7 +16,8 @@ from actmat.report.html.elements import Markup, code_block, el, join, plural, se
 from actmat.report.html.measures import norms, overlap, residuals, rounding, spectra
 from actmat.report.html.scales import number
 from actmat.report.html.tensors import tensors
-from actmat.report.html.verdicts import checks, experts, summary
+from actmat.report.html.verdict import summary
+from actmat.report.html.verdicts import checks, experts
 
 __all__ = ["render_html", "write_html"]
 
@@ -74,9 +75,9 @@ def recipe(diagnosis: Diagnosis) -> Markup:
 Section = tuple[str, str, Callable[[Diagnosis], Markup | None]]
 
 VERDICTS: tuple[Section, ...] = (
-    ("summary", "Summary", summary),
-    ("experts", "Experts", experts),
+    ("summary", "Verdict", summary),
     ("checks", "Checks", checks),
+    ("experts", "Experts", experts),
 )
 MEASURES: tuple[Section, ...] = (
     ("layers", "Layers", residuals),

@@ -44,7 +44,7 @@ def document(title: str, subtitle: Child, sections: Sequence[tuple[str, str, Mar
         "body",
         el("a", "To the content", href="#content", class_="skip"),
         el("header", el("h1", title), el("p", subtitle)),
-        el("nav", links, aria_label="Sections"),
+        el("nav", el("button", "Sections", type="button", class_="menu", hidden=True), links, aria_label="Sections"),
         el("main", *(content for _, _, content in shown), id="content"),
         el("footer", el("p", made)),
         el("div", id="tip", role="tooltip", hidden=True),

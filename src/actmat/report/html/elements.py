@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,9 +141,13 @@ def stacked_table(head: Sequence[str], rows: Iterable[Sequence[Child]], *, capti
 
 def tensor_link(name: str, shown: str | None = None) -> Markup:
     """A link that looks the tensor up in the table of tensors."""
-    words = (shown or name).split(".")
-    breakable = [c for w in words[:-1] for c in (w + ".", el("wbr"))]
-    return el("a", el("code", *breakable, words[-1]), href="#tensors", data_find=name, class_="find")
+    return el("a", el("code", *dotted(shown or name)), href="#tensors", data_find=name, class_="find")
+
+
+def dotted(name: str) -> list[Child]:
+    """A name that a narrow page breaks after a dot, a slash or an underscore, and not within a word."""
+    words = re.split(r"(?<=[._/])(?=[^._/\d])", name)
+    return [c for w in words[:-1] for c in (w, el("wbr"))] + [words[-1]]
 
 
 def code_block(text: str) -> Markup:

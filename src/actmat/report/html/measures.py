@@ -8,17 +8,17 @@ from statistics import median
 from actmat.diagnostics.model import Diagnosis, Matrix, Measure
 from actmat.report.html.charts import Cell, Line, Strip, largest_strips, layer_lines, scree, strips
 from actmat.report.html.elements import Child, Markup, caveat, el, plural, scrollable, section, table
-from actmat.report.html.figures import TENTHS, expert_class, figure, heat_legend, line_legend, numbers
+from actmat.report.html.figures import TENTHS, expert_class, figure, heat_legend, numbers
 from actmat.report.html.layers import Layer, kinds, layers_of, overall_cosine, overall_share, residual_over, root_sum
 from actmat.report.html.scales import (
+    HeatScale,
     diverging,
     log_axis,
     number,
     percent,
     positive_axis,
-    residual_level,
     residual_text,
-    sequential,
+    spread,
 )
 
 __all__ = ["norms", "overlap", "residuals", "rounding", "spectra"]
@@ -30,12 +30,12 @@ def residuals(diagnosis: Diagnosis) -> Markup:
     """Both heat maps, with the residuals per layer and expert as a table."""
     layers = layers_of(diagnosis.measures)
     columns = [x.label for x in layers]
-    legend = heat_legend(TENTHS, "0, as the expert", "1, as the base", ("h0", "above 1"), ("h1", "above 1.25"))
     by_layer = [[residual_over(x.measures, t) for t in range(len(diagnosis.experts))] for x in layers]
-    rows = []
+    values = [v for row in by_layer for v in row if v is not None]
+    scale, rows = HeatScale.over(values), []
     for t, expert in enumerate(diagnosis.experts_summary):
         cells = [
-            Cell(residual_level(v[t]), f"{x.title}, {expert.name}: ρ = {residual_text(v[t])}")
+            Cell(scale.level(v[t]), f"{x.title}, {expert.name}: ρ = {residual_text(v[t])}")
             if v[t] is not None
             else None
             for x, v in zip(layers, by_layer, strict=True)
@@ -46,29 +46,33 @@ def residuals(diagnosis: Diagnosis) -> Markup:
         ([x.title, *map(residual_text, v)] for x, v in zip(layers, by_layer, strict=True)),
         caption="Residual ρ by layer and expert",
     )
+    worst = [m.contested for m in diagnosis.measures]
+    kind_scale = HeatScale.over(worst)
     by_kind = largest_strips(
         kinds(diagnosis.measures, MOST_KINDS),
         [x.depth for x in layers],
         depth=lambda m: m.layer,
         value=lambda m: m.contested,
-        cell=lambda m: _worst_cell(diagnosis, m),
+        cell=lambda m: _worst_cell(diagnosis, m, kind_scale),
         text=residual_text,
     )
     return section(
         "layers",
         "Residual by layer",
-        figure(
+        _residual_map(
             "Experts",
-            legend,
             strips(rows, columns, x_title="layer", total_title="all"),
-            table,
+            (values, scale),
             note="Each cell: all matrices of one layer, for one expert.",
+            alike="for every expert in every layer",
+            table=table,
         ),
-        figure(
+        _residual_map(
             "Kinds of matrices",
-            legend,
             strips(by_kind, columns, x_title="layer", total_title="largest"),
+            (worst, kind_scale),
             note="Each cell: the expert that is met least there. Point at a cell to see which.",
+            alike="for the expert that is met least, in every matrix",
         ),
         caveat(),
         lead="Where the experts want different things: the stronger the colour, the further the merged weights are "
@@ -76,9 +80,28 @@ def residuals(diagnosis: Diagnosis) -> Markup:
     )
 
 
-def _worst_cell(diagnosis: Diagnosis, m: Measure) -> Cell:
+def _residual_map(
+    title: str,
+    drawn: Markup,
+    scaled: tuple[Sequence[float], HeatScale],
+    *,
+    note: str,
+    alike: str,
+    table: Markup | None = None,
+) -> Markup:
+    """A heat map on the scale of its numbers; one sentence in its place where these are all alike."""
+    values, scale = scaled
+    if (ends := spread(values)) is not None:
+        said = f"All alike: ρ is {residual_text(ends[0])} to {residual_text(ends[1])} {alike}."
+        return figure(title, el("p", said), table)
+    beyond = [("h0", "above 1"), ("h1", "above 1.25")][: 1 + (max(values) >= 1.25)] if max(values) >= 1 else []
+    legend = heat_legend(TENTHS, f"{scale.low:.1f}", f"{scale.high:.1f}", *beyond)
+    return figure(title, legend, drawn, table, note=f"{note} ρ = 0: as the expert; 1: as the base.")
+
+
+def _worst_cell(diagnosis: Diagnosis, m: Measure, scale: HeatScale) -> Cell:
     expert = diagnosis.experts[m.residual.index(m.contested)].name
-    return Cell(residual_level(m.contested), f"{m.label}: {expert}, ρ = {residual_text(m.contested)}")
+    return Cell(scale.level(m.contested), f"{m.label}: {expert}, ρ = {residual_text(m.contested)}")
 
 
 UPRIGHT = 4
@@ -97,21 +120,40 @@ def overlap(diagnosis: Diagnosis) -> Markup | None:
     names = [e.name for e in diagnosis.experts]
     cosines = _square(names, overall_cosine(measures), diverging, lambda v: f"{v:z.2f}", "Cosine between deltas")
     note = "Of whole changes. 0: unrelated; 1: the same direction; below 0: against each other."
-    found: list[Child] = [figure("Cosine", cosines, note=note)]
+    found: list[Child] = [_pairs("Cosine", overall_cosine(measures), lambda v: f"{v:z.2f}", cosines, note)]
     if shared is not None:
         note = "Per cent: how far two experts change the same input directions, weighted by how much; by chance "
-        overlaps = _square(names, shared, sequential, _whole_percent, "Subspace overlap")
-        found.append(figure("Shared subspace", overlaps, note=f"{note}{percent(chance)}."))
+        scale = HeatScale.over(_off_diagonal(shared))
+        overlaps = _square(names, shared, scale.level, _whole_percent, "Subspace overlap")
+        found.append(_pairs("Shared subspace", shared, percent, overlaps, f"{note}{percent(chance)}."))
     if signs is not None:
         note = "Per cent of the entries that two experts move in opposite directions; by chance 50 %."
-        conflicts = _square(names, signs, sequential, _whole_percent, "Sign conflict")
-        found.append(figure("Sign conflict", conflicts, note=note))
+        scale = HeatScale.over(_off_diagonal(signs))
+        conflicts = _square(names, signs, scale.level, _whole_percent, "Sign conflict")
+        found.append(_pairs("Sign conflict", signs, percent, conflicts, note))
     return section(
         "overlap",
         "Overlap of experts",
         el("div", *found, class_="squares", style=f"--experts:{len(diagnosis.experts)}"),
         lead="How alike the experts' changes are, over all measured matrices. What overlaps and disagrees, interferes.",
     )
+
+
+def _off_diagonal(values: Matrix) -> list[float]:
+    return [v for s, row in enumerate(values) for t, v in enumerate(row) if s != t]
+
+
+def _pairs(title: str, values: Matrix, text: Callable[[float], str], square: Markup, note: str) -> Markup:
+    """A table of pairs; in one sentence, with the table folded, where all pairs are alike."""
+    ends = spread(_off_diagonal(values))
+    if ends is None:
+        return figure(title, square, note=note)
+    low, high = map(text, ends)
+    if len(values) == 2 or low == high:
+        said = f"{'The pair' if len(values) == 2 else 'Every pair'}: {low}."
+    else:
+        said = f"All pairs are alike: {low} to {high}."
+    return figure(title, el("p", said), el("details", el("summary", "The numbers"), square), note=note)
 
 
 def _whole_percent(share: float) -> str:
@@ -163,7 +205,6 @@ def spectra(diagnosis: Diagnosis) -> Markup:
     return section(
         "spectra",
         "Spectra",
-        heat_legend([f"d{i} solid" for i in range(MOST_CURVES)], "first layer", "last layer"),
         el("div", *panels, class_="panels"),
         numbers(head, rows, caption="Spectra of S = Σ DᵀD"),
         lead="How fast the eigenvalues of S = Σ DᵀD fall, relative to the largest: a steep curve means that few input "
@@ -193,7 +234,7 @@ def norms(diagnosis: Diagnosis) -> Markup:
     total = [root_sum(m.sum_norm for m in x.measures) for x in layers]
     merged = [root_sum(m.merged_norm for m in x.measures) for x in layers]
     mean = [root_sum(m.mean_norm for m in x.measures) for x in layers]
-    lines = [Line("e0", "sum of deltas", total), Line("e1 thick", "merged", merged), Line("e2", "mean of deltas", mean)]
+    lines = [Line("e0", "sum", total), Line("e1 thick", "merged", merged), Line("e2", "mean", mean)]
     ratios = [m / s if s else None for m, s in zip(merged, total, strict=True)]
     rows = ([x.title, *map(number, row)] for x, *row in zip(layers, total, merged, mean, ratios, strict=True))
     head = ["layer", *(line.name for line in lines), "merged / sum"]
@@ -203,7 +244,6 @@ def norms(diagnosis: Diagnosis) -> Markup:
         "Size of the change",
         figure(
             "Frobenius norm ‖D‖ by layer",
-            line_legend((line.style, line.name) for line in lines),
             layer_lines(lines, [x.label for x in layers], axis, label="Norms of merged delta, mean and sum by layer"),
             numbers(head, rows, caption="Frobenius norms by layer"),
         ),
@@ -231,7 +271,6 @@ def rounding(diagnosis: Diagnosis) -> Markup | None:
         "Change against rounding",
         figure(
             "Smallest of each layer",
-            line_legend((line.style, line.name) for line in lines),
             layer_lines(lines, columns, axis, label="Change over rounding noise by layer", floor=1.0),
             numbers(head, rows, caption="Smallest change over rounding noise, by layer"),
             note="Logarithmic. In the shaded ground, below 1, rounding is larger than the change.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EXPERT_COLOURS = 8
@@ -47,6 +47,45 @@ def residual_level(value: float | None) -> str:
     if value >= 1:
         return "h1" if value >= 1.25 else "h0"
     return f"q{min(9, int(10 * max(value, 0.0)))}"
+
+
+ALIKE = 0.1
+"""Numbers on a scale from 0 to 1 that differ by less look the same in any colour: a sentence says as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeatScale:
+    """Colours for numbers between `low` and `high` in ten levels, and two levels for 1 and more.
+
+    >>> HeatScale.over([0.52, 0.71, 1.4])
+    HeatScale(low=0.5, high=0.8)
+    """
+
+    low: float
+    high: float
+
+    @classmethod
+    def over(cls, values: Iterable[float]) -> HeatScale:
+        """From the tenth below the smallest to the tenth above the largest number that is less than 1."""
+        below = [v for v in values if v < 1]
+        if not below:
+            return cls(0.0, 1.0)
+        low, high = math.floor(10 * min(below)) / 10, math.floor(10 * max(below) + 1) / 10
+        return cls(max(0.0, low), min(1.0, high))
+
+    def level(self, value: float | None) -> str:
+        """Colour class of a number."""
+        if value is None or value >= 1:
+            return residual_level(value)
+        return f"q{max(0, min(9, int(10 * (value - self.low) / (self.high - self.low))))}"
+
+
+def spread(values: Iterable[float]) -> tuple[float, float] | None:
+    """The smallest and the largest of numbers that are all alike; None where they are not, or where there are none."""
+    found = list(values)
+    if not found or max(found) - min(found) >= ALIKE:
+        return None
+    return min(found), max(found)
 
 
 def sequential(value: float | None) -> str:
@@ -95,6 +134,16 @@ def positive_axis(values: Sequence[float]) -> Axis:
     step = next(s for s in _round_steps(top / 4) if s * 4 >= top * 0.999)
     count = math.ceil(top / step - 1e-9)
     return Axis(0.0, count * step, tuple(i * step for i in range(count + 1)))
+
+
+def range_axis(values: Sequence[float]) -> Axis:
+    """From a round number at or below the smallest value to one at or above the largest, in about four steps."""
+    low, high = min(values), max(values)
+    if high - low <= 1e-9 * max(abs(low), abs(high), LEAST):
+        high, low = low + (abs(low) or 1.0) / 2, low - (abs(low) or 1.0) / 2
+    step = next(s for s in _round_steps((high - low) / 4) if s * 4 >= (high - low) * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return Axis(first * step, last * step, tuple(k * step for k in range(first, last + 1)))
 
 
 def _round_steps(least: float) -> list[float]:

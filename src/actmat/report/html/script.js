@@ -12,6 +12,9 @@
     return node;
   };
 
+  // A name breaks after a dot, a slash or an underscore.
+  const dotted = (name) => name.split(/(?<=[._/])(?=[^._/\d])/).flatMap((word, i) => (i ? [make("wbr"), word] : [word]));
+
   // Three significant digits, as the page is written.
   const number = (value) => {
     if (value === null || value === undefined) return "–";
@@ -103,7 +106,7 @@
     };
     const drawRow = (row) => {
       const open = state.open.has(row);
-      let name = make("code", {}, shown(columns[0], row));
+      let name = make("code", {}, ...dotted(shown(columns[0], row)));
       if (details) {
         const toggle = () => {
           if (!state.open.delete(row)) state.open.add(row);
@@ -212,12 +215,23 @@
       else select();
     });
   }
+  const menu = document.querySelector("nav .menu"); // on a narrow screen, sections are a list that opens
+  const fold = (open) => {
+    menu.parentNode.classList.toggle("open", open);
+    menu.setAttribute("aria-expanded", String(open));
+  };
+  menu.hidden = false;
+  menu.parentNode.classList.add("folding");
+  fold(false);
+  menu.addEventListener("click", () => fold(!menu.parentNode.classList.contains("open")));
+  menu.parentNode.querySelector("ul").addEventListener("click", () => fold(false));
   const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
       if (!entry.isIntersecting) continue;
       links.forEach((a) => a.removeAttribute("aria-current"));
       links.get(entry.target.id)?.setAttribute("aria-current", "true");
+      menu.textContent = links.get(entry.target.id)?.textContent ?? "Sections";
     }
   }, { rootMargin: "-20% 0px -75% 0px" });
   for (const section of document.querySelectorAll("main > section")) seen.observe(section);

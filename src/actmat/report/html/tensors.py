@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.diagnostics.model import Diagnosis, Measure
-from actmat.report.html.elements import Markup, data_block, el, join, plural, section, shape_text, table
+from actmat.report.html.elements import Markup, data_block, dotted, el, join, plural, section, shape_text, table
 from actmat.report.html.scales import number
 
 __all__ = ["DETAILED", "PAGE_ROWS", "Column", "big_table", "tensors"]
@@ -65,7 +65,7 @@ def big_table(columns: Sequence[Column], *, caption: str, details: Any = None) -
     head = el("tr", *(el("th", c.title, scope="col", class_=c.kind) for c in columns))
     rows = []
     for i in range(min(count, PAGE_ROWS)):
-        name = el("th", el("code", columns[0].text(i)), scope="row", class_=columns[0].kind)
+        name = el("th", el("code", *dotted(columns[0].text(i))), scope="row", class_=columns[0].kind)
         rows.append(el("tr", name, *(el("td", c.text(i), class_=c.kind, data_label=c.title) for c in columns[1:])))
     more = f"The first {PAGE_ROWS} of {count:,}; the others need JavaScript." if count > PAGE_ROWS else None
     return join(

@@ -1,0 +1,132 @@
+"""Norms of a merge from a sample: exact where all is sampled, near where not, the same however the entries arrive."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.docs_fixture import write_models
+from tests.helpers.merging import actmat as run
+
+import actmat
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.diagnostics.checks.size import size_warning
+from actmat.engine.size import RUN, RUNS, Sample, sample_runs
+from actmat.engine.task import Record
+
+LARGE = RUNS * RUN * 3 + 17
+
+
+@pytest.mark.parametrize("numel", [0, 1, RUNS * RUN, RUNS * RUN + 1, LARGE])
+def test_runs_are_in_order_inside_and_apart(numel: int) -> None:
+    runs = sample_runs(numel)
+    assert sum(b - a for a, b in runs) == min(numel, RUNS * RUN)
+    assert all(0 <= a < b <= numel for a, b in runs)
+    assert all(b <= a for (_, b), (a, _) in pairwise(runs))
+    assert not runs or (runs[0][0], runs[-1][1]) == (0, numel)
+
+
+@pytest.mark.parametrize("chunk", [1000, RUN, 50_000, LARGE])
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_the_sample_is_the_same_for_any_chunks(chunk: int, as_bytes: bool) -> None:
+    values = torch.randn(LARGE, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    sample = Sample(LARGE)
+    for start in range(0, LARGE, chunk):
+        piece = values[start : start + chunk]
+        if as_bytes:
+            data = memoryview(bytearray(piece.contiguous().view(torch.uint8).numpy().tobytes()))
+            sample.add_bytes(start, data, torch.bfloat16)
+        else:
+            sample.add(start, piece)
+    expected = torch.cat([values[a:b] for a, b in sample_runs(LARGE)]).double()
+    assert sample.entries is not None
+    assert torch.equal(sample.entries, expected)
+    assert sample.wanted_from == math.inf
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+def norms_by_hand(models: Path, out: Path) -> tuple[float, float, list[float]]:
+    """From all entries: of the merged delta, of the sum, of each expert's."""
+    manifest = json.loads((out / "actmat_manifest.json").read_text())
+    merged = [r["name"] for r in manifest["tensors"] if r["action"] == "merge"]
+    places = [models / "base", out, *(models / "experts" / n for n in ("math", "code"))]
+    base, made, *experts = ({n: open_checkpoint(str(p)).read(n).double() for n in merged} for p in places)
+
+    def norm(rows: list[torch.Tensor]) -> float:
+        return math.sqrt(sum(float((r * r).sum()) for r in rows))
+
+    deltas = [[e[n] - base[n] for n in merged] for e in experts]
+    total = [sum(d) for d in zip(*deltas, strict=True)]
+    return norm([made[n] - base[n] for n in merged]), norm(total), [norm(d) for d in deltas]  # type: ignore[arg-type]
+
+
+def test_totals_are_the_norms_of_what_is_on_disk(models: Path, tmp_path: Path) -> None:
+    experts = [models / "experts" / n for n in ("math", "code")]
+    for method, options in (("ties", {}), ("slerp", {}), ("task_arithmetic", {"scaling": 1.0})):
+        out = tmp_path / method
+        report = actmat.merge(
+            models / "base", experts, method=method, options=options, out=out, dtype="float32", scale=0.5
+        )
+        merged, total, each = norms_by_hand(models, out)
+        norms = report.totals.norms
+        assert norms is not None
+        assert norms.merged == pytest.approx(merged, rel=1e-4)
+        assert norms.total == pytest.approx(total, rel=1e-5)
+        assert list(norms.experts) == pytest.approx(each, rel=1e-5)
+    assert norms.merged == pytest.approx(0.5 * norms.total, rel=1e-5)
+
+
+def test_adapters_merged_into_a_model_have_sizes_too(models: Path, tmp_path: Path) -> None:
+    adapters = [models / "adapters" / n for n in ("math", "code")]
+    model = actmat.merge(models / "base", adapters, method="average", out=tmp_path / "model", dtype="float32")
+    adapter = actmat.merge(None, adapters, method="average", out=tmp_path / "adapter")
+    assert model.totals.norms is not None
+    assert adapter.totals.norms is not None
+    assert model.totals.norms.merged == pytest.approx(adapter.totals.norms.merged, rel=1e-5)
+    assert model.totals.norms.experts == pytest.approx(adapter.totals.norms.experts, rel=1e-5)
+
+
+def test_records_keep_their_size_in_the_journal() -> None:
+    size = {"norm": 1.0, "sum_norm": 2.0, "expert_norms": [1.0, 1.5], "sampled": 10}
+    record = Record("a", "00", {"a": "00"}, size=size)
+    assert Record.from_json(record.to_json()) == record
+    damaged = Record.from_json(record.to_json() | {"size": {**size, "expert_norms": ["x"]}})
+    assert damaged is not None
+    assert damaged.size is None
+
+
+def test_what_is_far_off_has_a_code() -> None:
+    assert size_warning(1.0, 1.4, [1.0, 1.0]) is None
+    assert (size_warning(3.1, 1.4, [1.0, 1.0]) or "")[0] == "AM402"
+    assert (size_warning(10.1, 1.4, [1.0, 1.0]) or "")[0] == "AM403"
+    assert (size_warning(0.01, 1.4, [1.0, 1.0]) or "")[0] == "AM403"
+    assert size_warning(0.0, 0.0, [0.0, 0.0]) is None
+
+
+def test_the_command_line_says_the_size_and_warns_once(models: Path, tmp_path: Path) -> None:
+    def said(*more: str) -> str:
+        places = ["-b", "base", "-e", "experts/math", "-e", "experts/code"]
+        inputs = [w if w.startswith("-") else str(models / w) for w in places]
+        return run(["merge", *inputs, "--out", str(tmp_path / "out"), "--overwrite", *more]).out
+
+    plain = said()
+    assert "x the experts' sum," in plain
+    assert "x a mean expert" in plain
+    assert "warning AM402" in plain
+    assert "warning" not in said("--scale", "0.1")
+    assert "warning" not in said("--mute", "AM402")
+    diagnosed = said("--diagnose")
+    assert "x the experts' sum," in diagnosed
+    assert "warning" not in diagnosed  # the check says it
+    assert "AM402" in diagnosed
+    assert said("--quiet") == ""
