@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from actmat.api.parts import PartReport as PartReport
     from actmat.api.parts import finish as finish
     from actmat.api.parts import merge_part as merge_part
+    from actmat.api.pushing import PushReport as PushReport
+    from actmat.api.pushing import push as push
     from actmat.api.staged import staged_statistics as staged_statistics
     from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
     from actmat.diagnostics.model import Diagnosis as Diagnosis
@@ -45,6 +47,7 @@ _NAMES = {
     "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
     "actmat.api.agreement": ("agreement", "residual_on_data"),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
+    "actmat.api.pushing": ("PushReport", "push"),
     "actmat.api.staged": ("staged_statistics",),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),

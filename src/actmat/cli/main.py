@@ -24,6 +24,7 @@ from actmat.cli.inspect import inspect
 from actmat.cli.merge import merge
 from actmat.cli.methods import methods
 from actmat.cli.plan import plan
+from actmat.cli.push import push
 from actmat.cli.report import report
 from actmat.cli.signals import Stopped, stopped_by_signals
 from actmat.cli.signature import deferred, resolved
@@ -102,7 +103,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 for recipe_command in (merge, plan, diagnose, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
-for command in (finish, report, compare, methods, inspect, import_, verify, calibrate, demo):
+for command in (finish, push, report, compare, methods, inspect, import_, verify, calibrate, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
 
