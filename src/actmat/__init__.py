@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from actmat.api import plan as plan
     from actmat.api.agreement import agreement as agreement
     from actmat.api.agreement import residual_on_data as residual_on_data
+    from actmat.api.in_memory import MemoryMerge as MemoryMerge
+    from actmat.api.in_memory import merge_in_memory as merge_in_memory
     from actmat.api.parts import FinishReport as FinishReport
     from actmat.api.parts import PartReport as PartReport
     from actmat.api.parts import finish as finish
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
     "actmat.api.agreement": ("agreement", "residual_on_data"),
+    "actmat.api.in_memory": ("MemoryMerge", "merge_in_memory"),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
     "actmat.api.pushing": ("PushReport", "push"),
     "actmat.api.staged": ("staged_statistics",),
