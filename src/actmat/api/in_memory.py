@@ -7,6 +7,7 @@ from typing import Any
 
 from actmat.api.merging import Location, make_arguments
 from actmat.in_memory import MemoryMerge, run_in_memory
+from actmat.notebook import usual_progress
 from actmat.progress import Progress
 
 __all__ = ["MemoryMerge", "merge_in_memory"]
@@ -30,4 +31,4 @@ def merge_in_memory(
         MergeError: whatever `merge` would raise, or an output that is larger than the free memory.
     """
     recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
-    return run_in_memory(recipe, settings, progress)
+    return run_in_memory(recipe, settings, progress or usual_progress())
