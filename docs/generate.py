@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import json
 import keyword
@@ -178,6 +179,8 @@ def _memory(m: MergeMethod) -> str:
 def flags(name: str) -> str:
     """Arguments and flags of one command, from its signature."""
     home, _, sub = name.partition("_")  # statistics_collect: a command of a group
+    if importlib.util.find_spec(f"actmat.cli.{name}") is not None:  # serve_command: one command
+        home, sub = name, ""
     home += "_" * keyword.iskeyword(home)
     package = "actmat_experiments.commands" if home in ("experiment", "analyze") else "actmat.cli"
     command = with_flags(importlib.import_module(f"{package}.{home}").__dict__[sub or home])

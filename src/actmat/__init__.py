@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from actmat.api import plan as plan
     from actmat.api.agreement import agreement as agreement
     from actmat.api.agreement import residual_on_data as residual_on_data
+    from actmat.api.in_memory import MemoryMerge as MemoryMerge
+    from actmat.api.in_memory import merge_in_memory as merge_in_memory
     from actmat.api.parts import FinishReport as FinishReport
     from actmat.api.parts import PartReport as PartReport
     from actmat.api.parts import finish as finish
     from actmat.api.parts import merge_part as merge_part
+    from actmat.api.pushing import PushReport as PushReport
+    from actmat.api.pushing import push as push
     from actmat.api.staged import staged_statistics as staged_statistics
     from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
     from actmat.diagnostics.model import Diagnosis as Diagnosis
@@ -44,7 +48,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
     "actmat.api.agreement": ("agreement", "residual_on_data"),
+    "actmat.api.in_memory": ("MemoryMerge", "merge_in_memory"),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
+    "actmat.api.pushing": ("PushReport", "push"),
     "actmat.api.staged": ("staged_statistics",),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),

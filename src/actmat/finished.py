@@ -13,6 +13,7 @@ from actmat.bounds import read_object
 from actmat.checkpoints.remote.retry import retried
 from actmat.checkpoints.remote.schemes import open_store
 from actmat.checkpoints.remote.source import open_remote
+from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.staging import MANIFEST_NAME, Staging
 from actmat.checkpoints.writing.upload import MARK_NAME, UploadStaging, check_upload_url, clear_upload, staging_folder
 from actmat.diagnostics.model import REPORT_NAME
@@ -48,7 +49,7 @@ def present_output(out: Path | str) -> Iterator[Path]:
         return
     if problems := check_upload_url(out):  # no request: another check tells them
         raise CheckpointError(problems[0])
-    source = open_remote(out)
+    source = find_source(out) if out.startswith("hf://") else open_remote(out)
     names = [n for n in (MANIFEST_NAME, REPORT_NAME) if n in source.names]
     clears = MARK_NAME in source.names and read_object(source.fetch(MARK_NAME)).get("clearing")
     if clears or MANIFEST_NAME not in names:  # while an output is replaced, its manifest is the old one
@@ -84,9 +85,15 @@ def check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: Run
     if isinstance(out, Path):
         Staging(out, plan.fingerprint()).sweep()
         return
+    staged = staging_folder(out, settings.staging)
+    if out.startswith("hf://"):
+        from actmat.checkpoints.writing.hub import HubStaging
+
+        if staged.parent.is_dir():
+            HubStaging(out, staged, plan.fingerprint()).sweep()
+        return
     store = open_store(out)
     retried(lambda: clear_upload(store), out)
-    staged = staging_folder(out, settings.staging)
     if staged.parent.is_dir():
         UploadStaging(out, staged, plan.fingerprint(), plan.shards).sweep()
 
@@ -104,13 +111,22 @@ def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
 
 def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
     """Files of an output at a URL that are missing, or of another size than the merge wrote."""
-    there = retried(open_store(url).list, url) or {}
+    there = _sizes(url)
     side = {n: row["size"] for n, row in (manifest["output"].get("side_files") or {}).items()}
     for name, size in {**manifest["output"]["files"], **side}.items():
         if name not in there:
             yield f"file '{name}' is missing"
-        elif there[name].size != size:
-            yield f"file '{name}' has {there[name].size} bytes, the merge wrote {size}"
+        elif there[name] != size:
+            yield f"file '{name}' has {there[name]} bytes, the merge wrote {size}"
+
+
+def _sizes(url: str) -> dict[str, int]:
+    """Sizes of the files of an output at a URL."""
+    if url.startswith("hf://"):
+        from actmat.checkpoints.writing.hub import hub_name, look_up
+
+        return {name: file.size for name, file in look_up(hub_name(url)).files.items()}
+    return {name: file.size for name, file in (retried(open_store(url).list, url) or {}).items()}
 
 
 def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:

@@ -215,7 +215,7 @@ def staged_outputs(
 
 
 def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, inputs: Inputs) -> Staging:
-    """Staging of an output in a folder, or at a URL."""
+    """Staging of an output in a folder, in a bucket, or on the hub."""
     if isinstance(out, Path):
         return Staging(
             out,
@@ -225,6 +225,10 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, inputs: In
             same_inputs=functools.partial(has_same_inputs, plan, inputs=inputs),
         )
     folder = staging_folder(out, settings.staging)
+    if out.startswith("hf://"):
+        from actmat.checkpoints.writing.hub import HubStaging
+
+        return HubStaging(out, folder, plan.fingerprint(), overwrite=settings.overwrite)
     return UploadStaging(out, folder, plan.fingerprint(), plan.shards, overwrite=settings.overwrite)
 
 

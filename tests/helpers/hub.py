@@ -9,6 +9,8 @@
 The first three also serve data sets, below /api/datasets and /datasets; the id of such a repository is
 "datasets/<org>/<name>".
 
+With `uploads`, models can be written, too: see `hub_uploads.py`.
+
 Every request is recorded, so that a test can say what was transferred.
 """
 
@@ -24,6 +26,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from tests.helpers.hub_uploads import Uploads
 
 REPO = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)"
 RESOLVE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
@@ -41,7 +44,9 @@ class HubStandIn:
     branches: dict[tuple[str, str], str] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     honours_ranges: bool = True
+    uploads: Uploads | None = None
     requests: list[tuple[str, str, int]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, repo_id: str, folder: Path, *, branch: str = "main", commit: str | None = None) -> str:
         """Publish a folder as a new commit of a branch."""
@@ -108,14 +113,37 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Keep the test output clean."""
 
+    def do_PUT(self) -> None:
+        if not self._uploaded(self._body()):
+            self._refuse(404, "EntryNotFound")
+
     def do_POST(self) -> None:
-        given = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        body = self._body()
+        if self._uploaded(body):
+            return
+        given = body.decode()
         match = PATHS.fullmatch(urlsplit(self.path).path)
         if match is None:
             self._refuse(404, "EntryNotFound")
             return
         fields = json.loads(given) if given.startswith("{") else parse_qs(given)
         self._tree(match["repo"], unquote(match["revision"]), lambda path: path in fields["paths"])
+
+    def _body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _uploaded(self, body: bytes) -> bool:
+        """Answer a request that writes; False if it is none."""
+        if self.hub.uploads is None:
+            return False
+        path, token = urlsplit(self.path).path, self.headers.get("Authorization", "")
+        with self.hub.lock:
+            answer = self.hub.uploads.answer(self.hub, self.command, path, body, token)
+        if answer is None:
+            return False
+        status, content, headers = answer
+        self._send(status, json.dumps(content).encode(), headers)
+        return True
 
     def _answer(self, *, body: bool) -> None:
         path = urlsplit(self.path).path
@@ -151,12 +179,14 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = []
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             entry = {"rfilename": path.relative_to(folder).as_posix(), "size": path.stat().st_size}
-            digest = _etag(path)
+            digest = etag_of(path)
             if len(digest) == 64:
                 entry["lfs"] = {"size": path.stat().st_size, "sha256": digest, "pointerSize": 130}
             siblings.append({**entry, "blobId": digest if len(digest) == 40 else "0" * 40})
         name = repo.removeprefix("datasets/")
-        self._send(200, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode(), {})
+        private = self.hub.uploads is not None and self.hub.uploads.private.get(repo, False)
+        found = {"id": name, "sha": commit, "private": private, "siblings": siblings}
+        self._send(200, json.dumps(found).encode(), {})
 
     def _file(self, repo: str, revision: str, name: str, *, body: bool) -> None:
         commit = self._commit(repo, revision)
@@ -167,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound")
             return
         content, status = path.read_bytes(), 200
-        headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{etag_of(path)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted and self.hub.honours_ranges:
             first, last = int(wanted[1]), int(wanted[2] or len(content) - 1)
@@ -195,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
         for key, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(key, value)
         self.end_headers()
-        sent = len(content) if body and self.command == "GET" else 0
+        sent = len(content) if body and self.command != "HEAD" else 0
         self.hub.requests.append((self.command, urlsplit(self.path).path, sent))
         if sent:
             self.wfile.write(content)
@@ -205,7 +235,7 @@ def _handler(hub: HubStandIn) -> type[BaseHTTPRequestHandler]:
     return type("Handler", (_Handler,), {"hub": hub})
 
 
-def _etag(path: Path) -> str:
+def etag_of(path: Path) -> str:
     """SHA-256 of a weight file (stored as a large file), git blob id of any other."""
     content = path.read_bytes()
     if path.suffix in (".safetensors", ".bin"):

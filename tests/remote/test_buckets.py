@@ -281,7 +281,7 @@ def test_values_that_cannot_be_merged_leave_nothing(family: Family, memory: str,
 def test_places_that_cannot_be_written_are_told_before_the_work(family: Family, memory: str) -> None:
     for out, said in (
         ("https://host/out", "web servers take no files"),
-        ("hf://org/name", "every file would be a commit"),
+        ("hf://org/name@main", "outputs are written to its main branch"),
         ("gs://bucket/out", "pip install 'actmat[gcs]'"),
     ):
         refused = merge(family, out)

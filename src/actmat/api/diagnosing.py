@@ -9,6 +9,7 @@ from typing import Any
 
 from actmat.api.merging import Location, make_arguments
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
+from actmat.notebook import usual_progress
 from actmat.progress import Progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.report.manifest import input_location, read_manifest
@@ -41,7 +42,7 @@ def diagnose(
         MergeError: whatever `merge` would raise for the same inputs.
     """
     recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
-    return diagnose_recipe(recipe, settings, progress)
+    return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
 
 
 def recipe_of_output(directory: str | Path) -> Recipe:
@@ -76,4 +77,4 @@ def diagnose_output(
     folder = Path(directory)
     if os.path.isfile(folder / REPORT_NAME):
         return read_diagnosis(folder)
-    return diagnose_recipe(recipe_of_output(folder), settings, progress)
+    return diagnose_recipe(recipe_of_output(folder), settings, progress or usual_progress("measuring"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.errors import RecipeError
+from actmat.notebook import usual_progress
 from actmat.plan import MergePlan
 from actmat.progress import Progress
 from actmat.recipe import Recipe, add_statistics, make_recipe
@@ -43,7 +44,7 @@ def merge(
         weights: one per expert, for methods that take weights.
         statistics: output of `actmat statistics collect`, by the experts' names or one each in their order, for
             methods that need it.
-        progress: see `Progress`.
+        progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
             ...; see `settings.RunSettings`).
@@ -55,7 +56,7 @@ def merge(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     recipe, settings = make_arguments(base, experts, {"out": str(out), "method": method} | fields, weights, statistics)
-    return run_recipes([recipe], settings, progress)[0]
+    return run_recipes([recipe], settings, progress or usual_progress())[0]
 
 
 def plan(

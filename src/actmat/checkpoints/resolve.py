@@ -23,7 +23,7 @@ from actmat.checkpoints.source import LocalSource, Source
 from actmat.checkpoints.stack import open_stack
 from actmat.errors import CheckpointError, did_you_mean
 
-__all__ = ["HUB_ID", "commit_of", "find_source", "open_checkpoint", "open_handle"]
+__all__ = ["HUB_ID", "commit_of", "find_source", "hub_id_of", "open_checkpoint", "open_handle"]
 
 COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
@@ -89,13 +89,29 @@ def find_source(
     if hub_id is None or not hub_id["scheme"]:
         if os.path.exists(path):
             return LocalSource(path, text)
-        # a missing `a/b` whose parent is a folder that exists is a path rather than a hub id
-        if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
+        if hub_id is None or _is_in_folder(path):
             raise _not_found(path, text)
     from actmat.checkpoints.hub import open_repository
 
     streams = bool(hub_id["scheme"]) if handle is None else handle.streams
     return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
+
+
+def hub_id_of(location: str) -> str:
+    """`org/name`, if `find_source` would look for it on the hub; else an empty string.
+
+    >>> hub_id_of("hf://org/name@main"), hub_id_of("org/name"), hub_id_of("s3://org/name")
+    ('org/name', 'org/name', '')
+    """
+    hub_id = HUB_ID.fullmatch(location)
+    if hub_id is None or not (hub_id["scheme"] or not (os.path.exists(location) or _is_in_folder(Path(location)))):
+        return ""
+    return hub_id["repo"]
+
+
+def _is_in_folder(path: Path) -> bool:
+    """True for a missing `a/b` whose parent is a folder that exists: a path rather than a hub id."""
+    return path.parent != Path() and os.path.isdir(path.parent)
 
 
 def _open_url(url: str, handle: CheckpointHandle | None) -> Source:

@@ -24,11 +24,14 @@ from actmat.cli.inspect import inspect
 from actmat.cli.merge import merge
 from actmat.cli.methods import methods
 from actmat.cli.plan import plan
+from actmat.cli.push import push
 from actmat.cli.report import report
+from actmat.cli.serve_command import serve_command
 from actmat.cli.signals import Stopped, stopped_by_signals
 from actmat.cli.signature import deferred, resolved
 from actmat.cli.statistics import statistics
 from actmat.cli.streams import checked_stdout, open_closed_streams, say
+from actmat.cli.try_ import try_
 from actmat.cli.tune import tune
 from actmat.cli.ui import ui
 from actmat.cli.verify import verify
@@ -101,9 +104,10 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-for recipe_command in (merge, plan, diagnose, tune):  # the recipe's schema takes long to import
+for recipe_command in (merge, plan, diagnose, try_, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
-for command in (finish, report, compare, methods, inspect, import_, verify, calibrate, ui, demo):
+own = (finish, push, serve_command, report, compare, methods, inspect, import_, verify, calibrate, ui, demo)
+for command in own:
     app.command()(command)
 app.add_typer(statistics, name="statistics")
 

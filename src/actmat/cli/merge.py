@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -69,9 +70,10 @@ def merge(
         _end(_merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet), strict=strict)
         return
     from actmat.api import run_recipes
-    from actmat.cli.screen import showing_progress
+    from actmat.cli.screen import hub_bars, showing_progress
 
-    with showing_progress(quiet=quiet) as progress:
+    to_hub = any(str(r.out).startswith("hf://") for r in recipes)
+    with hub_bars(quiet=quiet) if to_hub else nullcontext(), showing_progress(quiet=quiet) as progress:
         reports = run_recipes(recipes, run, progress)
     if not quiet:
         from actmat.cli.summary import print_summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -94,6 +95,20 @@ def counting(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int, int]
     with progress_bar(quiet=quiet) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def hub_bars(*, quiet: bool) -> Iterator[None]:
+    """Progress bars of the hub's library; none if `quiet`, or where stderr is no terminal."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    shown = not utils.are_progress_bars_disabled()
+    if quiet or not note_console.is_terminal:
+        utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            utils.enable_progress_bars()
 
 
 @contextlib.contextmanager

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
-from actmat.checkpoints.layer_names import stack_parts
 from actmat.foreign import markdown
 from actmat.methods import get_method
 from actmat.plan.model import MergePlan, count_actions
 from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
 from actmat.recipe.values import shown_value
+from actmat.report.licences import Origin, combine, origins_of
 
 __all__ = ["model_card"]
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
 
 def model_card(plan: MergePlan) -> str:
-    """Markdown with a YAML head: `base_model`, `tags: [merge]`, the recipe, what was done."""
+    """Markdown with a YAML head: `base_model`, `license`, `tags: [merge]`, the recipe, what was done.
+
+    Cards and licence files of the inputs are read, where they have any.
+    """
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
-    head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan)
+    origins = origins_of(plan.inputs)
+    licence = combine(origins)
+    head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
+    head |= licence.head
     method = get_method(recipe.method)
     about = f"{method.summary}\n\n    {method.equation}\n\nReference: {method.reference}."
     if not recipe.experts:
@@ -34,7 +39,6 @@ def model_card(plan: MergePlan) -> str:
         else ("tensor", "with hashes of all inputs and of the\noutput; `actmat verify` checks them.")
     )
     made = f"Made with actmat {plan.versions['actmat']}."
-    recipe_title = "" if is_adapter else "## Recipe\n\n"
     written = recipe_yaml(recipe).strip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", written)), default=0))  # a path cannot close the block
     return f"""---
@@ -49,7 +53,13 @@ def model_card(plan: MergePlan) -> str:
 
 {done}
 
-{recipe_title}{fence}yaml
+## Licence
+
+{licence.text}
+
+## Recipe
+
+{fence}yaml
 {written}
 {fence}
 
@@ -57,13 +67,11 @@ def model_card(plan: MergePlan) -> str:
 """
 
 
-def _of_model(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
+def _of_model(plan: MergePlan, origins: Sequence[Origin]) -> tuple[dict[str, Any], str, str, str]:
     """Metadata, title, table of inputs, and a sentence on what was done."""
     recipe = plan.recipe
-    inputs = [recipe.base, *(e.path for e in recipe.experts)]
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "actmat"]}
-    inputs = [p.location for i in inputs for p in stack_parts(i)] + [i for i in inputs if not stack_parts(i)]
-    hub_ids = [i.partition("@")[0] for i in dict.fromkeys(inputs) if _HUB_ID.fullmatch(i.partition("@")[0])]
+    hub_ids = list(dict.fromkeys(o.hub_id for o in origins if o.hub_id))
     if hub_ids:
         head = {"base_model": hub_ids, "base_model_relation": "merge"} | head
     words = {
@@ -84,6 +92,7 @@ def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
     assert plan.adapter_config is not None
     head = {
         "base_model": plan.adapter_config["base_model_name_or_path"],
+        "base_model_relation": "adapter",
         "library_name": "peft",
         "tags": ["merge", "actmat", "lora"],
     }

@@ -6,14 +6,19 @@ import abc
 import hashlib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actmat.bounds import is_url
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import hash_file, sha256_file
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.remote.source import RemoteSource, open_remote
+from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from actmat.checkpoints.hub import HubFile, HubRepository
 
 __all__ = ["OutputFiles", "open_output"]
 
@@ -95,10 +100,43 @@ class _Remote(OutputFiles):
         return total.hexdigest()
 
 
+class _Hub(OutputFiles):
+    """A commit of the hub; weights are compared by the hash that the hub states."""
+
+    def __init__(self, source: HubRepository) -> None:
+        if MANIFEST_NAME not in source.files:
+            raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is no finished merge made by actmat.")
+        self._source = source
+        self.manifest_folder = source.fetch(MANIFEST_NAME).parent
+
+    def names(self) -> list[str]:
+        return sorted(self._source.files)
+
+    def size(self, name: str) -> int:
+        return self._file(name).size
+
+    def content(self, name: str) -> str:
+        return hash_file(self._source.fetch(name))
+
+    def sha256(self, name: str) -> str:
+        return self._file(name).etag
+
+    def _file(self, name: str) -> HubFile:
+        if name not in self._source.files:
+            raise CheckpointError("it is missing")
+        return self._source.files[name]
+
+
 def open_output(out: str | Path) -> OutputFiles:
     """The files of an output.
 
     Raises:
         CheckpointError: a URL at which no manifest is.
     """
+    if str(out).startswith("hf://"):
+        from actmat.checkpoints.hub import HubRepository
+
+        source = find_source(str(out))
+        assert isinstance(source, HubRepository)
+        return _Hub(source)
     return _Remote(open_remote(str(out))) if is_url(out) else _Folder(Path(out))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import tempfile
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
@@ -15,7 +19,7 @@ from actmat.errors import StatisticsError, did_you_mean
 from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.foreign import in_one_line
 
-__all__ = ["Loaded", "extra", "load_model"]
+__all__ = ["Loaded", "extra", "load_model", "load_tensors"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,51 @@ def load_model(
     return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
 
 
-def _load(location: str, model_class: str | None, dtype: str) -> Any:
+def load_tensors(
+    tensors: Mapping[str, Tensor],
+    location: str,
+    files: str,
+    *,
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Any] | None = None,
+    model_class: str | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Loaded:
+    """A model of tensors in memory, as `load_model` gives one of files.
+
+    Args:
+        tensors: named as in a checkpoint; of an adapter, as in its weight file.
+        location: of the base, for messages, and to load it for an adapter.
+        files: location of tokenizer and image processor.
+        config: content of `config.json`, of a whole model.
+        adapter: content of `adapter_config.json`; None for a whole model.
+        model_class, dtype, device: as in `load_model`.
+
+    Raises:
+        StatisticsError: it cannot be loaded, or parameters are missing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if adapter is not None:
+            loaded = load_model(location, model_class=model_class, dtype=dtype, device=device)
+            peft = extra("peft")
+            Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter)), encoding="utf-8")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
+                model = peft.get_peft_model(loaded.model, peft.PeftConfig.from_pretrained(folder))
+            found = peft.set_peft_model_state_dict(model, dict(tensors))
+            if found.unexpected_keys:
+                raise StatisticsError(f"PEFT has no place for {found.unexpected_keys[0]} on {location}")
+            return Loaded(model.to(device).eval(), location, None, files)
+        Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        given = extra("transformers").AutoConfig.from_pretrained(folder)
+    architecture = model_class or next(iter(config.get("architectures") or ()), None)
+    model = _load(location, architecture, dtype, config=given, state_dict=dict(tensors))
+    return Loaded(model.to(device).eval(), location, None, files)
+
+
+def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> Any:
+    """A model of transformers; `more`: a config and tensors, in place of the files at `location`."""
     transformers = extra("transformers")
     if model_class is None:
         raise StatisticsError(
@@ -86,19 +134,16 @@ def _load(location: str, model_class: str | None, dtype: str) -> Any:
     if kind is None or not hasattr(kind, "from_pretrained"):
         near = did_you_mean(model_class, [n for n in dir(transformers) if "Model" in n or "For" in n])
         raise StatisticsError(f"transformers {transformers.__version__} has no model class '{model_class}'.{near}")
-    path, revision = _local(location)
-    logging = transformers.utils.logging
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    path, revision = (None, {}) if more else _local(location)
     try:
-        model, found = kind.from_pretrained(path, dtype=torch_dtype(dtype), output_loading_info=True, **revision)
+        with _without_bars(transformers):
+            model, found = kind.from_pretrained(
+                path, dtype=torch_dtype(dtype), output_loading_info=True, **revision, **more
+            )
     except (OSError, ValueError) as error:
         raise StatisticsError(
             f"{location}: transformers cannot load it as {model_class}: {in_one_line(error)}"
         ) from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     missing = sorted(found.get("missing_keys") or ())
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -108,6 +153,18 @@ def _load(location: str, model_class: str | None, dtype: str) -> Any:
             "(--model-class)."
         )
     return model
+
+
+@contextlib.contextmanager
+def _without_bars(transformers: Any) -> Iterator[None]:
+    logging = transformers.utils.logging
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _local(location: str) -> tuple[str, dict[str, str]]:

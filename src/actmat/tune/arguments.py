@@ -14,7 +14,7 @@ from actmat.settings import RunSettings
 from actmat.statistics.data import DataOptions
 from actmat.tune.report import TuneReport
 from actmat.tune.search import parse_budget
-from actmat.tune.settings import TuneProgress, TuneSettings
+from actmat.tune.settings import TuneProgress, TuneSettings, usual_tune_progress
 from actmat.tune.space import Space, make_space
 from actmat.tune.tuning import TuneData, tune_recipe
 
@@ -65,7 +65,7 @@ def tune(
     """
     recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, budget)
     chosen = space if isinstance(space, Space) else make_space(space or {})
-    return tune_recipe(recipe, chosen, usual_inputs(recipe, data), settings, run, progress)
+    return tune_recipe(recipe, chosen, usual_inputs(recipe, data), settings, run, progress or usual_tune_progress())
 
 
 def tune_scale(
@@ -96,7 +96,14 @@ def tune_scale(
     """
     recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, None)
     settings = dataclasses.replace(settings, average=False)
-    return tune_recipe(recipe, scale_space(recipe, scales), usual_inputs(recipe, data), settings, run, progress)
+    return tune_recipe(
+        recipe,
+        scale_space(recipe, scales),
+        usual_inputs(recipe, data),
+        settings,
+        run,
+        progress or usual_tune_progress(),
+    )
 
 
 def scale_space(recipe: Recipe, scales: Sequence[float] | None = None) -> Space:

@@ -64,6 +64,20 @@ class LmEval:
         limit: float | None = None if share >= 1 else share
         if self._limit is not None:
             limit = math.ceil(share * self._limit)
+        found = self._evaluated(model, limit)
+        return {task: _loss(task, row, found["higher_is_better"]) for task, row in _scored(found).items()}
+
+    def scores(self, model: nn.Module) -> dict[str, dict[str, float]]:
+        """Task -> name of a metric -> its value, as lm-eval reports them.
+
+        Raises:
+            RecipeError: see `losses`.
+        """
+        found = _scored(self._evaluated(model, self._limit))
+        return {task: {name: float(row[name]) for name in _metrics(row)} for task, row in found.items()}
+
+    def _evaluated(self, model: nn.Module, limit: float | None) -> dict[str, Any]:
+        """Results of lm-eval, with a number for one task at least."""
         try:
             with _quiet(), torch.random.fork_rng(devices=[]):
                 wrapped = _imported("lm_eval.models.huggingface").HFLM(
@@ -73,9 +87,9 @@ class LmEval:
                 found = self._evaluate(wrapped, self._ready_tasks(), limit=limit, bootstrap_iters=0, log_samples=False)
         except Exception as error:  # tasks, data sets and models of many kinds
             raise RecipeError(f"lm-eval cannot score {', '.join(self._tasks)}: {in_one_line(error)}") from error
-        if not (rows := _scored(found)):
+        if not _scored(found):
             raise RecipeError(f"lm-eval gives no number for {', '.join(self._tasks)}.")
-        return {task: _loss(task, row, found["higher_is_better"]) for task, row in rows.items()}
+        return dict(found)
 
     def _ready_tasks(self) -> Any:
         """The tasks with their data, loaded once, and set up as `lm_eval.simple_evaluate` does.

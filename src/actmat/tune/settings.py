@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from actmat.notebook import NotebookLine, in_notebook
 from actmat.statistics.models import Loaded
 from actmat.tune.answers import Predict, default_predict
 from actmat.tune.evaluate import Score, Trial
 from actmat.tune.memory import MemoryPlan
 from actmat.tune.search import Budget
 
-__all__ = ["TuneProgress", "TuneSettings"]
+__all__ = ["NotebookTuneProgress", "TuneProgress", "TuneSettings", "usual_tune_progress"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +71,31 @@ class TuneProgress:
 
     def trial(self, found: Trial, best: Trial) -> None:
         """A candidate was tried; `best`: of those on as many inputs."""
+
+
+class NotebookTuneProgress(TuneProgress):
+    """Shows the stage of a search, and its best candidate so far, on a line of a notebook."""
+
+    def __init__(self) -> None:
+        self._line = NotebookLine()
+        self._what = ""
+        self._trials = 0
+
+    def doing(self, what: str) -> None:
+        """Show the stage."""
+        self._what = what
+        self._line.show(what, now=True)
+
+    def note(self, text: str) -> None:
+        """Show the sentence on a line of its own."""
+        NotebookLine().show(text, now=True)
+
+    def trial(self, found: Trial, best: Trial) -> None:
+        """Show how many were tried, and the best."""
+        self._trials += 1
+        self._line.show(f"{self._what}: {self._trials} tried, best {best.candidate} ({best.mean:.4g})")
+
+
+def usual_tune_progress() -> TuneProgress:
+    """The progress of searches that name none: a line in a notebook, else nothing."""
+    return NotebookTuneProgress() if in_notebook() else TuneProgress()

@@ -47,8 +47,7 @@ FORMAT = 1
 PARALLEL_UPLOADS = 2
 """Files at the same time; the library sends the parts of each in parallel too."""
 
-READ_ONLY = {"http": "web servers take no files", "https": "web servers take no files",
-             "hf": "every file would be a commit"}  # fmt: skip
+READ_ONLY = {"http": "web servers take no files", "https": "web servers take no files"}
 
 
 T = TypeVar("T")
@@ -78,6 +77,11 @@ def check_upload_url(url: str) -> list[str]:
         scheme = check_url(url).partition("://")[0]
         if scheme in READ_ONLY:
             return [f"{url} cannot be written: {READ_ONLY[scheme]}; write to a folder or a bucket, then upload it"]
+        if scheme == "hf":
+            from actmat.checkpoints.writing.hub import hub_name
+
+            hub_name(url)
+            return []
         open_store(url, error=OutputError)
     except (CheckpointError, OutputError) as error:
         return list(error.problems)

@@ -1,0 +1,124 @@
+"""Publish a finished output on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actmat.bounds import list_folder, local_path
+from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.errors import OutputError
+from actmat.report import read_manifest, verify
+
+if TYPE_CHECKING:
+    from actmat.checkpoints.writing.hub import PushedFile
+
+__all__ = ["PushReport", "push"]
+
+ADDED = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+"""Beginnings of names of files that are pushed although no merge wrote them."""
+CARD = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """Result of `push`.
+
+    Args:
+        repo_id: `org/name`.
+        files: of the output, by name.
+        removed: files of an earlier output that the commit removed.
+        nbytes: of the files that the repository did not have.
+        private: whether the repository is private.
+        is_new: it was made for this output.
+        left_out: files of the folder that no merge wrote, which stay here.
+        notes: sentences for the user.
+        url: of the commit; empty after a dry run.
+    """
+
+    repo_id: str
+    files: tuple[PushedFile, ...]
+    removed: tuple[str, ...]
+    nbytes: int
+    private: bool
+    is_new: bool
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    url: str = ""
+
+
+def push(
+    out: str | Path,
+    repo_id: str,
+    *,
+    public: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    check: bool = True,
+) -> PushReport:
+    """Send a finished output to a model repository of the hub, with its card and manifest, in one commit.
+
+    Only files that the manifest lists are sent, and licence texts. Files that the repository has are left out; what an
+    interrupted push sent is not sent again.
+
+    Args:
+        out: folder of the output.
+        repo_id: `org/name`.
+        public: make a new repository public.
+        overwrite: replace another output in the repository; the files of that one are removed.
+        dry_run: ask the hub what it has, and send nothing.
+        check: hash every tensor and file first, and compare with the manifest; an edited card is no difference.
+
+    Raises:
+        OutputError: the output is not as it was written, or the hub does not take it; nothing shows there then.
+        CheckpointError: `out` is no output of actmat.
+    """
+    from actmat.checkpoints.writing.hub import hub_name, look_up, plan_push, send
+
+    folder, name = local_path(out), hub_name(repo_id)
+    names, left_out = _files(folder)
+    if check:
+        _check(folder)
+    planned = plan_push(look_up(name), folder, names, private=not public, overwrite=overwrite)
+    return PushReport(
+        repo_id=name,
+        files=planned.files,
+        removed=planned.removed,
+        nbytes=planned.nbytes,
+        private=not public,
+        is_new=not planned.place.exists,
+        left_out=left_out,
+        notes=_notes(folder, public=public),
+        url="" if dry_run else send(planned, f"Push {folder.name} with actmat"),
+    )
+
+
+def _files(folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    """Names of the files to push, and of the others."""
+    from actmat.checkpoints.writing.hub import listed_files
+
+    ours = {*listed_files(read_manifest(folder)), MANIFEST_NAME}
+    there = [n for n in list_folder(folder) if n not in (".cache", ".git", ".gitattributes")]
+    names = [n for n in there if n in ours or (n.upper().startswith(ADDED) and (folder / n).is_file())]
+    if missing := sorted(ours - set(there)):
+        raise OutputError(f"{folder} is not whole.", [f"file '{n}' of the manifest is missing" for n in missing])
+    return names, tuple(n for n in there if n not in names)
+
+
+def _check(folder: Path) -> None:
+    """Compare the output with its manifest; the card may be edited, and files may be added."""
+    allowed = (f"file '{CARD}' of the output ", "the output has an extra file ")
+    problems = [p for p in verify(folder, inputs=False).problems if not p.startswith(allowed)]
+    if problems:
+        raise OutputError(f"{folder} is not as it was written, so it is not pushed. Fix: merge again.", problems)
+
+
+def _notes(folder: Path, *, public: bool) -> tuple[str, ...]:
+    """Notes on the licence that the card states."""
+    from actmat.report.licences import read_card
+
+    card = read_card((folder / CARD).read_text(encoding="utf-8"))
+    if not public or card.licences:
+        return card.notes
+    return (*card.notes, "the card states no licence, so others may not use the model: add 'license:' to README.md")

@@ -1,0 +1,139 @@
+"""Merge into memory: the tensors of an output, and the model that they make; nothing is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.raw import empty_tensor, raw_bytes
+from actmat.engine.executors import computes_here
+from actmat.engine.memory import available_memory
+from actmat.errors import OutputError, RecipeError, format_size, memory_errors
+from actmat.inputs import Problems, check_values, opened_inputs, plans_of
+from actmat.output import StagedOutput
+from actmat.places import checked_room, executor_of, resources_of
+from actmat.plan import MergePlan
+from actmat.progress import NoProgress, Progress
+from actmat.recipe import Recipe
+from actmat.run import execute_units
+from actmat.settings import RunSettings
+from actmat.statistics.models import Loaded, load_tensors
+
+__all__ = ["MemoryMerge", "run_in_memory"]
+
+
+class _Sink:
+    """Fills one tensor."""
+
+    digest = ""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._memory, self._done = raw_bytes(tensor), 0
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        self._memory[self._done : self._done + len(data)] = data
+        self._done += len(data)
+
+
+class _MemoryWriter:
+    """Gives sinks that fill tensors; aliases share memory."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = {s.name: s for s in specs}
+        self.tensors: dict[str, Tensor] = {}
+
+    def sink(self, name: str, aliases: Sequence[str] = ()) -> _Sink:
+        """The sink of tensor `name`; `aliases` are the same tensor."""
+        tensor = empty_tensor(self._specs[name])
+        self.tensors |= dict.fromkeys((name, *aliases), tensor)
+        return _Sink(tensor)
+
+
+@dataclass(frozen=True)
+class MemoryMerge:
+    """A merge that is only in memory.
+
+    Args:
+        plan: what was done.
+        tensors: the output's, by name, in its dtypes; tied tensors are one tensor.
+        config: `config.json` of the model; of an adapter, that of its base, which is not loaded yet.
+        seconds: wall time.
+    """
+
+    plan: MergePlan
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    config: Mapping[str, Any] = field(repr=False)
+    seconds: float
+
+    @property
+    def base(self) -> str:
+        """Location of the base; of an adapter without one, the base that its config names, or an empty text."""
+        config = self.plan.adapter_config or {}
+        return self.plan.recipe.base or str(config.get("base_model_name_or_path") or "")
+
+    def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Loaded:
+        """The model, ready to run; a merged adapter is on its base.
+
+        Args:
+            model_class: class of transformers; default: the config's architecture.
+            dtype, device: of the model.
+
+        Raises:
+            StatisticsError: transformers, or PEFT, does not load it.
+        """
+        recipe, base = self.plan.recipe, self.base
+        files = base if recipe.files_from == "base" else recipe.experts[recipe.labels.index(recipe.files_from)].path
+        return load_tensors(
+            self.tensors,
+            base,
+            files,
+            config=self.config,
+            adapter=self.plan.adapter_config,
+            model_class=model_class,
+            dtype=dtype,
+            device=device,
+        )
+
+
+@memory_errors()
+def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> MemoryMerge:
+    """Carry out a recipe in memory; its `out` is ignored.
+
+    Memory: that of the merge, and the whole output in its own dtypes.
+
+    Raises:
+        MergeError: whatever merging it would raise.
+        OutputError: the output is larger than the free memory.
+        RecipeError: an executor on other machines.
+    """
+    began = time.perf_counter()
+    settings, progress = settings or RunSettings(), progress or NoProgress()
+    executor = executor_of(settings, recipe)
+    if not computes_here(executor):
+        raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
+    problems = Problems()
+    room = checked_room(settings, executor, problems)
+    with opened_inputs([recipe], problems) as inputs:
+        (plan,) = plans_of([recipe], inputs, room, problems)
+        if plan.write_bytes > (free := available_memory()):
+            raise OutputError(
+                f"The merged model takes {format_size(plan.write_bytes)}, and {format_size(free)} of memory are free: "
+                "merge into a folder (actmat merge ... --out OUT), or give --dtype bfloat16."
+            )
+        writer = _MemoryWriter(plan.specs)
+        resources = resources_of([plan], settings, inputs)
+        progress.started([plan], 0, resources.workers)
+        check_values(inputs)
+        execute_units([StagedOutput(plan, writer)], inputs, executor, resources, None, progress)
+        base = inputs.base
+        config = {} if base is None else dict(base.written_config or base.config or {})
+        if recipe.dtype is not None and config:
+            config["dtype"] = recipe.dtype
+    tensors = {s.name: writer.tensors[s.name] for s in plan.specs}
+    return MemoryMerge(plan, tensors, config, time.perf_counter() - began)

@@ -1,0 +1,198 @@
+"""The licence of a merged model, from what the cards and licence files of its inputs state.
+
+Nothing here is legal advice: names are compared, texts are not read beyond their titles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from actmat.bounds import read_bytes
+from actmat.checkpoints.layer_names import stack_parts
+from actmat.checkpoints.resolve import find_source, hub_id_of
+from actmat.errors import MergeError
+from actmat.foreign import in_one_line, markdown, terminal
+from actmat.plan.model import InputSummary
+
+__all__ = ["Card", "CombinedLicence", "Origin", "combine", "origins_of", "read_card", "title_of_licence"]
+
+MAX_TEXT = 1 << 20
+"""Bytes of a card or of a licence file."""
+TITLE = 2_000
+"""Characters of a licence file in which its title is looked for."""
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt")
+
+PERMISSIVE = frozenset(
+    (
+        *("apache-2.0", "mit", "bsd", "bsd-2-clause", "bsd-3-clause", "bsd-3-clause-clear", "isc", "zlib", "unlicense"),
+        *("wtfpl", "cc0-1.0", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0", "afl-3.0", "artistic-2.0"),
+        *("bsl-1.0", "ncsa", "postgresql", "ms-pl", "odc-by", "pddl"),
+    )
+)
+"""Identifiers of licences, as the hub has them, that let a derived work have another licence, notices kept."""
+
+TITLES = (
+    (r"Apache License\s+Version 2\.0", "apache-2.0"),
+    (r"\bMIT License\b|Permission is hereby granted, free of charge", "mit"),
+    (r"GNU AFFERO GENERAL PUBLIC LICENSE\s+Version 3", "agpl-3.0"),
+    (r"GNU LESSER GENERAL PUBLIC LICENSE\s+Version 3", "lgpl-3.0"),
+    (r"GNU GENERAL PUBLIC LICENSE\s+Version 3", "gpl-3.0"),
+    (r"GNU GENERAL PUBLIC LICENSE\s+Version 2", "gpl-2.0"),
+    (r"Attribution-NonCommercial-ShareAlike 4\.0", "cc-by-nc-sa-4.0"),
+    (r"Attribution-NonCommercial-NoDerivatives 4\.0", "cc-by-nc-nd-4.0"),
+    (r"Attribution-NonCommercial 4\.0", "cc-by-nc-4.0"),
+    (r"Attribution-ShareAlike 4\.0", "cc-by-sa-4.0"),
+    (r"Attribution 4\.0 International", "cc-by-4.0"),
+    (r"CC0 1\.0 Universal", "cc0-1.0"),
+    (r"LLAMA 2 COMMUNITY LICENSE", "llama2"),
+    (r"LLAMA 3\.1 COMMUNITY LICENSE", "llama3.1"),
+    (r"LLAMA 3\.2 COMMUNITY LICENSE", "llama3.2"),
+    (r"LLAMA 3\.3 COMMUNITY LICENSE", "llama3.3"),
+    (r"LLAMA 4 COMMUNITY LICENSE", "llama4"),
+    (r"META LLAMA 3 COMMUNITY LICENSE", "llama3"),
+    (r"Gemma Terms of Use", "gemma"),
+    (r"Redistribution and use in source and binary forms[\s\S]*Neither the name", "bsd-3-clause"),
+)
+"""Title or first sentence of a licence's text -> its identifier on the hub."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The parts of a model card that a merge uses.
+
+    Args:
+        licences: identifiers, in the order of the card; the name of one that is called `other`.
+        link: of a licence that is called `other`.
+        notes: conflicts of a merged model, as its card states them.
+    """
+
+    licences: tuple[str, ...] = ()
+    link: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """An input of a merge: its label, its id on the hub (empty elsewhere), and its licences (none: unknown)."""
+
+    label: str
+    hub_id: str = ""
+    licences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedLicence:
+    """The licence of a merged model.
+
+    Args:
+        head: lines of the card's head; none where it must be decided by a person.
+        text: sentences for the card.
+        conflict: the sentence that names licences which do not go together; empty if they do.
+    """
+
+    head: Mapping[str, str | list[str]]
+    text: str
+    conflict: str = ""
+
+
+def title_of_licence(text: str) -> str:
+    r"""Identifier of a licence from its text; empty where the title is not known.
+
+    >>> title_of_licence("                Apache License\n          Version 2.0, January 2004")
+    'apache-2.0'
+    """
+    start = text[:TITLE]
+    return next((name for pattern, name in TITLES if re.search(pattern, start, re.IGNORECASE)), "")
+
+
+def read_card(text: str) -> Card:
+    r"""Licences of a model card; those of a damaged one are unknown.
+
+    >>> read_card("---\nlicense: other\nlicense_name: my-terms\n---\n# Model").licences
+    ('my-terms',)
+    """
+    head = re.match(r"\s*---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
+    data: object = None
+    with contextlib.suppress(yaml.YAMLError, RecursionError, ValueError):
+        data = yaml.safe_load(head[1]) if head else None
+    if not isinstance(data, dict):
+        return Card()
+    given = data.get("license")
+    listed = [x for x in (given if isinstance(given, list) else [given]) if isinstance(x, str) and x.strip()]
+    name, link = data.get("license_name"), data.get("license_link")
+    named = [str(name) if x == "other" and isinstance(name, str) else x for x in listed if x != "unknown"]
+    notes = re.findall(r"^\*\*Conflict\*\*: (.*)$", text, re.MULTILINE)
+    return Card(tuple(terminal(x.strip().lower())[:80] for x in named), link if isinstance(link, str) else "",
+                tuple(f"the card names a conflict: {n}" for n in notes))  # fmt: skip
+
+
+def origins_of(inputs: Iterable[InputSummary]) -> list[Origin]:
+    """Origins of the inputs, and their licences; cards on the hub are fetched at the commit that was merged."""
+    found = []
+    for given in inputs:
+        places = [part.location for part in stack_parts(given.location)] or [given.location]
+        for place in dict.fromkeys(places):
+            hub_id = hub_id_of(place)
+            address = f"{place.partition('@')[0]}@{given.commit}" if hub_id and given.commit else place
+            label = given.label if len(places) == 1 else f"{given.label} ({place})"
+            found.append(Origin(label, hub_id, _licences(address)))
+    return found
+
+
+def _licences(location: str) -> tuple[str, ...]:
+    """Licences that the card of an input states, else that of its licence file; none where there is neither."""
+    texts: dict[str, str] = {}
+    with contextlib.suppress(MergeError, OSError):  # an input that was read, whose card cannot be: unknown
+        source = find_source(location)
+        for name in ("README.md", *LICENCE_FILES):
+            if name in source.names:
+                content = read_bytes(source.fetch(name), most=MAX_TEXT)
+                texts[name] = content.decode("utf-8", "replace")
+    if licences := read_card(texts.pop("README.md", "")).licences:
+        return licences
+    return tuple(filter(None, (title_of_licence(text) for text in texts.values())))[:1]
+
+
+def combine(origins: Sequence[Origin]) -> CombinedLicence:
+    """The licence of a model that is made of all inputs.
+
+    One that all share is its own. Of permissive ones all are listed. One that is not permissive holds for all, with the
+    notices of the others. Two of these conflict: neither allows terms beyond its own, so a person must decide. With an
+    input whose licence is unknown nothing is stated.
+
+    >>> combine([Origin("base", "", ("llama3.1",)), Origin("math", "", ("apache-2.0",))]).head
+    {'license': 'llama3.1'}
+    """
+    by_licence: dict[str, list[str]] = {}
+    for origin in origins:
+        for licence in origin.licences:
+            by_licence.setdefault(licence, []).append(origin.label)
+    unknown = [o.label for o in origins if not o.licences]
+    strict = [name for name in by_licence if name not in PERMISSIVE]
+    stated = "; ".join(f"`{_plain(n)}`: {', '.join(map(markdown, labels))}" for n, labels in by_licence.items())
+    text = f"Licences that the inputs state: {stated or 'none'}."
+    if unknown:
+        text += f" None was found for {', '.join(map(markdown, unknown))}."
+    if len(strict) > 1:
+        pairs = " and ".join(f"{n} ({', '.join(by_licence[n])})" for n in strict)
+        conflict = f"{pairs} are not one licence, and neither is permissive. Ask their owners, or leave one out."
+        head: dict[str, str | list[str]] = {"license": "other", "license_name": "conflict"}
+        return CombinedLicence(head, f"{text}\n\n**Conflict**: {markdown(conflict)}", in_one_line(conflict))
+    if unknown:
+        return CombinedLicence({}, f"{text} The licence of this model is not stated here: find out, and add it.")
+    chosen = strict or list(by_licence)
+    others = [n for n in by_licence if n not in chosen]
+    text += f" That of this model: {', '.join(f'`{_plain(n)}`' for n in chosen)}."
+    if others:
+        text += f" The notices of {', '.join(f'`{_plain(n)}`' for n in others)} must be kept."
+    return CombinedLicence({"license": chosen[0] if len(chosen) == 1 else chosen}, text)
+
+
+def _plain(name: str) -> str:
+    """A name inside a code span."""
+    return terminal(name).replace("`", "'").replace("|", "/")

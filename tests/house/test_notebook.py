@@ -1,0 +1,57 @@
+"""The tutorial runs in a kernel, shows what it is stored with, and what its text claims is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from docs.notebook import NOTEBOOK, kinds, run
+from nbclient.exceptions import CellExecutionError
+from tests.helpers.repository import SOURCES
+
+STORED = nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ":".join(map(str, SOURCES)))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return run(nbformat.read(NOTEBOOK, as_version=4), tmp_path_factory.mktemp("tutorial"))
+
+
+def accuracies(notebook: Any) -> dict[str, dict[str, float]]:
+    text = next(o.text for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == "stdout")
+    return {
+        line.split()[0]: {n: float(v) for n, v in re.findall(r"(parity|large) (\d\.\d+)", line)}
+        for line in text.splitlines()
+    }
+
+
+def test_the_tutorial_shows_what_is_stored(executed: Any) -> None:
+    assert kinds(executed) == kinds(STORED), "run python -m docs.notebook"
+
+
+def test_its_claims_hold(executed: Any) -> None:
+    for notebook in (executed, STORED):
+        found = accuracies(notebook)
+        assert found.keys() == {"base", "experts/parity", "experts/large", "merged"}
+        assert all(found["merged"][task] > found["base"][task] for task in ("parity", "large"))
+        assert max(found, key=lambda name: found[name]["parity"]) == "experts/parity"
+        assert max(found, key=lambda name: found[name]["large"]) == "experts/large"
+
+
+def test_it_fits_on_screens_and_names_no_machine() -> None:
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert len(text) < 60_000
+    assert "/tmp" not in text
+    assert all(len(line) < 200 for cell in STORED.cells for line in cell.source.splitlines())
+
+
+def test_a_failing_cell_is_an_error(tmp_path: Path) -> None:
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")])
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        run(made, tmp_path)

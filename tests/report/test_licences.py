@@ -1,0 +1,150 @@
+"""The licence of a merged model: from cards and licence files, with conflicts named; relations to the inputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.helpers.adapters import save_adapter
+from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.merging import Family
+
+import actmat
+from actmat.report.licences import PERMISSIVE, TITLES, Origin, combine, read_card, title_of_licence
+
+APACHE = "\n                                 Apache License\n                           Version 2.0, January 2004\n"
+
+
+def origin(label: str, *licences: str) -> Origin:
+    return Origin(label, "", licences)
+
+
+def card(out: Any) -> tuple[dict[str, Any], str]:
+    _, head, body = (Path(out) / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(head), body
+
+
+@pytest.mark.parametrize(
+    ("inputs", "head", "said"),
+    [
+        ([origin("base", "mit"), origin("a", "mit")], {"license": "mit"}, "That of this model: `mit`."),
+        ([origin("base", "mit"), origin("a", "apache-2.0")], {"license": ["mit", "apache-2.0"]}, "`apache-2.0`: a"),
+        ([origin("base", "llama3.1"), origin("a", "mit")], {"license": "llama3.1"}, "notices of `mit` must be kept"),
+        ([origin("base", "mit"), origin("a")], {}, "None was found for a. The licence of this model is not stated"),
+        ([origin("base")], {}, "Licences that the inputs state: none."),
+        ([origin("base", "gemma"), origin("a", "gemma", "mit")], {"license": "gemma"}, "`gemma`: base, a"),
+    ],
+)
+def test_licences_combine(inputs: list[Origin], head: dict[str, Any], said: str) -> None:
+    found = combine(inputs)
+    assert found.head == head
+    assert said in found.text
+    assert found.conflict == ""
+
+
+def test_two_licences_that_are_not_permissive_conflict_and_both_are_named() -> None:
+    found = combine([origin("base", "llama3.1"), origin("math", "cc-by-nc-4.0"), origin("code", "mit"), origin("x")])
+    assert found.head == {"license": "other", "license_name": "conflict"}
+    assert found.conflict.startswith("llama3.1 (base) and cc-by-nc-4.0 (math) are not one licence")
+    assert "None was found for x." in found.text
+    (note,) = read_card(f"---\nlicense: other\n---\n{found.text}\n").notes
+    assert "cc-by-nc-4.0" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "licences"),
+    [
+        ("---\nlicense: MIT\n---\n", ("mit",)),
+        ("---\nlicense: [mit, apache-2.0]\n---\n", ("mit", "apache-2.0")),
+        ("---\nlicense: other\nlicense_name: my-terms\n---\n", ("my-terms",)),
+        ("---\nlicense: other\n---\n", ("other",)),
+        ("---\nlicense: unknown\n---\n", ()),
+        ("---\nlicense: {a: 1}\n---\n", ()),
+        ("---\nlicense: [1, null]\n---\n", ()),
+        ("---\n[not: closed\n---\n", ()),
+        ("# No head\nlicense: mit\n", ()),
+        ("---\nlicense: \"a\\nb\"\n---\n", (r"a\nb",)),
+        ("", ()),
+    ],
+)  # fmt: skip
+def test_cards_are_read_whatever_they_hold(text: str, licences: tuple[str, ...]) -> None:
+    assert read_card(text).licences == licences
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (APACHE, "apache-2.0"),
+        ("MIT License\n\nCopyright (c) 2026", "mit"),
+        ("LLAMA 3.1 COMMUNITY LICENSE AGREEMENT", "llama3.1"),
+        ("META LLAMA 3 COMMUNITY LICENSE AGREEMENT", "llama3"),
+        ("                    GNU AFFERO GENERAL PUBLIC LICENSE\n                       Version 3", "agpl-3.0"),
+        ("Creative Commons\nAttribution-NonCommercial 4.0 International", "cc-by-nc-4.0"),
+        ("Attribution 4.0 International", "cc-by-4.0"),
+        ("All rights reserved", ""),
+    ],
+)
+def test_licence_files_are_known_by_their_titles(text: str, name: str) -> None:
+    assert title_of_licence(text) == name
+
+
+def test_every_title_is_a_pattern_with_one_identifier() -> None:
+    assert all(re.compile(pattern) for pattern, _ in TITLES)
+    assert {name for _, name in TITLES} & PERMISSIVE == {"apache-2.0", "mit", "cc-by-4.0", "cc0-1.0", "bsd-3-clause"}
+
+
+def test_a_merge_takes_licences_from_folders(tmp_path: Path) -> None:
+    family = Family.make(tmp_path, layers=1)
+    (family.base / "LICENSE").write_text(APACHE)
+    for expert in family.experts:
+        (expert / "README.md").write_text("---\nlicense: llama3.1\n---\n")
+    (family.experts[0] / "LICENSE").write_text("MIT License")  # the card counts
+    actmat.merge(family.base, family.experts, out=family.out, durable=False)
+    head, body = card(family.out)
+    assert head["license"] == "llama3.1"
+    assert "`apache-2.0`: base; `llama3.1`: expert0, expert1." in body.partition("## Licence")[2]
+    assert "base_model" not in head, "folders are no ids of the hub, also where they have a slash"
+
+
+def test_a_folder_with_a_slash_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Family.make(tmp_path / "models", layers=1)
+    monkeypatch.chdir(tmp_path)
+    actmat.merge("models/base", ["models/expert0"], out="out", durable=False)
+    assert "base_model" not in card("out")[0]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
+    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
+        yield stand_in
+
+
+def test_inputs_from_the_hub_are_related_and_their_cards_read_at_the_merged_commit(
+    hub: HubStandIn, tmp_path: Path
+) -> None:
+    family = Family.make(tmp_path, layers=1)
+    (family.experts[0] / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
+    (family.experts[1] / "README.md").write_text("---\nlicense: gemma\n---\n")
+    for name, folder in (("base", family.base), ("math", family.experts[0]), ("code", family.experts[1])):
+        hub.add(f"org/{name}", folder)
+    actmat.merge("hf://org/base", ["hf://org/math@main", "org/code"], out=family.out, durable=False)
+    head, body = card(family.out)
+    assert head["base_model"] == ["org/base", "org/math", "org/code"]
+    assert head["base_model_relation"] == "merge"
+    assert (head["license"], head["license_name"]) == ("other", "conflict")
+    assert "**Conflict**: cc-by-nc-4.0 (math) and gemma (code) are not one licence" in body
+    assert "None was found for base." in body
+
+
+def test_an_adapter_names_its_base_as_a_relation(tmp_path: Path) -> None:
+    adapters = [save_adapter(tmp_path / str(n), "llama", n, r=2, target_modules=["q_proj"]) for n in range(2)]
+    for adapter in (tmp_path / "0", tmp_path / "1"):
+        (adapter / "README.md").write_text("---\nlicense: mit\n---\n")
+    actmat.merge(experts=[tmp_path / "0", tmp_path / "1"], out=tmp_path / "out", durable=False)
+    head, _ = card(tmp_path / "out")
+    assert (head["base_model_relation"], head["license"]) == ("adapter", "mit")
+    assert len(adapters) == 2
