@@ -5,7 +5,8 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -15,7 +16,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
-from actmat.experts.lora.modules import AdapterModule, list_modules
+from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
 from actmat.linalg.lowrank import LowRank
 
 __all__ = ["Adapter"]
@@ -25,18 +26,35 @@ class Adapter:
     """An open adapter: its modules, and all problems, one sentence each. Use as a context manager.
 
     `extras` are tensors trained in full, `copies` unused copies of base weights: name in the model -> stored name.
-    `is_pair_list`: a list of factors without names, whose modules are named by their positions.
+    `layout` is how it is stored; modules of a list of pairs are named by their positions.
+
+    Args:
+        weights: the stored tensors, which are closed with it.
+        config: settings that determine its deltas.
+        problems: of the config.
+        listing: its content; default: as PEFT names it.
     """
 
     def __init__(
-        self, weights: Checkpoint, config: AdapterConfig, problems: list[str], *, is_pair_list: bool = False
+        self, weights: Checkpoint, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
     ) -> None:
+        listing = listing or list_modules(weights.specs, config)
         self.weights = weights
         self.config = config
-        self.is_pair_list = is_pair_list
+        self.layout: AdapterLayout = listing.layout
         self.location = weights.location
-        self.modules, self.extras, self.copies, found = list_modules(weights.specs, config)
-        self.problems = (*problems, *found)
+        self.modules, self.extras, self.copies = listing.modules, listing.extras, listing.copies
+        self.problems = (*problems, *listing.problems)
+
+    @property
+    def is_pair_list(self) -> bool:
+        """True for a list of factors without names."""
+        return self.layout == "pairs"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Components of a pipeline that it changes -> number of their modules; one empty name for any other."""
+        return dict(Counter(m.part for m in self.modules.values()))
 
     @property
     def dtype(self) -> str:

@@ -19,10 +19,11 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fitting import Fit, fit_adapter
+from actmat.experts.lora.lora_files import is_lora_file, open_lora_file
 from actmat.experts.lora.open import is_adapter, open_adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["LORA", "AdapterExpert"]
+__all__ = ["LORA", "LORA_FILE", "AdapterExpert"]
 
 _SLAB = 1 << 22
 """Entries of a product that are formed at a time."""
@@ -49,6 +50,7 @@ class AdapterExpert(Expert):
         self._base = base
         self._pieces = fit.pieces
         self._full = fit.full
+        self.notes = _notes(adapter, fit)
         self.specs = stored
         if base is not None:
             specs = {name: spec for name, spec in base.specs.items() if name not in fit.hidden}
@@ -122,7 +124,8 @@ class AdapterExpert(Expert):
     def handle(self) -> AdapterHandle:
         """The adapter's location, the address of its base, and the versions of remote files."""
         base = None if self._base is None else self._base.handle()
-        return AdapterHandle(self.location, LORA, base, versions_of_files(self.identity()))
+        family = LORA_FILE if self.adapter.layout in ("kohya", "diffusers") else LORA
+        return AdapterHandle(self.location, family, base, versions_of_files(self.identity()))
 
     def _product(self, name: str, dtype: torch.dtype) -> LowRank:
         """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""
@@ -149,7 +152,8 @@ class AdapterExpert(Expert):
         if piece is None:
             return ()
         module = piece.module
-        return tuple(n for n in ([module.bias] if piece.bias else [module.a, module.b]) if n is not None)
+        names = [module.bias] if piece.bias else [module.a, module.b, module.alpha]
+        return tuple(n for n in names if n is not None)
 
 
 def _entries(product: LowRank, start: int, stop: int) -> Tensor:
@@ -169,8 +173,24 @@ def _entries(product: LowRank, start: int, stop: int) -> Tensor:
     return out
 
 
+def _notes(adapter: Adapter, fit: Fit) -> tuple[str, ...]:
+    """Remarks for the plan."""
+    notes = [
+        f"the base is no {part}: {count} modules of the adapter, those of the {part}, are left out"
+        for part, count in fit.left_out.items()
+    ]
+    return (*notes, *(["it holds copies of base weights; the base's own are used"] if adapter.copies else []))
+
+
 def _open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
-    adapter = open_adapter(location)
+    return _fitted(open_adapter(location), location, base)
+
+
+def _open_fitted_file(location: str | Path, base: Checkpoint) -> AdapterExpert:
+    return _fitted(open_lora_file(location), location, base)
+
+
+def _fitted(adapter: Adapter, location: str | Path, base: Checkpoint) -> AdapterExpert:
     fit = fit_adapter(adapter, base)
     if fit.problems:
         adapter.weights.close()
@@ -182,8 +202,16 @@ def _open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
 
 
 def _open_unfitted(location: str | Path) -> AdapterExpert:
-    adapter = open_adapter(location)
+    return _unfitted(open_adapter(location))
+
+
+def _open_unfitted_file(location: str | Path) -> AdapterExpert:
+    return _unfitted(open_lora_file(location))
+
+
+def _unfitted(adapter: Adapter) -> AdapterExpert:
     return AdapterExpert(adapter, None, Fit({}, {n: n for n in adapter.weights.specs}, frozenset(), ()))
 
 
 LORA = Family("LoRA", is_adapter, _open_fitted, _open_unfitted)
+LORA_FILE = Family("LoRA file", is_lora_file, _open_fitted_file, _open_unfitted_file)
