@@ -56,6 +56,13 @@ class Adapter:
         """Components of a pipeline that it changes -> number of their modules; one empty name for any other."""
         return dict(Counter(m.part for m in self.modules.values()))
 
+    def renamed(self, names: Mapping[str, str]) -> Adapter:
+        """The same adapter, open as long as this one, with only these modules: new name -> own name."""
+        modules = {new: self.modules[old] for new, old in names.items()}
+        return Adapter(
+            self.weights, self.config, (), Listing(modules, self.extras, self.copies, self.problems, self.layout)
+        )
+
     @property
     def dtype(self) -> str:
         """Widest floating dtype of the stored factors."""
