@@ -42,8 +42,7 @@ def in_one_layout(
     for label, adapter in zip(recipe.labels, adapters, strict=True):
         names, found = module_names(adapter, layout)
         if adapter.layout != layout and adapter.extras:
-            found.append(f"it holds tensors trained in full ({', '.join(adapter.extras)}), which '{layout}' has no name "
-                         "for")  # fmt: skip
+            found.append(f"'{layout}' has no names for its tensors trained in full ({', '.join(adapter.extras)})")
         problems += [f"expert '{label}' ({adapter.location}) cannot be written as '{layout}': {p}" for p in found]
         out.append(adapter.renamed(names))
     return out, problems
