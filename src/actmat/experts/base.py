@@ -128,6 +128,10 @@ class Expert(abc.ABC):
         """Local folder of config, tokenizer and processor files of a full model, else None."""
         return None
 
+    def adopt(self, base: Checkpoint) -> None:
+        """Take over the base that it was opened with: closed with the expert, or now where it is not read again."""
+        base.close()
+
     @abc.abstractmethod
     def close(self) -> None:
         """Release files. Reading afterwards is an error. May be called twice."""

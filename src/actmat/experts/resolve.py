@@ -17,14 +17,14 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, ExpertHandle, Family, VocabularyHandle
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.expert import LORA, LORA_FILE
 from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, unmerged_problem
 from actmat.experts.lora.open import open_adapter as open_peft_adapter
+from actmat.experts.peft import LORA_FILE, PEFT
 from actmat.experts.vocabulary import align_vocabulary
 
 __all__ = ["FAMILIES", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
 
-FAMILIES: tuple[Family, ...] = (LORA, LORA_FILE)
+FAMILIES: tuple[Family, ...] = (PEFT, LORA_FILE)
 """The known families of adapters; the first that claims a location opens it."""
 
 
@@ -109,8 +109,14 @@ def open_handle(handle: ExpertHandle) -> Expert:
         return align_vocabulary(open_checkpoint_handle(handle.checkpoint), base, owns_base=True)
     if handle.base is None:
         return _as_it_was(_open_unfitted(handle.family, handle.location), handle)
-    with open_checkpoint_handle(handle.base) as base:
-        return _as_it_was(handle.family.open(handle.location, base), handle)
+    base = open_checkpoint_handle(handle.base)
+    try:
+        expert = handle.family.open(handle.location, base)
+    except CheckpointError:
+        base.close()
+        raise
+    expert.adopt(base)
+    return _as_it_was(expert, handle)
 
 
 def _as_it_was(expert: Expert, handle: AdapterHandle) -> Expert:

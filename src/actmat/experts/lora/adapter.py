@@ -19,7 +19,7 @@ from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["Adapter"]
+__all__ = ["Adapter", "module_product"]
 
 
 class Adapter:
@@ -63,6 +63,12 @@ class Adapter:
             self.weights, self.config, (), Listing(modules, self.extras, self.copies, self.problems, self.layout)
         )
 
+    def with_problems(self, problems: Sequence[str]) -> Adapter:
+        """The same adapter, open as long as this one, with other problems."""
+        return Adapter(
+            self.weights, self.config, problems, Listing(self.modules, self.extras, self.copies, (), self.layout)
+        )
+
     @property
     def dtype(self) -> str:
         """Widest floating dtype of the stored factors."""
@@ -72,15 +78,7 @@ class Adapter:
 
     def factors(self, module: AdapterModule, dtype: torch.dtype) -> LowRank:
         """The delta of a module, of the shape `module.shape`; `b` includes the scaling."""
-        a, b = self.weights.read(module.a).to(dtype), self.weights.read(module.b).to(dtype)
-        if module.kind == "embedding":
-            return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
-        if module.kind == "parameter" and len(module.shape) == 3:
-            n = module.shape[0]
-            a_ERI = a.reshape(n, module.rank, a.shape[-1])
-            b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
-            return LowRank(b_EOR * module.scaling, a_ERI)
-        return LowRank(b.flatten(1) * module.scaling, a.flatten(1))
+        return module_product(module, self.weights.read(module.a).to(dtype), self.weights.read(module.b).to(dtype))
 
     def bias_delta(self, module: AdapterModule, dtype: torch.dtype) -> Tensor | None:
         """`scaling * lora_B.bias`, the delta of the layer's bias; None without one."""
@@ -111,3 +109,15 @@ class Adapter:
 
     def __exit__(self, *error: object) -> None:
         self.weights.close()
+
+
+def module_product(module: AdapterModule, a: Tensor, b: Tensor) -> LowRank:
+    """The delta of a module from its stored factors; `b` of the product includes the scaling."""
+    if module.kind == "embedding":
+        return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
+    if module.kind == "parameter" and len(module.shape) == 3:
+        n = module.shape[0]
+        a_ERI = a.reshape(n, module.rank, a.shape[-1])
+        b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
+        return LowRank(b_EOR * module.scaling, a_ERI)
+    return LowRank(b.flatten(1) * module.scaling, a.flatten(1))
