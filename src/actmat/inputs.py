@@ -16,7 +16,7 @@ from actmat.engine.statistics import check_adapters, check_probes
 from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.resolve import is_adapter, open_expert
+from actmat.experts.resolve import is_adapter, open_base, open_expert
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
 from actmat.plan.placement import HOST, DeviceRoom
@@ -65,7 +65,7 @@ def opened_inputs(recipes: Sequence[Recipe], problems: Problems | None = None) -
         problems.check()
     with contextlib.ExitStack() as stack:
         opened = _Opening(stack)
-        base = opened(lambda: open_checkpoint(recipe.base)) if not to_adapter else None
+        base = opened(lambda: open_base(recipe.base)) if not to_adapter else None
         experts = [opened(_opener(e.path, base, to_adapter, recipe.vocabulary)) for e in recipe.experts]
         if opened.problems:
             many = "s" * (len(opened.problems) > 1)

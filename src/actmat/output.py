@@ -144,7 +144,7 @@ class StagedOutput:
             if self.plan.adapter_config is not None:
                 config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
                 (stage.path / "adapter_config.json").write_text(config, encoding="utf-8")
-            else:
+            elif self.plan.output == "model":
                 written = inputs.base.written_config if inputs.base is not None else None
                 copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype, written)
             (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")

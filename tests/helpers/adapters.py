@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -64,16 +64,24 @@ def tiny(family: str) -> Any:
 
 
 def save_adapter(folder: Path, family: str, seed: int, **options: Any) -> dict[str, Tensor]:
-    """Write an adapter with random factors; the state dict of PEFT's own merged model, float64.
+    """Write a LoRA adapter with random factors, see `save_peft`."""
+    return save_peft(folder, family, seed, LoraConfig(**options))
+
+
+def save_peft(
+    folder: Path, family: str, seed: int, config: PeftConfig, *, dtype: torch.dtype = torch.float64, scale: float = 0.3
+) -> dict[str, Tensor]:
+    """Write an adapter with random changes of all that it trains; the state dict of PEFT's own merged model.
 
     Other trained tensors (`modules_to_save`, biases) get random values too.
     """
-    model = get_peft_model(tiny(family), LoraConfig(**options))
+    model = get_peft_model(tiny(family).to(dtype), config)
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng, dtype=torch.float64))
+                noise = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
+                parameter.add_((scale * noise).to(parameter.dtype))
     model.save_pretrained(folder)
     merged = model.merge_and_unload()
     return {name: value.clone() for name, value in merged.state_dict().items()}

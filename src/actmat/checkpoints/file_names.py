@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "NOT_WEIGHTS", "foreign_format"]
+__all__ = ["ADAPTER_CONFIG", "ADAPTER_WEIGHTS", "LORA_FILES", "NOT_WEIGHTS", "foreign_format"]
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+LORA_FILES = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
+"""Names that diffusers gives to LoRA files without a config."""
 _OF_TRAINING = "training_args.bin optimizer.pt optimizer.bin scheduler.pt scheduler.bin rng_state.pth scaler.pt"
 NOT_WEIGHTS = (*ADAPTER_WEIGHTS, *_OF_TRAINING.split())
 """Files of adapters and of training, which have the suffixes of weights."""

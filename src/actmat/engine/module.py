@@ -32,6 +32,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, Truncated, frobenius_norm, truncate, weighted_sum
+from actmat.plan.adapter.layouts import ALPHA
 from actmat.plan.model import Item
 from actmat.plan.regions import Region, cut, matrix_label
 
@@ -54,8 +55,9 @@ def merge_module(task: Task, inputs: Inputs) -> Record:
     truncated = truncate(LowRank(merged.b_OR * task.call.scale, merged.a_RI), item.pair.rank)
     task.stats = join_stats(task.stats, _norms(deltas, truncated))
     out = list(_stored(item, truncated.value))
-    if len(item.outputs) > len(out):
-        out.append(_bias(task, inputs))
+    for spec in item.outputs[len(out) :]:
+        is_scale = spec.name.endswith(ALPHA)
+        out.append(torch.tensor(float(item.pair.rank), dtype=torch.float64) if is_scale else _bias(task, inputs))
     return _record(task, out, began)
 
 
@@ -85,11 +87,10 @@ def module_deltas(item: Item, inputs: Inputs, dtype: torch.dtype) -> Iterator[li
 def _factors(item: Item, inputs: Inputs) -> list[LowRank]:
     """The experts' deltas of a module in float64; an expert without the module gives a zero of rank 1."""
     out = []
-    for expert in inputs.experts:
-        adapter = _adapter(expert.adapter)
-        module = adapter.modules.get(item.name)
-        if module is not None:
-            out.append(adapter.factors(module, torch.float64))
+    for expert, source in zip(inputs.experts, item.sources, strict=True):
+        if source is not None:
+            adapter = _adapter(expert.adapter)
+            out.append(adapter.factors(adapter.modules[source.name], torch.float64))
         else:
             *batch, rows, columns = item.shape
             b_OR = torch.zeros(*batch, rows, 1, dtype=torch.float64)
@@ -268,10 +269,9 @@ def _bias(task: Task, inputs: Inputs) -> Tensor:
     item = task.item
     total, share = torch.zeros(item.shape[-2], dtype=torch.float64), 0.0
     weights = task.call.weights if task.call.weights and sum(task.call.weights) else (1.0,) * len(inputs.experts)
-    for expert, weight in zip(inputs.experts, weights, strict=True):
+    for expert, source, weight in zip(inputs.experts, item.sources, weights, strict=True):
         adapter = _adapter(expert.adapter)
-        module = adapter.modules.get(item.name)
-        delta = None if module is None else adapter.bias_delta(module, torch.float64)
+        delta = None if source is None else adapter.bias_delta(adapter.modules[source.name], torch.float64)
         if delta is not None:
             total.add_(delta, alpha=weight)
             share += weight

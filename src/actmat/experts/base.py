@@ -51,6 +51,7 @@ class Expert(abc.ABC):
     n_tensors: int  # in storage, for summaries
     nbytes: int
     adapter: Adapter | None = None  # the factors, for outputs that are adapters
+    notes: tuple[str, ...] = ()  # remarks for the plan, a sentence without its first letter's capital each
 
     @abc.abstractmethod
     def source(self, name: str) -> Source:
@@ -126,6 +127,10 @@ class Expert(abc.ABC):
     def fetch_sidecars(self) -> Path | None:
         """Local folder of config, tokenizer and processor files of a full model, else None."""
         return None
+
+    def adopt(self, base: Checkpoint) -> None:
+        """Take over the base that it was opened with: closed with the expert, or now where it is not read again."""
+        base.close()
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -16,19 +16,44 @@ from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, ExpertHandle, Family, VocabularyHandle
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.lora.expert import LORA
-from actmat.experts.lora.open import open_adapter
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, unmerged_problem
+from actmat.experts.lora.open import open_adapter as open_peft_adapter
+from actmat.experts.peft import LORA_FILE, PEFT
 from actmat.experts.vocabulary import align_vocabulary
 
-__all__ = ["FAMILIES", "is_adapter", "open_adapter", "open_expert", "open_handle"]
+__all__ = ["FAMILIES", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
 
-FAMILIES: tuple[Family, ...] = (LORA,)
+FAMILIES: tuple[Family, ...] = (PEFT, LORA_FILE)
 """The known families of adapters; the first that claims a location opens it."""
 
 
 def is_adapter(location: str | Path) -> bool:
     """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
     return _family(location) is not None
+
+
+def open_adapter(location: str | Path) -> Adapter:
+    """Open an adapter without a base, for its stored tensors and its factors, if it has any.
+
+    Raises:
+        CheckpointError: no adapter there, or its files cannot be read. Problems of its contents are in
+            `Adapter.problems`.
+    """
+    return open_lora_file(location) if is_lora_file(location) else open_peft_adapter(location)
+
+
+def open_base(location: str | Path | Mapping[str, Tensor] | Checkpoint) -> Checkpoint:
+    """Open a full checkpoint, and refuse one that holds factors of adapters: they are no weights of a model.
+
+    Raises:
+        CheckpointError: not found, of an unsupported format, damaged, or an adapter.
+    """
+    opened = open_checkpoint(location)
+    if problem := unmerged_problem(opened):
+        opened.close()
+        raise CheckpointError(problem)
+    return opened
 
 
 def open_expert(
@@ -57,7 +82,7 @@ def open_expert(
     if base is not None:
         if family is not None:
             return family.open(str(location), base)
-        opened = open_checkpoint(location)
+        opened = open_base(location)
         if vocabulary is None:
             return CheckpointExpert(opened)
         try:
@@ -84,8 +109,14 @@ def open_handle(handle: ExpertHandle) -> Expert:
         return align_vocabulary(open_checkpoint_handle(handle.checkpoint), base, owns_base=True)
     if handle.base is None:
         return _as_it_was(_open_unfitted(handle.family, handle.location), handle)
-    with open_checkpoint_handle(handle.base) as base:
-        return _as_it_was(handle.family.open(handle.location, base), handle)
+    base = open_checkpoint_handle(handle.base)
+    try:
+        expert = handle.family.open(handle.location, base)
+    except CheckpointError:
+        base.close()
+        raise
+    expert.adopt(base)
+    return _as_it_was(expert, handle)
 
 
 def _as_it_was(expert: Expert, handle: AdapterHandle) -> Expert:

@@ -226,7 +226,7 @@ class _TensorPlanner:
             return False
         if method.survey is not None and method.survey.applies(call.options):
             return False  # the survey of a full model sees dense deltas, and both must see the same
-        return all(s.kind != "stored" for s in sources) and not method.why_dense(
+        return all(s.kind == "zero" or s.rank for s in sources) and not method.why_dense(
             call.options, len(sources), call.weights
         )
 
@@ -310,14 +310,13 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
     """Notes about the adapters among the experts."""
     notes = []
     for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):
-        if expert.adapter is None:
+        if expert.kind != "adapter":
             continue
         changed = sum(
             any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items
         )
         notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
-        if expert.adapter.copies:
-            notes.append(f"expert '{label}' holds copies of base weights; the base's own are used")
+        notes += [f"expert '{label}': {note}" for note in expert.notes]
     calls = [(i, i.call.method) for i in items if i.form == "factored" and i.call is not None]
     free = [(i, method) for i, method in calls if get_method(method).meets_every_expert]
     small = [m for i, m in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]

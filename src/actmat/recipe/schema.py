@@ -285,9 +285,10 @@ class Recipe(Strict):
     max_shard_size: Annotated[str, Flag()] = Field(
         default="5GB", description="largest weight file; powers of ten, such as 500MB"
     )
-    to: Annotated[Literal["adapter", "model"] | None, Flag()] = Field(
+    to: Annotated[Literal["adapter", "peft", "kohya", "diffusers", "model"] | None, Flag()] = Field(
         default=None,
-        description="kind of output: adapter or model; default: an adapter if every expert is one and no base is given",
+        description="kind of output: model, or adapter, in the experts' layout or in that of peft, kohya or diffusers; "
+        "default: an adapter if every expert is one and no base is given",
     )
     rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
         default=None, description="rank of the merged adapter, truncated optimally; default: what is exact"

@@ -89,13 +89,10 @@ def _of_model(plan: MergePlan, origins: Sequence[Origin]) -> tuple[dict[str, Any
 
 def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
     recipe = plan.recipe
-    assert plan.adapter_config is not None
-    head = {
-        "base_model": plan.adapter_config["base_model_name_or_path"],
-        "base_model_relation": "adapter",
-        "library_name": "peft",
-        "tags": ["merge", "actmat", "lora"],
-    }
+    head: dict[str, Any] = {"library_name": "diffusers", "tags": ["merge", "actmat", "lora"]}
+    if plan.adapter_config is not None:
+        base = {"base_model": plan.adapter_config["base_model_name_or_path"], "base_model_relation": "adapter"}
+        head = base | head | {"library_name": "peft"}
     table = f"| adapter | from | weight |\n|---|---|---|\n{_expert_rows(recipe)}"
     top = max((m.pair.rank for m in plan.modules), default=0)
     done = f"{len(plan.modules)} modules of rank up to {top}, scaling 1."

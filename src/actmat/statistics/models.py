@@ -63,6 +63,10 @@ def load_model(
         with open_adapter(adapter) as opened:
             if opened.problems:
                 raise StatisticsError(f"{adapter}: the adapter cannot be used.", opened.problems)
+            if opened.layout != "peft":
+                raise StatisticsError(
+                    f"{adapter}: models are loaded with adapters of PEFT, found one in the layout '{opened.layout}'"
+                )
             checkpoint = base or opened.config.base_model or ""
         if not checkpoint:
             raise StatisticsError(f"{adapter} names no base; give it with --base")

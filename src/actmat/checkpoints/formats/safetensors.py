@@ -77,6 +77,16 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         check_range(spec, start, out)
         self._fill(spec, start, out)
 
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` strings of all files; those that are not local are downloaded."""
+        found: dict[str, str] = {}
+        for label in self.labels:
+            if label in self._remote:
+                self._download(label)
+            header = read_header(partial(self._reader.read, label), self._reader.size(label), file=label)
+            found |= header.metadata
+        return found
+
     def prefetch(self, names: Iterable[str]) -> None:
         """Ask the system to read these tensors ahead; of a remote one, the first block is fetched."""
         for spec in (self.specs[name] for name in names if name in self.specs):

@@ -5,7 +5,8 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -15,28 +16,58 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
-from actmat.experts.lora.modules import AdapterModule, list_modules
+from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["Adapter"]
+__all__ = ["Adapter", "module_product"]
 
 
 class Adapter:
     """An open adapter: its modules, and all problems, one sentence each. Use as a context manager.
 
     `extras` are tensors trained in full, `copies` unused copies of base weights: name in the model -> stored name.
-    `is_pair_list`: a list of factors without names, whose modules are named by their positions.
+    `layout` is how it is stored; modules of a list of pairs are named by their positions.
+
+    Args:
+        weights: the stored tensors, which are closed with it.
+        config: settings that determine its deltas.
+        problems: of the config.
+        listing: its content; default: as PEFT names it.
     """
 
     def __init__(
-        self, weights: Checkpoint, config: AdapterConfig, problems: list[str], *, is_pair_list: bool = False
+        self, weights: Checkpoint, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
     ) -> None:
+        listing = listing or list_modules(weights.specs, config)
         self.weights = weights
         self.config = config
-        self.is_pair_list = is_pair_list
+        self.layout: AdapterLayout = listing.layout
         self.location = weights.location
-        self.modules, self.extras, self.copies, found = list_modules(weights.specs, config)
-        self.problems = (*problems, *found)
+        self.modules, self.extras, self.copies = listing.modules, listing.extras, listing.copies
+        self.problems = (*problems, *listing.problems)
+
+    @property
+    def is_pair_list(self) -> bool:
+        """True for a list of factors without names."""
+        return self.layout == "pairs"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Components of a pipeline that it changes -> number of their modules; one empty name for any other."""
+        return dict(Counter(m.part for m in self.modules.values()))
+
+    def renamed(self, names: Mapping[str, str]) -> Adapter:
+        """The same adapter, open as long as this one, with only these modules: new name -> own name."""
+        modules = {new: self.modules[old] for new, old in names.items()}
+        return Adapter(
+            self.weights, self.config, (), Listing(modules, self.extras, self.copies, self.problems, self.layout)
+        )
+
+    def with_problems(self, problems: Sequence[str]) -> Adapter:
+        """The same adapter, open as long as this one, with other problems."""
+        return Adapter(
+            self.weights, self.config, problems, Listing(self.modules, self.extras, self.copies, (), self.layout)
+        )
 
     @property
     def dtype(self) -> str:
@@ -47,15 +78,7 @@ class Adapter:
 
     def factors(self, module: AdapterModule, dtype: torch.dtype) -> LowRank:
         """The delta of a module, of the shape `module.shape`; `b` includes the scaling."""
-        a, b = self.weights.read(module.a).to(dtype), self.weights.read(module.b).to(dtype)
-        if module.kind == "embedding":
-            return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
-        if module.kind == "parameter" and len(module.shape) == 3:
-            n = module.shape[0]
-            a_ERI = a.reshape(n, module.rank, a.shape[-1])
-            b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
-            return LowRank(b_EOR * module.scaling, a_ERI)
-        return LowRank(b.flatten(1) * module.scaling, a.flatten(1))
+        return module_product(module, self.weights.read(module.a).to(dtype), self.weights.read(module.b).to(dtype))
 
     def bias_delta(self, module: AdapterModule, dtype: torch.dtype) -> Tensor | None:
         """`scaling * lora_B.bias`, the delta of the layer's bias; None without one."""
@@ -86,3 +109,15 @@ class Adapter:
 
     def __exit__(self, *error: object) -> None:
         self.weights.close()
+
+
+def module_product(module: AdapterModule, a: Tensor, b: Tensor) -> LowRank:
+    """The delta of a module from its stored factors; `b` of the product includes the scaling."""
+    if module.kind == "embedding":
+        return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
+    if module.kind == "parameter" and len(module.shape) == 3:
+        n = module.shape[0]
+        a_ERI = a.reshape(n, module.rank, a.shape[-1])
+        b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
+        return LowRank(b_EOR * module.scaling, a_ERI)
+    return LowRank(b.flatten(1) * module.scaling, a.flatten(1))

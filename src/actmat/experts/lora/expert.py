@@ -19,10 +19,9 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fitting import Fit, fit_adapter
-from actmat.experts.lora.open import is_adapter, open_adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["LORA", "AdapterExpert"]
+__all__ = ["AdapterExpert", "entries_of", "fitted_expert", "unfitted_expert"]
 
 _SLAB = 1 << 22
 """Entries of a product that are formed at a time."""
@@ -35,20 +34,22 @@ class AdapterExpert(Expert):
         adapter: what is added; closed with the expert.
         base: what it is added to; may be closed afterwards. None: the expert gives the stored tensors, by their names.
         fit: where each delta lies on the base.
+        family: opens it again.
     """
 
     kind = "adapter"
     adapter: Adapter
 
-    def __init__(self, adapter: Adapter, base: Checkpoint | None, fit: Fit) -> None:
+    def __init__(self, adapter: Adapter, base: Checkpoint | None, fit: Fit, family: Family) -> None:
         stored = adapter.weights.specs
         self.adapter = adapter
         self.location = adapter.location
         self.n_tensors = len(stored)
         self.nbytes = sum(spec.nbytes for spec in stored.values())
-        self._base = base
+        self._base, self._family = base, family
         self._pieces = fit.pieces
         self._full = fit.full
+        self.notes = _notes(adapter, fit)
         self.specs = stored
         if base is not None:
             specs = {name: spec for name, spec in base.specs.items() if name not in fit.hidden}
@@ -106,7 +107,7 @@ class AdapterExpert(Expert):
             bias = self.adapter.bias_delta(piece.module, dtype)
             assert bias is not None
             return bias.flatten()[start:stop]
-        return _entries(self._product(name, dtype), start, stop)
+        return entries_of(self._product(name, dtype), start, stop)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
         """The delta as a product, with a convolution's kernel flattened into `I`."""
@@ -122,7 +123,7 @@ class AdapterExpert(Expert):
     def handle(self) -> AdapterHandle:
         """The adapter's location, the address of its base, and the versions of remote files."""
         base = None if self._base is None else self._base.handle()
-        return AdapterHandle(self.location, LORA, base, versions_of_files(self.identity()))
+        return AdapterHandle(self.location, self._family, base, versions_of_files(self.identity()))
 
     def _product(self, name: str, dtype: torch.dtype) -> LowRank:
         """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""
@@ -149,10 +150,11 @@ class AdapterExpert(Expert):
         if piece is None:
             return ()
         module = piece.module
-        return tuple(n for n in ([module.bias] if piece.bias else [module.a, module.b]) if n is not None)
+        names = [module.bias] if piece.bias else [module.a, module.b, module.alpha]
+        return tuple(n for n in names if n is not None)
 
 
-def _entries(product: LowRank, start: int, stop: int) -> Tensor:
+def entries_of(product: LowRank, start: int, stop: int) -> Tensor:
     """Entries `start:stop` of the flattened product; only the rows around them are formed, a slab at a time."""
     rows, columns = product.shape[-2:]
     out = torch.empty(stop - start, dtype=product.b_OR.dtype)
@@ -169,21 +171,30 @@ def _entries(product: LowRank, start: int, stop: int) -> Tensor:
     return out
 
 
-def _open_fitted(location: str | Path, base: Checkpoint) -> AdapterExpert:
-    adapter = open_adapter(location)
+def _notes(adapter: Adapter, fit: Fit) -> tuple[str, ...]:
+    """Remarks for the plan."""
+    notes = [
+        f"the base is no {part}: {count} modules of the adapter, those of the {part}, are left out"
+        for part, count in fit.left_out.items()
+    ]
+    return (*notes, *(["it holds copies of base weights; the base's own are used"] if adapter.copies else []))
+
+
+def fitted_expert(adapter: Adapter, location: str | Path, base: Checkpoint, family: Family) -> AdapterExpert:
+    """An adapter on its base.
+
+    Raises:
+        CheckpointError: it does not fit; carries all problems.
+    """
     fit = fit_adapter(adapter, base)
     if fit.problems:
-        adapter.weights.close()
         raise CheckpointError(
             f"{location}: the adapter cannot be merged into {base.location}.",
             [f"{location}: {problem}" for problem in fit.problems],
         )
-    return AdapterExpert(adapter, base, fit)
+    return AdapterExpert(adapter, base, fit, family)
 
 
-def _open_unfitted(location: str | Path) -> AdapterExpert:
-    adapter = open_adapter(location)
-    return AdapterExpert(adapter, None, Fit({}, {n: n for n in adapter.weights.specs}, frozenset(), ()))
-
-
-LORA = Family("LoRA", is_adapter, _open_fitted, _open_unfitted)
+def unfitted_expert(adapter: Adapter, family: Family) -> AdapterExpert:
+    """An adapter without a base, for outputs that are adapters."""
+    return AdapterExpert(adapter, None, Fit({}, {n: n for n in adapter.weights.specs}, frozenset(), ()), family)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.flat_names import find_flat_names
 from actmat.experts.lora.modules import AdapterModule
 from actmat.layout import resolve_layout
 from actmat.layout.in_memory import Located, locate
 from actmat.layout.types import LayoutMap
 
-__all__ = ["Fit", "Piece", "fit_adapter"]
+__all__ = ["Fit", "Piece", "fit_adapter", "hidden_names", "is_transposed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,64 +33,117 @@ class Fit:
     """The stored tensors of a base that an adapter changes: of each its delta, or the name of the full tensor.
 
     `hidden` are names of the base that are left out: of tied names, all but the one with the delta. `problems` are
-    modules without a tensor, shapes that do not fit, and the problems of the adapter itself.
+    modules without a tensor, shapes that do not fit, and the problems of the adapter itself. `left_out` are components
+    of a pipeline that the base is not, and the number of their modules.
     """
 
     pieces: Mapping[str, Piece]
     full: Mapping[str, str]
     hidden: frozenset[str]
     problems: tuple[str, ...]
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
-    """Find the stored tensor, the orientation and the rows for each delta of an adapter, from headers."""
-    problems = list(adapter.problems)
-    layouts = resolve_layout(base.specs, base.config)
-    candidates = {m.name: _candidates(adapter, m) for m in adapter.modules.values()}
-    biases = {m.name: f"{m.name}.bias" for m in adapter.modules.values() if m.bias is not None}
-    found, why = locate(base, list(candidates.values()), [*adapter.extras, *biases.values()])
-    pieces: dict[str, Piece] = {}
-    taken: set[str] = set()
-    for module in adapter.modules.values():
-        options = [(n, found[n]) for n in candidates[module.name] if n in found and n not in taken]
-        fitting = [(n, t, turned) for n, t in options if (turned := _is_transposed(module, t, layouts)) is not None]
-        if not fitting:
-            problems.append(_misfit(module, options, candidates[module.name], base, why))
-            continue
-        name, target, transposed = fitting[0]
-        taken.add(name)
-        for part in target.slices:
-            pieces[part.name] = Piece(module, transposed, part.index, part.start, part.stop)
-        if module.name in biases:
-            bias = found.get(biases[module.name])
-            if bias is None:
-                problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{biases[module.name]}'")
-            else:
-                pieces[bias.slices[0].name] = Piece(module, bias=True)
+    """Find the stored tensor, the orientation and the rows for each delta of an adapter, from headers.
+
+    Of a file that changes several components of a pipeline, those are left out of which the base has no module; at
+    least one must be there.
+    """
+    fitting = _Fitting(adapter, base)
+    left_out = {}
+    for part in adapter.parts or {"": 0}:
+        modules = [m for m in adapter.modules.values() if m.part == part]
+        if not fitting.add(modules, is_optional=len(adapter.parts) > 1):
+            left_out[part] = len(modules)
+    if left_out and len(left_out) == len(adapter.parts):
+        fitting.problems.append(
+            f"none of its components ({', '.join(left_out)}) has a module in the base ({base.location}); is it an "
+            "adapter of this base?"
+        )
     full = {}
     for name, source in adapter.extras.items():
-        slices = found[name].slices if name in found else ()
+        slices = fitting.found[name].slices if name in fitting.found else ()
         # without one tensor in the base it is a new head: the plan notes that it is not merged
         full[slices[0].name if len(slices) == 1 else name] = source
-    return Fit(pieces, full, _hidden(layouts, base, {*pieces, *full}), tuple(problems))
+    hidden = hidden_names(fitting.layouts, base, {*fitting.pieces, *full})
+    return Fit(fitting.pieces, full, hidden, tuple(fitting.problems), left_out)
 
 
-def _candidates(adapter: Adapter, module: AdapterModule) -> list[str]:
-    """Names in memory of the tensors that the module may change; it changes one of them."""
-    plain = module.name.replace(".base_layer", "")
-    if module.kind == "parameter":
-        return [f"{plain}.{p}" for p in adapter.config.parameters_of(plain)]
-    return [f"{plain}.weight", f"{plain}.in_proj_weight"]
+class _Fitting:
+    """Pieces and problems found so far."""
+
+    def __init__(self, adapter: Adapter, base: Checkpoint) -> None:
+        self._adapter, self._base = adapter, base
+        self.layouts = resolve_layout(base.specs, base.config)
+        self.problems = list(adapter.problems)
+        self.pieces: dict[str, Piece] = {}
+        self.found: dict[str, Located] = {}
+        self._taken: set[str] = set()
+
+    def add(self, modules: Sequence[AdapterModule], *, is_optional: bool) -> bool:
+        """Fit the modules of one component; False if it is optional and the base has none of them."""
+        candidates, problems = _candidates(self._adapter, modules, self._base)
+        biases = {m.name: f"{m.inside}.bias" for m in modules if m.bias is not None}
+        found, why = locate(self._base, list(candidates.values()), [*self._adapter.extras, *biases.values()])
+        self.found |= found
+        if is_optional and not problems and not any(n in found for names in candidates.values() for n in names):
+            return False
+        self.problems += problems
+        for module in modules:
+            if problems and not candidates[module.name]:
+                continue  # one sentence says why
+            self._fit(module, candidates[module.name], why, biases.get(module.name))
+        return True
+
+    def _fit(self, module: AdapterModule, names: list[str], why: str, bias: str | None) -> None:
+        """The pieces of one module."""
+        options = [(n, self.found[n]) for n in names if n in self.found and n not in self._taken]
+        fitting = [(n, t, turned) for n, t in options if (turned := is_transposed(module, t, self.layouts)) is not None]
+        if not fitting:
+            self.problems.append(_misfit(module, options, names, self._base, why))
+            return
+        name, target, transposed = fitting[0]
+        self._taken.add(name)
+        for part in target.slices:
+            self.pieces[part.name] = Piece(module, transposed, part.index, part.start, part.stop)
+        if bias is None:
+            return
+        located = self.found.get(bias)
+        if located is None:
+            self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
+        else:
+            self.pieces[located.slices[0].name] = Piece(module, bias=True)
 
 
-def _is_transposed(module: AdapterModule, target: Located, layouts: LayoutMap) -> bool | None:
-    """True if the tensor is the transpose of the delta, None if their shapes do not fit.
+def _candidates(
+    adapter: Adapter, modules: Sequence[AdapterModule], base: Checkpoint
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Names in memory of the tensors that each module may change, one of which it changes; and problems."""
+    if adapter.layout == "kohya":
+        found, problems = find_flat_names(base.specs, [m.inside for m in modules])
+        return {m.name: [found[m.inside]] if m.inside in found else [] for m in modules}, problems
+    out = {}
+    for module in modules:
+        plain = module.inside.replace(".base_layer", "")
+        if module.kind == "parameter":
+            out[module.name] = [f"{plain}.{p}" for p in adapter.config.parameters_of(plain)]
+        else:
+            out[module.name] = [f"{plain}.weight", f"{plain}.in_proj_weight"]
+    return out, []
+
+
+def is_transposed(module: AdapterModule, target: Located, layouts: LayoutMap) -> bool | None:
+    """True if the stored tensor is the transpose of the delta, None if their shapes do not fit.
 
     Where both orientations fit (a square matrix), the layout of the base decides, as it does for full checkpoints; for
     a family that it does not know, `fan_in_fan_out` of the adapter would be a guess about one of many modules.
     """
     if module.kind == "convolution":
-        return False if target.shape == (module.shape[0], *module.kernel) else None
+        of_kernel = (module.shape[0], *module.kernel)
+        return False if target.shape == of_kernel or _without_ones(target.shape) == _without_ones(of_kernel) else None
+    if len(target.shape) > 2 and target.shape == (*module.shape, *(1 for _ in target.shape[2:])):
+        return False  # a convolution of kernel 1
     straight = target.shape == module.shape
     turned = target.shape == (*module.shape[:-2], module.shape[-1], module.shape[-2])
     if module.kind == "embedding" or (module.kind == "parameter" and len(module.shape) == 2):
@@ -97,6 +151,11 @@ def _is_transposed(module: AdapterModule, target: Located, layouts: LayoutMap) -
     if straight and turned:
         return layouts.tensors[target.slices[0].name].orientation == "IO"
     return False if straight else True if turned else None
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`O I` of a convolution of kernel 1, which layers of either kind may be stored as; other shapes as they are."""
+    return shape[:2] if all(size == 1 for size in shape[2:]) else shape
 
 
 def _misfit(
@@ -113,7 +172,7 @@ def _misfit(
     return text + (f"; {why}" if why else "; is it an adapter of this base?")
 
 
-def _hidden(layouts: LayoutMap, base: Checkpoint, touched: set[str]) -> frozenset[str]:
+def hidden_names(layouts: LayoutMap, base: Checkpoint, touched: set[str]) -> frozenset[str]:
     """Of tied names, all but the one that the adapter changes, or else the canonical one."""
     groups: dict[str, list[str]] = {}
     for alias, target in {**base.aliases, **layouts.ties}.items():

@@ -15,7 +15,7 @@ Source: PEFT (https://github.com/huggingface/peft), `tuners/lora/layer.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,9 +23,12 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.config import AdapterConfig
 from actmat.layout.matching import MatchError
 
-__all__ = ["AdapterModule", "ModuleKind", "list_modules"]
+__all__ = ["AdapterLayout", "AdapterModule", "Listing", "ModuleKind", "list_modules", "quantised_problem"]
 
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
+
+AdapterLayout = Literal["peft", "kohya", "diffusers", "pairs"]
+"""How an adapter is stored: PEFT's folder with a config, a file in kohya's or diffusers' names, a list of pairs."""
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")
 _PREFIX = "base_model.model."
@@ -47,9 +50,37 @@ class AdapterModule:
     shape: tuple[int, ...]  # `*batch O I` of the logical delta (`V I` of an embedding; `O, I k` of a convolution)
     kernel: tuple[int, ...] = ()  # `I, *k` of a convolution
     bias: str | None = None  # name of the stored `lora_B.bias`, which `scaling` multiplies too
+    alpha: str | None = None  # name of the stored scale, in files without a config
+    part: str = ""  # component of a pipeline, such as `unet`, in files that hold several
+    path: str = ""  # name inside of that component; empty: the name
+
+    @property
+    def inside(self) -> str:
+        """Name of the module in the model that it belongs to; kohya's has underscores for dots."""
+        return self.path or self.name
 
 
-def _quantised(spec: TensorSpec) -> str:
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The content of an adapter.
+
+    Args:
+        modules: by name.
+        extras: tensors trained in full, name in the model -> stored name.
+        copies: copies of base weights, which PEFT stores for embeddings that it adapts, likewise.
+        problems: one sentence each.
+        layout: how the tensors are named.
+    """
+
+    modules: Mapping[str, AdapterModule]
+    extras: Mapping[str, str]
+    copies: Mapping[str, str]
+    problems: Sequence[str]
+    layout: AdapterLayout = "peft"
+
+
+def quantised_problem(spec: TensorSpec) -> str:
+    """One sentence on a tensor of integers or 8-bit floats."""
     if not spec.is_floating:
         return f"tensor '{spec.name}' is {spec.dtype}; a quantised adapter cannot be merged"
     return (
@@ -58,15 +89,8 @@ def _quantised(spec: TensorSpec) -> str:
     )
 
 
-def list_modules(
-    specs: Mapping[str, TensorSpec], config: AdapterConfig
-) -> tuple[dict[str, AdapterModule], dict[str, str], dict[str, str], list[str]]:
-    """Pair the stored factors up.
-
-    Returns:
-        Modules by name; tensors trained in full (name in the model -> stored name); copies of base weights, which PEFT
-        stores for embeddings that it adapts (likewise); and one sentence for every problem.
-    """
+def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> Listing:
+    """Pair the factors up that PEFT stored."""
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     extras: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -75,7 +99,7 @@ def list_modules(
         bare = name.removeprefix(_PREFIX)
         match = _FACTOR.fullmatch(bare)
         if not spec.is_floating or spec.dtype.startswith("float8"):
-            problems.append(_quantised(spec))
+            problems.append(quantised_problem(spec))
         elif match is not None:
             side = "bias" if match["leaf"] == "bias" else match["side"]
             halves.setdefault((match["module"], match["kind"] is not None), {})[side] = name
@@ -107,7 +131,7 @@ def list_modules(
             modules[module] = found
     if not modules and not extras and not problems:
         problems.append("the adapter holds no tensors")
-    return modules, extras, copies, problems
+    return Listing(modules, extras, copies, problems)
 
 
 def _pair(

@@ -1,7 +1,7 @@
-"""Open an adapter from a folder, its weight file, a hub id, a URL, or a list of factor pairs.
+"""Open an adapter from a folder, its weight file, a hub id, a URL, a LoRA file, or a list of factor pairs.
 
 A folder is an adapter when it holds `adapter_config.json` and no weights of a full model. Only JSON and tensors are
-read; neither PEFT nor transformers is needed.
+read; neither PEFT nor transformers is needed. LoRA files without a config are in `lora_files`.
 
 The first LoRA trainer for Stable Diffusion (cloneofsimo/lora) wrote a plain list `[up_0, down_0, up_1, down_1, ...]`
 in the order of the modules, without names or alpha. Such a `.pt` file is read as an adapter whose modules are called
@@ -11,6 +11,7 @@ in the order of the modules, without names or alpha. Such a `.pt` file is read a
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
+from actmat.experts.lora.modules import list_modules
 from actmat.experts.lora.patterns import PatternTable
 
 __all__ = ["PAIR_LIST", "is_adapter", "open_adapter"]
@@ -43,7 +45,7 @@ def is_adapter(location: str | Path) -> bool:
     if os.path.isdir(path):
         return _holds_adapter(list_folder(path))
     if os.path.isfile(path):
-        return path.name in ADAPTER_WEIGHTS or (path.suffix == ".pt" and _pair_list(path) is not None)
+        return path.name in ADAPTER_WEIGHTS or (path.suffix == ".pt" and pair_list(path) is not None)
     hub_id = HUB_ID.fullmatch(str(location))
     if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
         return False
@@ -64,7 +66,7 @@ def open_adapter(location: str | Path) -> Adapter:
         return _open_remote(str(location))
     path = local_path(location)
     if os.path.isfile(path) and path.name not in ADAPTER_WEIGHTS:
-        pairs = _pair_list(path)
+        pairs = pair_list(path)
         if pairs is None:
             raise CheckpointError(f"{location}: expected a list of (up, down) factor pairs, found something else")
         return _of_pairs(pairs, str(location))
@@ -117,7 +119,8 @@ def _fetch(location: str) -> tuple[str, Path, dict[str, Path]]:
     return pinned, repository.fetch(ADAPTER_CONFIG), {n: repository.fetch(n) for n in names}
 
 
-def _pair_list(path: Path) -> list[Tensor] | None:
+def pair_list(path: Path) -> list[Tensor] | None:
+    """The tensors of a `.pt` file that is a plain list of tensors, else None."""
     try:
         value = load_torch(path, path.name, str(path))
     except CheckpointError:
@@ -141,4 +144,5 @@ def _of_pairs(pairs: list[Tensor], location: str) -> Adapter:
     others = {m.replace(".", r"\."): r for m, r in ranks.items() if r != first}
     table = PatternTable(others)
     config = AdapterConfig(r=first, alpha=float(first), rank_pattern=table, alpha_pattern=table)
-    return Adapter(MemoryCheckpoint(tensors, location=location), config, problems, is_pair_list=True)
+    weights = MemoryCheckpoint(tensors, location=location)
+    return Adapter(weights, config, problems, replace(list_modules(weights.specs, config), layout="pairs"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,14 @@ from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.errors import AlignmentError, RecipeError
 from actmat.experts.base import Source
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.modules import AdapterModule
+from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 from actmat.layout.types import Block, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
 from actmat.plan.adapter.config import output_config
 from actmat.plan.adapter.full_tensors import plan_full_tensors, shapes_text
 from actmat.plan.adapter.implied import is_transposed, stored_spec
+from actmat.plan.adapter.layouts import STEMS, in_one_layout, module_outputs, output_layout
 from actmat.plan.adapter.notes import plan_notes
 from actmat.plan.adapter.problems import (
     adapter_problems,
@@ -53,23 +53,25 @@ def plan_modules(
         AlignmentError: the adapters or the recipe do not fit; carries all problems.
     """
     problems = adapter_problems(recipe, adapters)
+    layout = output_layout(recipe, adapters)
+    adapters, layout_problems = in_one_layout(recipe, adapters, layout)
+    problems += layout_problems
     problems += statistics.kind_problems([True] * len(adapters))
     chooser = Chooser(recipe, statistics.kinds)
     kept: dict[str, str] = {}
     found = _collect(adapters, chooser, kept, problems)
     chooser.names = [m.spec.name for m in found]
-    layouts, layout_problems = resolve_roles(recipe, {m.spec.name: m.spec for m in found}, base_config)
+    layouts, role_problems = resolve_roles(recipe, {m.spec.name: m.spec for m in found}, base_config)
     dtype = recipe.dtype or _widest([a.dtype for a in adapters])
-    planner = _ModulePlanner(recipe, adapters, chooser, dtype)
+    planner = _ModulePlanner(recipe, adapters, chooser, dtype, layout)
     for module in found:
-        layout = layouts.tensors[module.spec.name]
-        module.decision = planner.decide(module, layout)
+        module.decision = planner.decide(module, layouts.tensors[module.spec.name])
         blocks = _blocks(module.decision.layout, module.first)
         module.decision, module.grams = module_statistics(
             module.decision, module.spec.name, module.first, blocks, statistics, chooser, problems
         )
     extras, extra_problems, notes = plan_full_tensors(recipe, adapters, chooser, kept, dtype)
-    problems += chooser.problems + layout_problems
+    problems += chooser.problems + role_problems
     problems += post_problems(recipe, chooser.post, has_base=False)
     problems += factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
     problems += recipe_problems(recipe, {m.name: m.decision for m in found if m.decision is not None})
@@ -82,12 +84,12 @@ def plan_modules(
     if problems:
         raise AlignmentError(f"The adapters cannot be merged: {len(problems)} problem(s).", problems)
     modules = planner.items(found)
-    config = output_config(recipe, adapters, modules, extras)
+    config = output_config(recipe, adapters, modules, extras) if STEMS[layout] == STEMS["peft"] else None
     return Draft(
         items=(*modules, *extras),
         specs=tuple(s for item in (*modules, *extras) for s in item.outputs),
         max_shard_bytes=ONE_FILE,
-        stem="adapter_model",
+        stem=STEMS[layout],
         adapter_config=config,
         kept=kept,
         notes=tuple(notes + plan_notes(recipe, adapters, [m.name for m in found], modules, config)),
@@ -137,6 +139,7 @@ class _ModulePlanner:
     adapters: Sequence[Adapter]
     chooser: Chooser
     dtype: str
+    stored_as: AdapterLayout
 
     def decide(self, module: _Found, layout: TensorLayout) -> Decision:
         """Action and method; an average counts only the experts that have the module."""
@@ -201,7 +204,7 @@ class _ModulePlanner:
             layout=decision.layout,
             action=decision.action,
             reason=reason,
-            outputs=_outputs(first, rank, self.dtype, any(biased)),
+            outputs=self._outputs(module.name, first, rank, has_bias=any(biased)),
             call=call,
             form="dense" if why_dense else "factored",
             sources=tuple(
@@ -232,10 +235,14 @@ class _ModulePlanner:
             host_bytes=peak,
         )
 
+    def _outputs(self, name: str, module: AdapterModule, rank: int, *, has_bias: bool) -> tuple[TensorSpec, ...]:
+        return module_outputs(name, module, self.stored_as, rank, self.dtype, has_bias=has_bias)
+
     def _with_rank(self, item: Item, rank: int) -> Item:
         """The item written with another rank; zeros fill up."""
         first = next(m for a in self.adapters if (m := a.modules.get(item.name)) is not None)
-        outputs = _outputs(first, rank, self.dtype, len(item.outputs) > 2)
+        has_bias = any(s.name.endswith(".bias") for s in item.outputs)
+        outputs = self._outputs(item.name, first, rank, has_bias=has_bias)
         cost = dataclasses.replace(item.cost, write_bytes=sum(s.nbytes for s in outputs))
         return dataclasses.replace(item, outputs=outputs, factors=dataclasses.replace(item.pair, rank=rank),
                                    cost=cost)  # fmt: skip
@@ -254,23 +261,6 @@ def _exact_rank(call: MethodCall, ranks: Sequence[int], blocks: int) -> int:
 def _source(adapter: Adapter, module: AdapterModule) -> Source:
     stored = [adapter.weights.specs[n] for n in (module.a, module.b, module.bias) if n is not None]
     return Source(module.name, "formed", stored[0].dtype, sum(s.nbytes for s in stored), module.rank)
-
-
-def _outputs(module: AdapterModule, rank: int, dtype: str, has_bias: bool) -> tuple[TensorSpec, ...]:
-    """A, B and bias of a module as PEFT stores them, see `experts.lora`."""
-    *batch, rows, columns = module.shape
-    n = rank * math.prod(batch)
-    if module.kind == "embedding":
-        shapes: tuple[tuple[int, ...], tuple[int, ...]] = (n, rows), (columns, n)
-    elif module.kind == "convolution":
-        ones = (1,) * (len(module.kernel) - 1)
-        shapes = (n, *module.kernel), (rows, n, *ones)
-    else:
-        shapes = (n, columns), (rows, n)
-    out = [TensorSpec(module.a, shapes[0], dtype, ""), TensorSpec(module.b, shapes[1], dtype, "")]
-    if has_bias:
-        out.append(TensorSpec(module.b.removesuffix("weight") + "bias", (rows,), dtype, ""))
-    return tuple(out)
 
 
 def _blocks(layout: TensorLayout, module: AdapterModule) -> tuple[Block, ...]:

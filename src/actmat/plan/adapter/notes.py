@@ -20,7 +20,7 @@ def plan_notes(
     adapters: Sequence[Adapter],
     names: Sequence[str],
     modules: Sequence[Item],
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
 ) -> list[str]:
     """Zero deltas, copies, near sums, truncations, padding, and who can load the output."""
     notes = []
@@ -51,7 +51,7 @@ def plan_notes(
             f"{PAIR_LIST}.NNNN in the order of the list, the scaling is taken as 1, and lists are taken to be of one "
             "model; PEFT and vLLM cannot load the output, which does not say where a pair belongs"
         )
-    else:
+    elif config is not None:
         notes += serving_notes(config, modules)
     return notes
 

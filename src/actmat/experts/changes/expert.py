@@ -1,0 +1,265 @@
+"""An adapter of `Change`s as an expert: deltas formed row by row, with the base's own rows where they depend on it.
+
+Shapes: `O` rows and `I` columns of the logical delta, `P` rows that are wanted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec, torch_dtype, versions_of_files
+from actmat.checkpoints.hashing import ContentHash, hash_names
+from actmat.checkpoints.raw import raw_bytes
+from actmat.errors import CheckpointError
+from actmat.experts.base import AdapterHandle, Expert, Family, Source
+from actmat.experts.changes.base import Change, Content
+from actmat.experts.lora.expert import entries_of
+from actmat.experts.lora.fitting import hidden_names
+from actmat.layout import resolve_layout
+from actmat.layout.in_memory import Located, locate
+from actmat.layout.types import LayoutMap
+from actmat.linalg.lowrank import LowRank
+
+__all__ = ["FormedExpert"]
+
+_SLAB = 1 << 20
+"""Entries of a delta that are formed at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A change on a tensor of the base, and the logical shape `O I` of the delta."""
+
+    change: Change
+    shape: tuple[int, int]
+    is_turned: bool
+
+
+class FormedExpert(Expert):
+    """The base with changes; only tensors trained in full are stored.
+
+    Args:
+        weights: the stored tensors, closed with the expert.
+        base: must stay open, as deltas may depend on it.
+        content: of the adapter.
+        family: opens it again.
+
+    Raises:
+        CheckpointError: the adapter does not fit the base, or cannot be read; carries all problems.
+    """
+
+    kind = "adapter"
+
+    def __init__(self, weights: Checkpoint, base: Checkpoint, content: Content, family: Family) -> None:
+        self.location = weights.location
+        self.n_tensors = len(weights.specs)
+        self.nbytes = sum(spec.nbytes for spec in weights.specs.values())
+        self._weights, self._base, self._family = weights, base, family
+        self._owned: Checkpoint | None = None
+        layouts = resolve_layout(base.specs, base.config)
+        self._places, self._full, problems = _fit(content, base, layouts)
+        if problems:
+            raise CheckpointError(
+                f"{self.location}: the adapter cannot be merged into {base.location}.",
+                [f"{self.location}: {problem}" for problem in problems],
+            )
+        hidden = hidden_names(layouts, base, {*self._places, *self._full})
+        specs = {name: spec for name, spec in base.specs.items() if name not in hidden}
+        for name, stored in self._full.items():
+            spec = weights.specs[stored]
+            specs[name] = TensorSpec(name, spec.shape, spec.dtype, spec.file)
+        self.specs = MappingProxyType(specs)
+        self._lock = threading.Lock()
+        self._hashes: Mapping[str, str] | None = None
+        self._last: tuple[str, torch.dtype, Tensor | LowRank] | None = None
+        self._closed = False
+
+    def source(self, name: str) -> Source:
+        """Stored if it was trained in full, formed if a change is of it, else zero."""
+        dtype, stored = self._spec(name).dtype, self._weights.specs
+        if name in self._full:
+            return Source(name, "stored", dtype, stored[self._full[name]].nbytes)
+        place = self._places.get(name)
+        if place is None:
+            return Source(name, "zero", dtype, 0)
+        return Source(name, "formed", dtype, sum(stored[n].nbytes for n in place.change.stored), place.change.rank)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that was trained in full."""
+        if name not in self._full:
+            self._refuse(name, "read")
+        return self._weights.read(self._full[name])
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of a tensor that was trained in full."""
+        if name not in self._full:
+            self._refuse(name, "read")
+        self._weights.read_into(self._full[name], start, out)
+
+    def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed, where possible.
+
+        A transposed layer, and a product of factors, is formed whole and kept until the next is asked for.
+        """
+        if self.source(name).kind != "formed":
+            return super().delta(name, start, stop, dtype)
+        place = self._places[name]
+        if place.change.rank or place.is_turned:
+            whole = self._whole(name, dtype)
+            return entries_of(whole, start, stop) if isinstance(whole, LowRank) else whole.flatten()[start:stop].clone()
+        tensors, columns = self._tensors(place.change, dtype), place.shape[1]
+        out = torch.empty(stop - start, dtype=dtype)
+        position = start
+        while position < stop:
+            first = position // columns
+            last = min(place.shape[0], first + max(1, _SLAB // columns), -(-stop // columns))
+            rows = place.change.rows(tensors, self._base_rows(name, place, first, last, dtype), first, last)
+            found = rows.flatten()[position - first * columns :][: stop - position]
+            out[position - start : position - start + found.numel()] = found
+            position += found.numel()
+        return out
+
+    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
+        """The delta as a product, for changes with a rank."""
+        if not self.source(name).rank:
+            return super().factors(name, shape, dtype)
+        whole = self._whole(name, dtype)
+        assert isinstance(whole, LowRank), "a change with a rank"
+        return whole
+
+    def content(self, name: str) -> str:
+        """Hash over the stored tensors of the delta; that of nothing for a zero delta."""
+        if self.source(name).kind == "stored":
+            self._refuse(name, "formed")
+        hashes, place = self.hashes(), self._places.get(name)
+        return hash_names((n, hashes[n]) for n in (place.change.stored if place is not None else ()))
+
+    def hashes(self) -> Mapping[str, str]:
+        """Content hash of every stored tensor."""
+        if self._hashes is None:
+            out = {}
+            for name in self._weights.specs:
+                seen = ContentHash()
+                seen.update(raw_bytes(self._weights.read(name)))
+                out[name] = seen.hexdigest()
+            self._hashes = out
+        return self._hashes
+
+    def check_values(self, label: str) -> list[str]:
+        """One sentence for each stored tensor with NaN or Inf."""
+        problems = []
+        for name in self._weights.specs:
+            bad = int((~torch.isfinite(self._weights.read(name))).sum())
+            if bad:
+                problems.append(f"tensor '{name}' of expert '{label}' has {bad} values that are NaN or Inf")
+        return problems
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the adapter's weights."""
+        return self._weights.identity()
+
+    def handle(self) -> AdapterHandle:
+        """The adapter's location, the address of its base, and the versions of remote files."""
+        return AdapterHandle(self.location, self._family, self._base.handle(), versions_of_files(self.identity()))
+
+    def adopt(self, base: Checkpoint) -> None:
+        """Close the base with the expert."""
+        self._owned = base
+
+    def close(self) -> None:
+        """Close the adapter's files, and a base of its own."""
+        self._closed = True
+        with self._lock:
+            self._last = None
+        self._weights.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    def _tensors(self, change: Change, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {n: self._weights.read(n).to(dtype) for n in change.stored}
+
+    def _whole(self, name: str, dtype: torch.dtype) -> Tensor | LowRank:
+        """The delta of a tensor as it is stored; the last one is kept, as it is asked for in parts."""
+        if self._closed:
+            raise ValueError(f"{self.location}: read from an adapter that is closed")
+        with self._lock:
+            if self._last is not None and self._last[:2] == (name, dtype):
+                return self._last[2]
+        place = self._places[name]
+        tensors = self._tensors(place.change, dtype)
+        base_OI = self._base_rows(name, place, 0, place.shape[0], dtype)
+        value: Tensor | LowRank
+        if place.change.rank:
+            product = place.change.factors(tensors, base_OI, place.shape)
+            turned = LowRank(product.a_RI.mT.contiguous(), product.b_OR.mT.contiguous())
+            value = turned if place.is_turned else product
+        else:
+            value = place.change.rows(tensors, base_OI, 0, place.shape[0]).mT.contiguous()
+        with self._lock:
+            self._last = (name, dtype, value)
+        return value
+
+    def _base_rows(self, name: str, place: _Place, first: int, last: int, dtype: torch.dtype) -> Tensor | None:
+        """Logical rows of the base, if the change depends on them; all of a transposed layer."""
+        if not place.change.reads_base:
+            return None
+        if place.is_turned:
+            return self._base.read(name).to(dtype).mT
+        spec, columns = self._base.specs[name], place.shape[1]
+        raw = torch.empty((last - first, columns), dtype=torch_dtype(spec.dtype))
+        self._base.read_into(name, first * columns * raw.itemsize, raw_bytes(raw))
+        return raw.to(dtype)
+
+
+def _fit(content: Content, base: Checkpoint, layouts: LayoutMap) -> tuple[dict[str, _Place], dict[str, str], list[str]]:
+    """Place of every change by the base's tensor; tensors trained in full; problems."""
+    problems = list(content.problems)
+    wanted = [[c.target] for c in content.changes if not c.is_optional]
+    found, why = locate(base, wanted, [*content.extras, *(c.target for c in content.changes if c.is_optional)])
+    places: dict[str, _Place] = {}
+    for change in content.changes:
+        located = found.get(change.target)
+        if located is None:
+            if not change.is_optional:
+                problems.append(f"'{change.target}' is not in the base ({base.location})"
+                                + (f"; {why}" if why else "; is it an adapter of this base?"))  # fmt: skip
+            continue
+        place = _place(change, located, layouts)
+        if isinstance(place, str):
+            problems.append(f"module of '{change.target}': {place}")
+        elif located.slices[0].name in places:
+            problems.append(f"'{located.slices[0].name}' of the base would be changed twice")
+        else:
+            places[located.slices[0].name] = place
+    full = {}
+    for name, stored in content.extras.items():
+        slices = found[name].slices if name in found else ()
+        full[slices[0].name if len(slices) == 1 else name] = stored
+    return places, full, problems
+
+
+def _place(change: Change, located: Located, layouts: LayoutMap) -> _Place | str:
+    """The change in the orientation that fits; where both do (a square matrix), the base's layout decides."""
+    if len(located.slices) > 1 or located.slices[0].index is not None or located.slices[0].stop is not None:
+        return f"the base stores it in {len(located.slices)} tensors, which only plain LoRA is merged into"
+    name, stored = located.slices[0].name, located.shape
+    straight = (stored[0], math.prod(stored[1:])) if stored else (1, 1)
+    turned = straight[::-1]
+    misfits = {False: change.misfit(straight), True: change.misfit(turned) if len(stored) == 2 else "no matrix"}
+    if change.is_turned or change.only_straight:
+        allowed: Sequence[bool] = [change.is_turned]
+    elif len(stored) == 2 and change.kind == "linear":
+        allowed = [True, False] if layouts.tensors[name].orientation == "IO" else [False, True]
+    else:
+        allowed = [False]
+    for is_turned in allowed:
+        if not misfits[is_turned]:
+            return _Place(change, turned if is_turned else straight, is_turned)
+    return f"{misfits[allowed[0]]}, the base's tensor is {' x '.join(map(str, stored)) or 'a scalar'}"

@@ -1,0 +1,73 @@
+"""(IA)^3: a factor for each output, or for each input, of a layer.
+
+    W = diag(l) W_0 and b = l b_0        keys, values
+    W = W_0 diag(l)                      feed-forward layers
+
+Source: Liu et al. (https://arxiv.org/abs/2205.05638); PEFT, `tuners/ia3`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors
+
+__all__ = ["IA3"]
+
+
+@dataclass(frozen=True)
+class _Factors(Change):
+    target: str
+    stored: tuple[str, ...]
+    count: int
+    of_inputs: bool
+    is_optional: bool = False
+    kind: str = "linear"
+    reads_base = True
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        size = shape[1] if self.of_inputs else shape[0]
+        fits = size == self.count or (self.of_inputs and size % self.count == 0)  # of channels, before a kernel
+        return "" if fits else f"it has {self.count} factors"
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        assert base_PI is not None, "it reads the base"
+        change = tensors[self.stored[0]].flatten() - 1
+        if self.of_inputs:
+            return base_PI * change.repeat_interleave(base_PI.shape[1] // self.count)
+        return base_PI * change[first:last, None]
+
+
+def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
+    groups, extras, problems = group_tensors(specs, ("ia3_l",), "(IA)^3")
+    changes = []
+    for group in groups:
+        of_inputs = _is_feedforward(group, fields.get("feedforward_modules"))
+        if of_inputs is None:
+            problems.append(f"module '{group.module}': 'feedforward_modules' of the config is a pattern, and the shape "
+                            f"{group.shape('ia3_l')} does not say which side its factors are of")  # fmt: skip
+            continue
+        count, stored = math.prod(group.shape("ia3_l")), (group.names["ia3_l"],)
+        changes.append(_Factors(f"{group.module}.weight", stored, count, of_inputs))
+        if not of_inputs:
+            changes.append(_Factors(f"{group.module}.bias", stored, count, of_inputs, is_optional=True, kind="bias"))
+    return Content(changes, extras, problems)
+
+
+def _is_feedforward(group: Group, listed: Any) -> bool | None:
+    """True if the factors are those of inputs; None if nothing tells."""
+    shape = group.shape("ia3_l")
+    if len(shape) == 2 and shape != (1, 1):
+        return shape[0] == 1
+    if isinstance(listed, str) or not isinstance(listed or (), Sequence):
+        return None
+    return any(group.module == n or group.module.endswith(f".{n}") for n in map(str, listed or ()))
+
+
+IA3 = Reader("(IA)^3", lambda fields: fields.get("peft_type") == "IA3", _read, "it multiplies the base's weights")

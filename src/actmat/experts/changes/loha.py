@@ -1,0 +1,87 @@
+"""LoHa: the entrywise product of two low-rank matrices.
+
+    delta = alpha / r * (W1a W1b) o (W2a W2b)                     linear layers
+    W1 = sum_ij t1[i, j] w1a[i] w1b[j], likewise W2               convolutions with a core (`use_effective_conv2d`)
+
+Source: Hyeon-Woo et al., FedPara (https://arxiv.org/abs/2108.06098); PEFT, `tuners/loha`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config
+from actmat.layout.matching import MatchError
+
+__all__ = ["LOHA"]
+
+ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
+
+
+@dataclass(frozen=True)
+class _Product(Change):
+    target: str
+    stored: tuple[str, ...]  # w1_a, w1_b, w2_a, w2_b, and t1, t2 where there is a core
+    scaling: float
+    shape: tuple[int, int]
+    reads_base = False
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        return "" if shape == self.shape else f"its delta is {self.shape[0]} x {self.shape[1]}"
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        a1, b1, a2, b2, *cores = (tensors[n] for n in self.stored)
+        if not cores:
+            return (a1[first:last] @ b1) * (a2[first:last] @ b2) * self.scaling
+        one, two = (
+            torch.einsum("ijkl,jr,ip->prkl", t, b, a[:, first:last]).flatten(1)
+            for t, a, b in zip(cores, (a1, a2), (b1, b2), strict=True)
+        )
+        return one * two * self.scaling
+
+
+def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
+    config, problems = scaling_config(fields)
+    groups, extras, found = group_tensors(specs, ROLES, "LoHa")
+    problems += found
+    changes = []
+    for group in groups:
+        problem = _problem(group)
+        try:
+            scaling = config.scaling_of(group.module)
+        except MatchError as error:
+            problem, scaling = str(error), 1.0
+        if problem:
+            problems.append(problem)
+            continue
+        has_core = "hada_t1" in group.names
+        stored = tuple(group.names[r] for r in (ROLES if has_core else ROLES[:4]))
+        a, b = group.shape("hada_w1_a"), group.shape("hada_w1_b")
+        shape = (a[1], b[1] * math.prod(group.shape("hada_t1")[2:])) if has_core else (a[0], b[1])
+        changes.append(_Product(f"{group.module}.weight", stored, scaling, shape))
+    return Content(changes, extras, problems)
+
+
+def _problem(group: Group) -> str:
+    """One sentence if the tensors do not fit together, else empty."""
+    has_core = "hada_t1" in group.names or "hada_t2" in group.names
+    if missing := group.missing(*(ROLES if has_core else ROLES[:4])):
+        return missing
+    for a, b, core in (("hada_w1_a", "hada_w1_b", "hada_t1"), ("hada_w2_a", "hada_w2_b", "hada_t2")):
+        left, right, middle = group.shape(a), group.shape(b), group.shape(core)
+        fits = len(left) == len(right) == 2 and (
+            (len(middle) == 4 and middle[:2] == (left[0], right[0])) if has_core else left[1] == right[0]
+        )
+        if not fits or group.shape(a) != group.shape("hada_w1_a") or right[1] != group.shape("hada_w1_b")[1]:
+            return f"module '{group.module}': {a} {left}, {b} {right} {middle or ''} do not fit together"
+    return ""
+
+
+LOHA = Reader("LoHa", lambda fields: fields.get("peft_type") == "LOHA", _read, "a Hadamard product is not low rank")

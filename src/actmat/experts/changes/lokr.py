@@ -1,0 +1,92 @@
+"""LoKr: a Kronecker product.
+
+    delta = alpha / r * W1 (x) W2,      W1 = W1a W1b, W2 = W2a W2b where these are stored as products
+
+Row `p` of the delta is row `p // K` of `W1` with row `p mod K` of `W2`, which has `K` rows.
+
+Source: Yeh et al., LyCORIS (https://arxiv.org/abs/2309.14859); PEFT, `tuners/lokr`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config
+from actmat.layout.matching import MatchError
+
+__all__ = ["LOKR"]
+
+ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+
+
+@dataclass(frozen=True)
+class _Kronecker(Change):
+    target: str
+    stored: tuple[str, ...]
+    roles: tuple[str, ...]  # of the stored tensors
+    scaling: float
+    first: tuple[int, int]  # shape of W1
+    second: tuple[int, int]  # of W2, a kernel flattened into its columns
+    reads_base = False
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        own = self.first[0] * self.second[0], self.first[1] * self.second[1]
+        return "" if shape == own else f"its delta is {own[0]} x {own[1]}"
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        found = {role: tensors[name] for role, name in zip(self.roles, self.stored, strict=True)}
+        w1 = found["lokr_w1"] if "lokr_w1" in found else found["lokr_w1_a"] @ found["lokr_w1_b"]
+        if "lokr_w2" in found:
+            w2 = found["lokr_w2"].flatten(1)
+        elif "lokr_t2" in found:
+            w2 = torch.einsum("ijkl,ip,jr->prkl", found["lokr_t2"], found["lokr_w2_a"], found["lokr_w2_b"]).flatten(1)
+        else:
+            w2 = found["lokr_w2_a"] @ found["lokr_w2_b"]
+        height = self.second[0]
+        start = first // height
+        whole = torch.kron(w1[start : -(-last // height)], w2)
+        return whole[first - start * height : last - start * height] * self.scaling
+
+
+def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
+    config, problems = scaling_config(fields)
+    groups, extras, found = group_tensors(specs, ROLES, "LoKr")
+    problems += found
+    changes = []
+    for group in groups:
+        first, second = _shape(group, "lokr_w1"), _shape(group, "lokr_w2")
+        if first is None or second is None:
+            has = ", ".join(f"{n} {group.specs[n].shape}" for n in group.names.values())
+            problems.append(f"module '{group.module}': no Kronecker product can be formed of {has}")
+            continue
+        try:
+            scaling = config.scaling_of(group.module)
+        except MatchError as error:
+            problems.append(str(error))
+            continue
+        stored, roles = tuple(group.names.values()), tuple(group.names)
+        changes.append(_Kronecker(f"{group.module}.weight", stored, roles, scaling, first, second))
+    return Content(changes, extras, problems)
+
+
+def _shape(group: Group, role: str) -> tuple[int, int] | None:
+    """Rows and columns of W1 or W2, or None if it is incomplete."""
+    whole, a, b = (group.shape(role + tail) for tail in ("", "_a", "_b"))
+    if len(whole) > 1:
+        return whole[0], math.prod(whole[1:])
+    if len(a) != 2 or len(b) != 2:
+        return None
+    core = group.shape("lokr_t2") if role == "lokr_w2" else ()
+    if core:
+        return (a[1], b[1] * math.prod(core[2:])) if len(core) == 4 and core[:2] == (a[0], b[0]) else None
+    return (a[0], b[1]) if a[1] == b[0] else None
+
+
+LOKR = Reader("LoKr", lambda fields: fields.get("peft_type") == "LOKR", _read, "a Kronecker product is not low rank")

@@ -1,0 +1,254 @@
+"""LoRA that needs its base: DoRA, PiSSA, OLoRA, trained tokens; with plain pairs beside them.
+
+    W = m * (W_0 + s B A) / ||W_0 + s B A||        DoRA; the norm of each output, over all inputs
+    W = W_0 + s B A - U_r S_r V_r^T                PiSSA: training began with the largest singular triplets taken out
+    W = W_0 + s (B A - Q_r R_r)                    OLoRA: with the first columns of `W_0 = Q R`
+    W[i] = t[i]                                    trained tokens: rows of a table are replaced
+
+`m`, `t` are stored; `s` is LoRA's scaling.
+
+Sources: Liu et al. (https://arxiv.org/abs/2402.09353), Meng et al. (https://arxiv.org/abs/2404.02948), Buyukakyuz
+(https://arxiv.org/abs/2406.01775); PEFT, `tuners/lora` and `tuners/trainable_tokens`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.experts.changes.base import Change, Content, Reader
+from actmat.experts.lora.adapter import module_product
+from actmat.experts.lora.config import parse_adapter_config
+from actmat.experts.lora.modules import AdapterModule, list_modules
+from actmat.linalg.lapack import economy_svd
+from actmat.linalg.lowrank import LowRank
+
+__all__ = ["DORA", "LORA_TOKENS", "RESIDUAL", "TOKENS"]
+
+_MAGNITUDE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_magnitude_vector(?:\.weight)?")
+_TOKENS = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta")
+_STARTS: dict[str, Literal["pissa", "olora"]] = {"pissa": "pissa", "olora": "olora"}
+
+
+@dataclass(frozen=True)
+class _Pair(Change):
+    """`s B A`."""
+
+    target: str
+    stored: tuple[str, ...]
+    module: AdapterModule
+    rank: int
+    kind: str
+    reads_base = False
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        return _misfit(self.module.shape, shape)
+
+    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
+        return module_product(self.module, tensors[self.module.a], tensors[self.module.b])
+
+
+@dataclass(frozen=True)
+class _Residual(_Pair):
+    """`s B A` without what the initialisation took out of the base."""
+
+    start: Literal["pissa", "olora"] = "pissa"
+    only_straight: bool = False
+    reads_base = True
+
+    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
+        assert base_OI is not None, "it reads the base"
+        trained, rank = super().factors(tensors, None, shape), self.module.rank
+        if self.start == "olora":
+            q_OK, r_KI = torch.linalg.qr(base_OI)
+            left, right = q_OK[:, :rank] * self.module.scaling, r_KI[:rank]
+        else:
+            svd = economy_svd(base_OI)
+            left, right = svd.u_MR[:, :rank] * svd.s_R[:rank], svd.vh_RN[:rank]
+        return LowRank(torch.cat([trained.b_OR, -left], dim=1), torch.cat([trained.a_RI, right]))
+
+
+@dataclass(frozen=True)
+class _Dora(Change):
+    """Pairs with a magnitude of each output; of a table, of each column."""
+
+    target: str
+    stored: tuple[str, ...]
+    module: AdapterModule
+    magnitude: str
+    kind: str
+    is_turned: bool
+    reads_base = True
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        return _misfit(self.module.shape[::-1] if self.is_turned else self.module.shape, shape)
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        assert base_PI is not None, "it reads the base"
+        product = module_product(self.module, tensors[self.module.a], tensors[self.module.b])
+        if self.is_turned:
+            product = LowRank(product.a_RI.mT, product.b_OR.mT)
+        changed_PI = base_PI + product.b_OR[first:last] @ product.a_RI
+        norms_P = torch.linalg.vector_norm(changed_PI, dim=1)
+        factors_P = tensors[self.magnitude].flatten()[first:last] / torch.where(norms_P > 0, norms_P, 1)
+        return factors_P[:, None] * changed_PI - base_PI
+
+
+@dataclass(frozen=True)
+class _Bias(Change):
+    """`s lora_B.bias`, added to the layer's bias."""
+
+    target: str
+    stored: tuple[str, ...]
+    scaling: float
+    count: int
+    kind: str = "bias"
+    reads_base = False
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        return "" if shape == (self.count, 1) else f"it has {self.count} entries"
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        return tensors[self.stored[0]].flatten()[first:last, None] * self.scaling
+
+
+@dataclass(frozen=True)
+class _Tokens(Change):
+    """Rows of a table that are replaced."""
+
+    target: str
+    stored: tuple[str, ...]
+    indices: tuple[int, ...]
+    width: int
+    kind: str = "tokens"
+    reads_base = True
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        if shape[1] != self.width:
+            return f"its rows have {self.width} entries"
+        last = max(self.indices)
+        return "" if last < shape[0] else f"it replaces row {last}: were tokens added to the base?"
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        assert base_PI is not None, "it reads the base"
+        out_PI, new_KI = torch.zeros_like(base_PI), tensors[self.stored[0]]
+        for k, index in enumerate(self.indices):
+            if first <= index < last:
+                out_PI[index - first] = new_KI[k] - base_PI[index - first]
+        return out_PI
+
+
+def _misfit(own: Sequence[int], shape: tuple[int, int]) -> str:
+    return "" if tuple(own) == shape else f"its delta is {' x '.join(map(str, own))}"
+
+
+def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
+    """Content of an adapter of type LORA."""
+    handled = ("use_dora", "trainable_token_indices", "init_lora_weights")
+    config, problems = parse_adapter_config({k: v for k, v in fields.items() if k not in handled})
+    magnitudes = {m["module"]: n for n in specs if (m := _MAGNITUDE.fullmatch(n)) is not None}
+    tables = {m["module"]: n for n in specs if (m := _TOKENS.fullmatch(n)) is not None}
+    special = {*magnitudes.values(), *tables.values()}
+    found = list_modules({n: s for n, s in specs.items() if n not in special}, config)
+    empty = "the adapter holds no tensors"
+    problems += [p for p in found.problems if not (special and p == empty)]
+    start = _STARTS.get(str(fields.get("init_lora_weights")).lower())
+    changes: list[Change] = []
+    for module in found.modules.values():
+        changes += _of_module(module, magnitudes.pop(module.name, None), start, specs, problems)
+    problems += [f"tensor '{n}' is a magnitude of DoRA without factors" for n in magnitudes.values()]
+    changes += _of_tables(tables, specs, fields.get("trainable_token_indices"), problems)
+    return Content(changes, found.extras, problems)
+
+
+def _of_module(
+    module: AdapterModule,
+    magnitude: str | None,
+    start: Literal["pissa", "olora"] | None,
+    specs: Mapping[str, TensorSpec],
+    problems: list[str],
+) -> list[Change]:
+    if module.kind == "parameter":
+        problems.append(f"module '{module.name}' adapts bare parameters, which is read of plain LoRA only")
+        return []
+    target, pair = f"{module.name.replace('.base_layer', '')}.weight", (module.a, module.b)
+    out: list[Change] = []
+    if magnitude is not None:
+        is_table = module.kind == "embedding"
+        count = module.shape[1] if is_table else module.shape[0]
+        if specs[magnitude].numel != count:
+            problems.append(f"tensor '{magnitude}' has {specs[magnitude].numel} entries; expected {count}")
+            return []
+        out.append(_Dora(target, (*pair, magnitude), module, magnitude, module.kind, is_table))
+    elif start is not None and module.kind == "linear":
+        # PEFT's OLoRA decomposes a transposed layer as it is stored, which gives factors of other shapes
+        is_olora = start == "olora"
+        out.append(_Residual(target, pair, module, 2 * module.rank, module.kind, start, is_olora))
+    else:
+        out.append(_Pair(target, pair, module, module.rank, module.kind))
+    if module.bias is not None:
+        bias = f"{target.removesuffix('weight')}bias"
+        out.append(_Bias(bias, (module.bias,), module.scaling, specs[module.bias].numel))
+    return out
+
+
+def _read_tokens(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
+    """Content of an adapter of type TRAINABLE_TOKENS."""
+    problems: list[str] = []
+    tables = {m["module"]: n for n in specs if (m := _TOKENS.fullmatch(n)) is not None}
+    problems += [f"tensor '{n}' is no part of trained tokens" for n in specs if n not in tables.values()]
+    return Content(_of_tables(tables, specs, fields.get("token_indices"), problems), {}, problems)
+
+
+def _of_tables(
+    tables: Mapping[str, str], specs: Mapping[str, TensorSpec], given: Any, problems: list[str]
+) -> list[Change]:
+    """Changes of tables, with the rows that the config names: for all, or by the end of the module's name."""
+    out: list[Change] = []
+    for module, stored in tables.items():
+        rows = given
+        if isinstance(given, Mapping):
+            rows = next((v for k, v in given.items() if module == k or module.endswith(f".{k}")), None)
+        shape = specs[stored].shape
+        is_list = isinstance(rows, Sequence) and all(isinstance(i, int) and i >= 0 for i in rows)
+        if not is_list or not rows or len(shape) != 2 or len(rows) != shape[0]:
+            problems.append(f"module '{module}': '{stored}' is {shape}, and the config names the rows {str(rows)[:80]}")
+            continue
+        out.append(_Tokens(f"{module}.weight", (stored,), tuple(rows), shape[1]))
+    return out
+
+
+def _is_lora(fields: Mapping[str, Any]) -> bool:
+    return fields.get("peft_type") == "LORA"
+
+
+DORA = Reader(
+    "DoRA",
+    lambda fields: _is_lora(fields) and bool(fields.get("use_dora")),
+    _read,
+    "it normalises W_0 + B A, so that its delta depends on the base and is not low rank",
+)
+RESIDUAL = Reader(
+    "PiSSA or OLoRA",
+    lambda fields: _is_lora(fields) and str(fields.get("init_lora_weights")).lower() in _STARTS,
+    _read,
+    "training began from a changed base, which only the base tells",
+)
+TOKENS = Reader(
+    "trained tokens",
+    lambda fields: fields.get("peft_type") == "TRAINABLE_TOKENS",
+    _read_tokens,
+    "they replace rows of the base's table",
+)
+LORA_TOKENS = Reader(
+    "LoRA with trained tokens",
+    lambda fields: _is_lora(fields) and bool(fields.get("trainable_token_indices")),
+    _read,
+    "the tokens replace rows of the base's table",
+)

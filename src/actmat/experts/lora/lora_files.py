@@ -1,0 +1,119 @@
+"""Open LoRA files without a config, as kohya's trainers and diffusers write them.
+
+Such a file is found by the names of its tensors, not by its own: in a `.safetensors` file, in a folder that holds one
+and no `config.json`, under diffusers' name `pytorch_lora_weights`, and, elsewhere than on this machine, where the name
+of the only file says `lora`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from actmat.bounds import is_url, list_folder, local_path
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.file_names import ADAPTER_CONFIG, LORA_FILES
+from actmat.checkpoints.folder import member
+from actmat.checkpoints.formats.safetensors import SAFETENSORS, SafetensorsCheckpoint
+from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.resolve import HUB_ID, find_source
+from actmat.checkpoints.source import LocalSource
+from actmat.errors import CheckpointError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.file_modules import list_file_modules
+from actmat.experts.lora.file_names import holds_factors
+
+__all__ = ["is_lora_file", "open_lora_file", "unmerged_problem"]
+
+_MODEL_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG)
+
+
+def is_lora_file(location: str | Path) -> bool:
+    """True where a file of LoRA factors without a config is; reads a header."""
+    try:
+        opened = _open(location)
+    except CheckpointError:
+        return False  # opening it as a checkpoint gives the error
+    if opened is None:
+        return False
+    with opened:
+        return holds_factors(opened.specs)
+
+
+def open_lora_file(location: str | Path) -> Adapter:
+    """Open a LoRA file; reads its header and its scales.
+
+    Raises:
+        CheckpointError: no such file there, or it cannot be read. Problems of its contents are in `Adapter.problems`.
+    """
+    weights = _open(location)
+    if weights is None:
+        raise CheckpointError(f"{location}: expected a file of LoRA factors, found none")
+    metadata = weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
+    listing, config = list_file_modules(weights, metadata)
+    return Adapter(weights, config, (), listing)
+
+
+def unmerged_problem(checkpoint: Checkpoint) -> str:
+    """One sentence on a checkpoint that holds factors of adapters, no weights of a model; empty for others."""
+    if not holds_factors(checkpoint.specs):
+        return ""
+    first = next(n for n in checkpoint.specs if holds_factors([n]))
+    return (
+        f"{checkpoint.location}: expected a full checkpoint, found factors of an adapter, such as '{first}', which are "
+        "no weights of a model. Fix: a LoRA file by itself is read from a .safetensors file (safetensors.torch."
+        "save_file); merge one that is part of a model into it first (merge_and_unload, fuse_lora)"
+    )
+
+
+def _open(location: str | Path) -> Checkpoint | None:
+    """The file that may be one of factors, opened; None where there is none."""
+    if is_url(location) and not str(location).startswith("hf://"):
+        return _open_elsewhere(str(location))
+    path = local_path(location)
+    if os.path.isdir(path):
+        names = list_folder(path)
+        name = next((n for n in LORA_FILES if n in names), None)
+        if name is None and not any(n in names for n in _MODEL_FILES):
+            found = [n for n in names if n.endswith(".safetensors")]
+            name = found[0] if len(found) == 1 else None
+        return None if name is None else _open_file(member(path, name), str(location))
+    if os.path.isfile(path):
+        is_candidate = path.suffix == ".safetensors" or path.name in LORA_FILES
+        return _open_file(path, str(location)) if is_candidate else None
+    hub_id = HUB_ID.fullmatch(str(location))
+    if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
+        return None
+    return _open_hub(hub_id["repo"], hub_id["revision"])
+
+
+def _open_file(path: Path, location: str) -> Checkpoint:
+    return (SAFETENSORS if path.suffix == ".safetensors" else TORCH_FILES).open(LocalSource(path, location))
+
+
+def _open_elsewhere(url: str) -> Checkpoint | None:
+    from actmat.checkpoints.remote.source import RemoteSource
+
+    source = find_source(url)
+    assert isinstance(source, RemoteSource), "a URL"
+    name = _named_lora([source.named] if source.named else source.names)
+    return None if name is None else SAFETENSORS.open(source.downloading(name))
+
+
+def _open_hub(repo: str, revision: str | None) -> Checkpoint | None:
+    from actmat.checkpoints.hub import open_repository
+
+    repository = open_repository(repo, revision)
+    name = _named_lora([n for n in repository.files if "/" not in n])
+    return None if name is None else _open_file(repository.fetch(name), f"{repository.repo_id}@{repository.commit}")
+
+
+def _named_lora(names: Sequence[str]) -> str | None:
+    """The file that by the names of all files holds factors."""
+    if any(n in names for n in _MODEL_FILES):
+        return None
+    found = [n for n in names if n.endswith(".safetensors")]
+    if LORA_FILES[0] in found:
+        return LORA_FILES[0]
+    return found[0] if len(found) == 1 and "lora" in found[0].lower() else None
