@@ -104,7 +104,8 @@ def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
 
 def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
     """Files of an output at a URL that are missing, or of another size than the merge wrote."""
-    there = retried(open_store(url).list, url) or {}
+    store = open_store(url)
+    there = {**retried(lambda: store.list() or {}, url), **retried(store.below, url)}
     side = {n: row["size"] for n, row in (manifest["output"].get("side_files") or {}).items()}
     for name, size in {**manifest["output"]["files"], **side}.items():
         if name not in there:

@@ -15,7 +15,7 @@ the cached commit of a branch may be an old one, and using it must be the user's
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,11 +25,12 @@ from huggingface_hub import HfApi, constants, errors, get_session, hf_hub_url, t
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
 from actmat.checkpoints.base import FileIdentity
-from actmat.checkpoints.folder import INDEX_SUFFIX, read_index
+from actmat.checkpoints.folder import read_index
 from actmat.checkpoints.remote.http import CONTENT_RANGE, HTTP_ERROR, TRANSIENT, pause_of, read_body
 from actmat.checkpoints.remote.retry import TransientError, retried
 from actmat.checkpoints.remote.store import FIRST_RANGE
-from actmat.checkpoints.source import SIDECAR_SUFFIXES, Source
+from actmat.checkpoints.side_files import SideFiles, side_files_in
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
 __all__ = ["HubFile", "HubRepository", "open_repository"]
@@ -139,15 +140,16 @@ class HubRepository(Source):
         with explained(self.location):
             return retried(lambda: self._range(name, offset, length), f"{self.location}: {name}")
 
+    def side_files(self, merged: Sequence[str]) -> SideFiles:
+        """Files of the commit."""
+        return side_files_in({f.name: f.size for f in self.files.values()}, merged, self.fetch)
+
     def fetch_sidecars(self) -> Path | None:
-        """Download tokenizer, processor and other small files; their folder, or None if there are none."""
+        """Download the side files; their folder, or None if there are none."""
         folder = self.directory
-        for name in self.files:
-            path = PurePosixPath(name)
-            is_near = str(path.parent) in (".", "additional_chat_templates")
-            if path.suffix in SIDECAR_SUFFIXES and not name.endswith(INDEX_SUFFIX) and is_near:
-                fetched = self.fetch(name)
-                folder = folder or fetched.parents[len(path.parts) - 1]
+        for name in self.side_files(()).kept:
+            fetched = self.fetch(name)
+            folder = folder or fetched.parents[len(PurePosixPath(name).parts) - 1]
         return folder
 
     def _range(self, name: str, offset: int, length: int) -> bytes:

@@ -275,6 +275,7 @@ class MergePlan(_Plain):
         adapter_config: `adapter_config.json` of an adapter.
         kept: tensors of which an adapter holds no delta, and the recipe's pattern that says so.
         notes: decisions and warnings, in words.
+        left_out: files of the inputs' folders that do not go with the output, and why.
         device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
         device_memory: bytes that an item may take of one device; None: not known, or no device.
         versions: of the software that determines the output's bytes.
@@ -293,6 +294,7 @@ class MergePlan(_Plain):
     adapter_config: Mapping[str, Any] | None = None
     kept: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     device_memory: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)

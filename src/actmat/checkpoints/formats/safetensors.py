@@ -26,8 +26,9 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
-from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
+from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.header import read_header
+from actmat.checkpoints.joining import join_shards
 from actmat.checkpoints.ranges import BLOCK_BYTES, BLOCKS_PER_THREAD, RangeReader
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint

@@ -191,7 +191,8 @@ class UploadStaging(Staging):
         self._mark()
         weights = {s.file for s in self._shards}
         last = [n for n in (INDEX_NAME, MANIFEST_NAME) if (self.path / n).is_file()]
-        names = sorted(p.name for p in self.path.iterdir() if p.name not in {JOURNAL_NAME, *last, *weights})
+        there = [p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if not p.is_dir()]
+        names = sorted(n for n in there if n not in {JOURNAL_NAME, *last, *weights})
         for name in names:
             self._put(self.path / name, name)
         first = self._shards[0].file
@@ -272,7 +273,7 @@ class UploadStaging(Staging):
         found += [n for n in files if n.startswith(NOTE_PREFIX) and n != MARK_NAME]
         for key in ("files", "side_files"):
             names = output.get(key) if isinstance(output, dict) else None
-            found += [n for n in names if is_plain_name(n)] if isinstance(names, dict) else []
+            found += [n for n in names if all(map(is_plain_name, n.split("/")))] if isinstance(names, dict) else []
         return found
 
     def _read_notes(self, files: Mapping[str, RemoteFile]) -> None:
@@ -342,7 +343,7 @@ def clear_upload(store: Store) -> None:
 def _listed(store: Store) -> dict[str, RemoteFile]:
     """Files of a folder; none where there is no such folder yet."""
     try:
-        return store.list() or {}
+        return {**(store.list() or {}), **store.below()}
     except MissingFileError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return {}
