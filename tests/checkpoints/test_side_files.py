@@ -15,22 +15,12 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.side_files import LARGEST, MOST_IN_FOLDER, sort_side_files
 from actmat.errors import CheckpointError
 
-KEPT = [
-    "config.json",
-    "tekken.json",
-    "LICENSE",
-    "NOTICE.txt",
-    "vocab.bpe",
-    "spiece.model",
-    "tokenizer.json.gz",
-    "custom.yaml",
-    "modeling_x.py",
-    "additional_chat_templates/tool.jinja",
-    "custom_generate/generate.py",
-    "custom_generate/requirements.txt",
-    "1_Pooling/config.json",
-    "assets/words/list.txt",
-]
+_KEPT = """
+config.json tekken.json LICENSE NOTICE.txt vocab.bpe spiece.model tokenizer.json.gz custom.yaml modeling_x.py
+additional_chat_templates/tool.jinja custom_generate/generate.py custom_generate/requirements.txt 1_Pooling/config.json
+assets/words/list.txt
+"""
+KEPT = _KEPT.split()
 LEFT_OUT = {
     "pytorch_model.bin": "weights",
     "optimizer.pt": "pickle",

@@ -11,9 +11,9 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
 from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
-from actmat.layout.fused import PARTNERS, RECURRENT
+from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT
 from actmat.layout.patterns import compile_pattern
-from actmat.layout.ties import find_ties, is_output_head, is_token_table, ties_embeddings
+from actmat.layout.ties import find_ties, is_output_head, is_token_table, is_vocabulary, ties_embeddings
 from actmat.layout.types import Block, LayoutMap, Orientation, Role, RoleOverride, TensorLayout
 
 __all__ = ["resolve_layout"]
@@ -49,7 +49,7 @@ def resolve_layout(
             decided[key] = classify(spec, partner, towers.of(name))
         layouts[name] = decided[key]
     ties = find_ties(specs, config)
-    _mark_tied_heads(layouts, ties, config)
+    _mark_tied_heads(layouts, ties, config, specs)
     _apply_overrides(layouts, specs, overrides)
     return LayoutMap(layouts, ties, _family(config))
 
@@ -58,6 +58,9 @@ def _partner_shape(name: str, specs: Mapping[str, TensorSpec]) -> Shape | None:
     """Stored shape of the partner layer (`fused.PARTNERS`), if there is one."""
     owner, _, _ = owner_of(name)
     candidates = PARTNERS.get(owner, ())
+    if name.endswith(FEED_FORWARD[0]):  # the two layers of a feed-forward block differ in their number, too
+        spec = specs.get(name.removesuffix(FEED_FORWARD[0]) + FEED_FORWARD[1])
+        return None if spec is None else spec.shape
     if RECURRENT.fullmatch(owner):
         candidates = (owner.replace("_ih_", "_hh_"),)
     head, _, tail = name.rpartition(owner)
@@ -69,7 +72,10 @@ def _partner_shape(name: str, specs: Mapping[str, TensorSpec]) -> Shape | None:
 
 
 def _mark_tied_heads(
-    layouts: dict[str, TensorLayout], ties: Mapping[str, str], config: Mapping[str, Any] | None
+    layouts: dict[str, TensorLayout],
+    ties: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+    specs: Mapping[str, TensorSpec],
 ) -> None:
     """Give tied output heads the role of the token embedding, which they are."""
     for name, canonical in ties.items():
@@ -77,7 +83,7 @@ def _mark_tied_heads(
     if not ties_embeddings(config) or any(map(is_token_table, layouts)):
         return
     for name, layout in layouts.items():
-        if layout.role is Role.LINEAR and is_output_head(name):
+        if layout.role is Role.LINEAR and is_output_head(name) and is_vocabulary(specs[name].shape, config):
             reason = "the config ties it to the token embedding, which is stored under this name only"
             layouts[name] = TensorLayout(Role.EMBEDDING, reason)
 
@@ -95,6 +101,7 @@ _AXES: Mapping[Role, tuple[int, int | None]] = {
     Role.LINEAR: (2, 2),
     Role.FUSED_LINEAR: (2, 2),
     Role.STACKED_EXPERTS: (3, 3),
+    Role.ROUTER: (2, 2),
     Role.CONVOLUTION: (3, None),
     Role.EMBEDDING: (1, None),
     Role.VECTOR: (0, None),
@@ -157,8 +164,8 @@ def _misfit(layout: TensorLayout, spec: TensorSpec) -> str | None:
         if layout.blocks:
             return f"blocks make sense for linear maps only, not for {layout.role}"
         return "only linear maps have an orientation" if layout.orientation == "IO" else None
-    if layout.role is Role.LINEAR and layout.blocks:
-        return f"a tensor with blocks is {Role.FUSED_LINEAR}, not {Role.LINEAR}"
+    if layout.role in (Role.LINEAR, Role.ROUTER) and layout.blocks:
+        return f"a tensor with blocks is {Role.FUSED_LINEAR}, not {layout.role}"
     if layout.role is Role.FUSED_LINEAR and not layout.blocks:
         return f"{Role.FUSED_LINEAR} needs blocks: name the row range of each linear map"
     rows = spec.shape[-2] if layout.orientation == "OI" else spec.shape[-1]

@@ -77,7 +77,6 @@ def build_plan(
         notes=(
             *recipe.notes,
             *draft.notes,
-            *layer_notes(draft.items),
             *_method_notes(draft.items),
             *statistics.notes_on(draft.items),
             *_place_notes(base, room),
@@ -93,9 +92,10 @@ def build_plan(
 
 
 def _method_notes(items: Sequence[Item]) -> list[str]:
-    """Notes that the methods of a plan declare, each once."""
+    """Notes on the step over layers, and those that the methods of a plan declare, each once."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
-    return [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
+    declared = [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
+    return [*layer_notes(items), *declared]
 
 
 def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:
