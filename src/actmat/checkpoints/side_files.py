@@ -23,6 +23,7 @@ from actmat.errors import CheckpointError
 
 __all__ = [
     "DEEPEST",
+    "PIPELINE",
     "SideFiles",
     "is_of_architecture",
     "is_weights",
@@ -65,6 +66,7 @@ _TYPES = mimetypes.MimeTypes()  # of the library itself: those of the machine di
 MODULES = "modules.json"
 """Names the folders of the modules of a sentence-transformers model, whose weights are their own."""
 PIPELINE = "model_index.json"
+"""Names the components of a pipeline of diffusers, each in a folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from actmat.bounds import kind_of_file, list_folder
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, versions_of_files
 from actmat.checkpoints.file_names import NOT_WEIGHTS
 from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.folder import INDEX_SUFFIX, member, read_config, read_index
+from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, member, read_config, read_index
 from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError
 
@@ -86,6 +86,17 @@ class Source(abc.ABC):
         """
         raise NotImplementedError(f"{self.location}: {name} is local")
 
+    def child(self, name: str) -> Source | None:
+        """The files of a folder inside this one, or None where there is no such folder.
+
+        Raises:
+            CheckpointError: folders inside folders are not read from here.
+        """
+        raise CheckpointError(
+            f"{self.location}: a pipeline of several models is read from a local folder or from the hub. Fix: download "
+            "the folder, and give it."
+        )
+
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files that go with an output, given the weight files that are merged; downloads none but tables of them."""
         return SideFiles()
@@ -147,6 +158,13 @@ class LocalSource(Source):
         if problems:
             raise CheckpointError(f"{self.location}: shards that {index} names cannot be used", problems)
         return weight_map
+
+    def child(self, name: str) -> Source | None:
+        """A folder inside; links to folders are not followed."""
+        path = self._folder / name
+        if not is_plain_name(name) or path.is_symlink() or not path.is_dir():
+            return None
+        return LocalSource(path, f"{self.location}/{name}")
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files of the folder; none where a weight file was named."""

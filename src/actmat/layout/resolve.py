@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
 from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
 from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT
+from actmat.layout.parts import component_configs
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, is_vocabulary, ties_embeddings
 from actmat.layout.types import Block, LayoutMap, Orientation, Role, RoleOverride, TensorLayout
@@ -39,6 +40,29 @@ def resolve_layout(
     Raises:
         RecipeError: an override matches nothing or does not fit a tensor; all such problems at once.
     """
+    components = component_configs(config)
+    found = [_recognised(specs, config)] if components is None else list(_of_components(specs, components))
+    layouts = {name: layout for one in found for name, layout in one.tensors.items()}
+    ordered = {name: layouts[name] for name in specs}
+    _apply_overrides(ordered, specs, overrides)
+    return LayoutMap(ordered, {a: c for one in found for a, c in one.ties.items()}, _family(config))
+
+
+def _of_components(specs: Mapping[str, TensorSpec], components: Mapping[str, Mapping[str, Any]]) -> Iterator[LayoutMap]:
+    """Layouts of a pipeline, those of each component by its own config."""
+    for part, config in components.items():
+        prefix = f"{part}."
+        inside = {n.removeprefix(prefix): s for n, s in specs.items() if n.startswith(prefix)}
+        own = {n: replace(s, name=n) for n, s in inside.items()}
+        found = _recognised(own, config)
+        yield LayoutMap(
+            {prefix + n: layout for n, layout in found.tensors.items()},
+            {prefix + a: prefix + c for a, c in found.ties.items()},
+        )
+
+
+def _recognised(specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> LayoutMap:
+    """Layouts and ties of one model."""
     towers = Towers(config)
     decided: dict[tuple[str, Shape, str, Shape | None], TensorLayout] = {}
     layouts: dict[str, TensorLayout] = {}
@@ -50,8 +74,7 @@ def resolve_layout(
         layouts[name] = decided[key]
     ties = find_ties(specs, config)
     _mark_tied_heads(layouts, ties, config, specs)
-    _apply_overrides(layouts, specs, overrides)
-    return LayoutMap(layouts, ties, _family(config))
+    return LayoutMap(layouts, ties)
 
 
 def _partner_shape(name: str, specs: Mapping[str, TensorSpec]) -> Shape | None:
@@ -89,7 +112,9 @@ def _mark_tied_heads(
 
 
 def _family(config: Mapping[str, Any] | None) -> str | None:
-    """The recognised architecture family of the whole model or of its language model."""
+    """The recognised family of the whole model or of its language model; of diffusers' models, their class."""
+    if config is not None and isinstance(config.get("_class_name"), str):
+        return str(config["_class_name"])
     for candidate in (config, text_config_of(config or {})):
         family = recognise(candidate)
         if family in FAMILIES or family in PLAIN:

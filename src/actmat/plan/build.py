@@ -71,6 +71,7 @@ def build_plan(
         specs=draft.specs,
         max_shard_bytes=draft.max_shard_bytes,
         stem=draft.stem,
+        stems=draft.stems,
         family=draft.family,
         adapter_config=draft.adapter_config,
         kept=draft.kept,
