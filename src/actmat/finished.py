@@ -126,7 +126,9 @@ def _sizes(url: str) -> dict[str, int]:
         from actmat.checkpoints.writing.hub import hub_name, look_up
 
         return {name: file.size for name, file in look_up(hub_name(url)).files.items()}
-    return {name: file.size for name, file in (retried(open_store(url).list, url) or {}).items()}
+    store = open_store(url)
+    there = {**retried(lambda: store.list() or {}, url), **retried(store.below, url)}
+    return {name: file.size for name, file in there.items()}
 
 
 def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.writing.sidecars import check_sidecars
+from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
 from actmat.engine.inputs import Inputs
 from actmat.engine.statistics import check_adapters, check_probes
 from actmat.errors import CheckpointError, MergeError, RecipeError
@@ -161,11 +160,12 @@ def check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
     if inputs.base is None or inputs.base.directory is None:
         return
     for wanted in {recipe.files_from for recipe in recipes}:
-        folder: Path | None = inputs.base.directory
+        chosen: Checkpoint | None = inputs.base
         if wanted in inputs.labels:
             expert = inputs.experts[inputs.labels.index(wanted)]
-            folder = expert.checkpoint.directory if isinstance(expert, CheckpointExpert) else None
-        check_sidecars(inputs.base.directory, folder)
+            chosen = expert.checkpoint if isinstance(expert, CheckpointExpert) else None
+        check_sidecars(*(None if c is None or c.directory is None else SideFolder(c.directory, c.side_files())
+                         for c in (inputs.base, chosen)))  # fmt: skip
 
 
 def check_values(inputs: Inputs) -> None:

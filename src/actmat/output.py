@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.writing.shared import SharedStage
-from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
 from actmat.checkpoints.writing.upload import UploadStaging, check_upload_url, staging_folder
 from actmat.checkpoints.writing.writer import ShardWriter
@@ -166,14 +166,18 @@ class StagedOutput:
             write_report(diagnosis, stage.path)
         return diagnosis
 
-    def _sidecar_folders(self, inputs: Inputs) -> tuple[Path | None, Path | None]:
-        """Folders with the config and tokenizer files of the base, and of the input that the recipe names."""
+    def _sidecar_folders(self, inputs: Inputs) -> tuple[SideFolder | None, SideFolder | None]:
+        """Side files of the base, and of the input that the recipe names."""
         if inputs.base is None:
             return None, None
-        base, wanted = inputs.base.fetch_sidecars(), self.plan.recipe.files_from
-        if wanted == "base":
-            return base, base
-        return base, inputs.experts[inputs.labels.index(wanted)].fetch_sidecars()
+        wanted = self.plan.recipe.files_from
+        chosen = inputs.base if wanted == "base" else inputs.experts[inputs.labels.index(wanted)]
+        base = inputs.base.fetch_sidecars()
+        other = base if wanted == "base" else chosen.fetch_sidecars()
+        return (
+            None if base is None else SideFolder(base, inputs.base.side_files()),
+            None if other is None else SideFolder(other, chosen.side_files()),
+        )
 
 
 @contextlib.contextmanager
@@ -327,7 +331,7 @@ def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) 
     for (out, folder), plan in zip(places, plans, strict=True):
         by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, plan.write_bytes))
     for rows in by_disk.values():
-        there = sum(f.stat().st_blocks * 512 for _, folder, _ in rows for f in folder.iterdir() if f.is_file())
+        there = sum(f.stat().st_blocks * 512 for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())
         folder = rows[0][1]
         with disk_errors(folder):
             free = shutil.disk_usage(folder).free

@@ -189,12 +189,15 @@ def test_sidecars_come_when_asked_for(hub: HubStandIn, tmp_path: Path) -> None:
     (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
     (folder / "original").mkdir()
     (folder / "original" / "params.json").write_text("{}")
+    (folder / "original" / "consolidated.00.pth").write_bytes(b"")
+    (folder / "tekken.json").write_text("{}")
     with open_hub("org/tiny") as checkpoint:
         place = checkpoint.fetch_sidecars()
     assert place is not None
     assert place == checkpoint.directory
     assert (place / "tokenizer.json").read_text() == "{}"
     assert (place / "additional_chat_templates" / "tool.jinja").exists()
+    assert (place / "tekken.json").exists()
     assert not (place / "original").exists()
     assert not (place / "model-00001-of-00002.safetensors").exists()
 

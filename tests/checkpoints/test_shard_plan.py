@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from actmat.checkpoints.base import DTYPES, TensorSpec
-from actmat.checkpoints.formats.safetensors import INDEX_NAME
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.shards import parse_size, plan_shards
@@ -102,7 +101,7 @@ def test_names_of_files_and_the_index(tmp_path: Path) -> None:
     assert [list(s.extents) for s in shards] == [["t0", "t1"], ["t2", "t3"], ["t4"]]
     writer = ShardWriter(tmp_path, shards, durable=True)
     writer.finish(specs)
-    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 200, "total_parameters": 50}
     assert index["weight_map"] == {n: s.file for s in shards for n in s.extents}
 

@@ -14,7 +14,7 @@ import xxhash
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash, hash_names, sha256_file
 from actmat.checkpoints.writing.shards import Shard, plan_shards
-from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.sidecars import copy_sidecars, side_folder
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
@@ -135,16 +135,22 @@ def test_sidecars_come_from_the_base_and_the_chosen_expert(tmp_path: Path) -> No
         actmat_manifest__json="{}",
     )
     (expert / "tokenizer_folder").mkdir()
+    (expert / "1_Pooling").mkdir()
+    (expert / "1_Pooling" / "config.json").write_text("not of the architecture: the base has none")
+    (expert / "additional_chat_templates").mkdir()
+    (expert / "additional_chat_templates" / "tool.jinja").write_text("t")
     out = tmp_path / "out"
     out.mkdir()
-    copied = copy_sidecars(base, expert, out, None)
-    assert sorted(copied) == sorted(p.name for p in out.iterdir())
-    assert {p.name: p.read_text() for p in out.iterdir()} == {
+    copied = copy_sidecars(side_folder(base), side_folder(expert), out, None)
+    there = {p.relative_to(out).as_posix(): p.read_text() for p in out.rglob("*") if p.is_file()}
+    assert copied == sorted(there)
+    assert there == {
         "config.json": '{"a": 1}',
         "modeling_x.py": "code",
         "tokenizer.json": "expert",
         "vocab.txt": "v",
         "chat_template.jinja": "c",
+        "additional_chat_templates/tool.jinja": "t",
     }
 
 
@@ -160,13 +166,13 @@ def test_the_config_is_told_the_output_dtype(tmp_path: Path, config: dict[str, s
     base = folder(tmp_path / "base", config__json=json.dumps(config | {"model_type": "llama"}))
     out = tmp_path / "out"
     out.mkdir()
-    copy_sidecars(base, base, out, "bfloat16")
+    copy_sidecars(side_folder(base), side_folder(base), out, "bfloat16")
     assert json.loads((out / "config.json").read_text()) == expected | {"model_type": "llama"}
     assert json.loads((base / "config.json").read_text()) == config | {"model_type": "llama"}
 
 
 def test_no_folder_no_sidecars(tmp_path: Path) -> None:
-    assert copy_sidecars(None, tmp_path / "none", tmp_path, "float16") == []
+    assert copy_sidecars(None, side_folder(tmp_path / "none"), tmp_path, "float16") == []
 
 
 def test_a_running_hash_is_the_hash_of_all_bytes() -> None:

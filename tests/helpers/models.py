@@ -24,6 +24,11 @@ def linear(weight: Tensor) -> list[Tensor]:
     return [weight]
 
 
+def pointwise(weight: Tensor) -> list[Tensor]:
+    """A convolution of one point, as a map of channels."""
+    return [weight[:, :, 0, 0]]
+
+
 def conv1d(weight: Tensor) -> list[Tensor]:
     return [weight.T]
 
@@ -124,7 +129,7 @@ CASES = (
         "MixtralForCausalLM",
         "MixtralConfig",
         {**_DECODER, "num_local_experts": 4},
-        {r".*_proj\.weight|.*\.w[123]\.weight|.*\.gate\.weight|lm_head\.weight": linear},
+        {r".*_proj\.weight|.*\.w[123]\.weight|lm_head\.weight": linear},
     ),
     Case(
         "qwen2_moe",
@@ -137,7 +142,7 @@ CASES = (
             "num_experts": 4,
             "num_experts_per_tok": 2,
         },
-        {r".*_proj\.weight|.*\.gate\.weight|.*shared_expert_gate\.weight|lm_head\.weight": linear},
+        {r".*_proj\.weight|lm_head\.weight": linear},
     ),
     Case(
         "gpt_oss",
@@ -147,7 +152,7 @@ CASES = (
         {
             r".*experts\.gate_up_proj": stacked_alternating,
             r".*experts\.down_proj": stacked_transposed,
-            r".*[qkvo]_proj\.weight|.*router\.weight|lm_head\.weight": linear,
+            r".*[qkvo]_proj\.weight|lm_head\.weight": linear,
         },
     ),
     Case(
@@ -223,7 +228,7 @@ CASES = (
         "ResNetForImageClassification",
         "ResNetConfig",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5, "layer_type": "basic"},
-        {r"classifier\.1\.weight": linear},
+        {r"classifier\.1\.weight": linear, r".*\.shortcut\.convolution\.weight": pointwise},
         pixels=True,
     ),
 )

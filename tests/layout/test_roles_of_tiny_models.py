@@ -16,7 +16,7 @@ FAMILIES = [
     "whisper",
 ]  # fmt: skip
 
-LINEAR = {Role.LINEAR, Role.FUSED_LINEAR}
+LINEAR = {Role.LINEAR, Role.FUSED_LINEAR, Role.ROUTER}
 
 
 def modules_by_value(model: nn.Module) -> dict[tuple[int, ...], list[tuple[torch.Tensor, nn.Module]]]:
@@ -72,7 +72,7 @@ def test_experts_split_on_disk_are_linear_layers(family: str, tmp_path: Path) ->
     assert {(layouts[name].role, layouts[name].orientation) for name in experts} == {(Role.LINEAR, "OI")}
     routers = [name for name in layouts if name.endswith("gate.weight")]
     assert routers
-    assert all(layouts[name].role is Role.LINEAR and "router" in layouts[name].reason for name in routers)
+    assert all(layouts[name].role is Role.ROUTER and "router" in layouts[name].reason for name in routers)
 
 
 def test_clip_and_vit_tokens_and_positions_are_embeddings(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def test_the_table_of_the_same_part_of_the_model_is_the_one_shared() -> None:
 
 def test_a_head_stored_for_its_missing_table_is_the_embedding() -> None:
     shapes = {"lm_head.weight": TABLE, "model.wpe.weight": (16, 32)}
-    layout = resolve(shapes, {"tie_word_embeddings": True}).tensors["lm_head.weight"]
+    config = {"tie_word_embeddings": True, "vocab_size": TABLE[0]}
+    layout = resolve(shapes, config).tensors["lm_head.weight"]
     assert layout.role is Role.EMBEDDING
     assert "stored under this name only" in layout.reason
 

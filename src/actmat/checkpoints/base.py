@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError, format_size
 from actmat.foreign import html_table, terminal
 
@@ -176,8 +177,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             "safetensors.torch.save_file) and give the folder or file."
         )
 
+    def side_files(self) -> SideFiles:
+        """Files of the folder other than the weights, sorted into those that go with an output and the rest."""
+        return side_files_of(self.directory)
+
     def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files; a hub checkpoint downloads them first."""
+        """Local folder of the side files; a hub checkpoint downloads them first."""
         return self.directory
 
     @abc.abstractmethod

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import kind_of_file, read_object
-from actmat.checkpoints.base import TensorSpec
 from actmat.errors import CheckpointError
 
-__all__ = ["INDEX_SUFFIX", "is_plain_name", "join_shards", "member", "read_config", "read_index", "shown"]
+__all__ = ["INDEX_SUFFIX", "is_plain_name", "member", "nested_member", "read_config", "read_index", "shown"]
 
 INDEX_SUFFIX = ".index.json"
 
@@ -50,7 +49,17 @@ def member(folder: Path, name: str) -> Path:
     """Path of a file of the folder; a link may lead out of it only to the blobs of the hub cache it lies in."""
     if not is_plain_name(name):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a plain file name")
+    return nested_member(folder, name)
+
+
+def nested_member(folder: Path, name: str) -> Path:
+    """Path of a file below the folder, its name with slashes; links as for `member`, none on the way."""
+    if not all(is_plain_name(part) for part in name.split("/")):
+        raise CheckpointError(f"{folder}: {name[:200]!r} is not a path below the folder")
     path = folder / name
+    for above in path.relative_to(folder).parents[:-1]:
+        if os.path.islink(folder / above):
+            raise CheckpointError(f"{folder / above}: expected a folder, found a link. Fix: give the real folder.")
     try:
         mode = path.stat().st_mode
         target, home = path.resolve(), folder.resolve()
@@ -68,35 +77,6 @@ def member(folder: Path, name: str) -> Path:
             "hand. Fix: copy the file into the folder, or give the folder that holds the real files."
         )
     return path
-
-
-def join_shards(
-    shards: Mapping[str, Mapping[str, TensorSpec]], weight_map: Mapping[str, str] | None, *, location: str
-) -> dict[str, TensorSpec]:
-    """Specs of all files in order; every disagreement between files, or with the index, is an error."""
-    specs: dict[str, TensorSpec] = {}
-    problems: list[str] = []
-    for label, shard in shards.items():
-        for name, spec in shard.items():
-            if name in specs:
-                problems.append(f"tensor {shown(name)}: in {specs[name].file} and again in {label}")
-            elif weight_map is not None and name not in weight_map:
-                problems.append(f"tensor {shown(name)}: in {label}, but not in the index")
-            else:
-                specs[name] = spec
-    for name, label in (weight_map or {}).items():
-        found = specs.get(name)
-        if found is None:
-            problems.append(f"tensor {shown(name)}: the index says {label}, which does not hold it")
-        elif found.file != label:
-            problems.append(f"tensor {shown(name)}: the index says {label}, it is in {found.file}")
-    if problems:
-        raise CheckpointError(
-            f"{location}: the shards do not agree with each other or with the index. Likely cause: files of two saves "
-            "mixed in one folder. Fix: fetch or save the whole folder again",
-            problems,
-        )
-    return specs
 
 
 def shown(value: Any) -> str:

@@ -15,7 +15,7 @@ the cached commit of a branch may be an old one, and using it must be the user's
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,11 +25,12 @@ from huggingface_hub import HfApi, constants, errors, get_session, hf_hub_url, t
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
 from actmat.checkpoints.base import FileIdentity
-from actmat.checkpoints.folder import INDEX_SUFFIX, read_index
+from actmat.checkpoints.folder import read_index
 from actmat.checkpoints.remote.http import CONTENT_RANGE, HTTP_ERROR, TRANSIENT, pause_of, read_body
 from actmat.checkpoints.remote.retry import TransientError, retried
 from actmat.checkpoints.remote.store import FIRST_RANGE
-from actmat.checkpoints.source import SIDECAR_SUFFIXES, Source
+from actmat.checkpoints.side_files import SideFiles, side_files_in
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
 __all__ = ["HubFile", "HubRepository", "open_repository"]
@@ -60,7 +61,8 @@ class HubFile:
 class HubRepository(Source):
     """One pinned commit.
 
-    `commit` is the full hash, whatever branch was asked for; `files` are those of the top folder and below, by name.
+    `commit` is the full hash, whatever branch was asked for; `files` are those of the top folder, or of the one inside
+    it that `folder` names, and below, by name.
     """
 
     cache_dir: Path
@@ -74,7 +76,9 @@ class HubRepository(Source):
         cache_dir: Path,
         *,
         streams: bool = False,
+        folder: str = "",
     ) -> None:
+        self._folder = f"{folder}/" if folder else ""
         self.repo_id = repo_id
         self.location = location
         self.commit = commit
@@ -95,13 +99,15 @@ class HubRepository(Source):
 
     def local(self, name: str) -> Path | None:
         """Path of the file in the cache, or None."""
-        found = try_to_load_from_cache(self.repo_id, name, cache_dir=self.cache_dir, revision=self.commit)
+        path = self._folder + name
+        found = try_to_load_from_cache(self.repo_id, path, cache_dir=self.cache_dir, revision=self.commit)
         return Path(found) if isinstance(found, str) else None
 
     def fetch(self, name: str) -> Path:
         """Path of the file in the cache, downloaded first if it is not there."""
         with explained(self.location):
-            return Path(HfApi().hf_hub_download(self.repo_id, name, revision=self.commit, cache_dir=self.cache_dir))
+            path = self._folder + name
+            return Path(HfApi().hf_hub_download(self.repo_id, path, revision=self.commit, cache_dir=self.cache_dir))
 
     def weight_map(self, index: str) -> dict[str, str]:
         """Content of an index file of the commit."""
@@ -118,7 +124,7 @@ class HubRepository(Source):
     def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
         """Content hashes as the hub states them; the same before and after the download."""
         files = (self.files[name] for name in names)
-        return tuple(FileIdentity(f"{self.repo_id}/{f.name}", f.size, etag=f.etag) for f in files)
+        return tuple(FileIdentity(f"{self.repo_id}/{self._folder}{f.name}", f.size, etag=f.etag) for f in files)
 
     def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
         """`read_at(offset, length)` over HTTP ranges, and the size; the first request suffices for most headers."""
@@ -139,19 +145,32 @@ class HubRepository(Source):
         with explained(self.location):
             return retried(lambda: self._range(name, offset, length), f"{self.location}: {name}")
 
+    def child(self, name: str) -> HubRepository | None:
+        """A folder of the commit."""
+        start = f"{name}/"
+        inside = {
+            n.removeprefix(start): HubFile(n.removeprefix(start), f.size, f.etag)
+            for n, f in self.files.items()
+            if n.startswith(start)
+        }
+        location = f"{self.location}/{name}"
+        return HubRepository(self.repo_id, location, self.commit, inside, self.cache_dir, streams=self.streams,
+                             folder=self._folder + name) if inside else None  # fmt: skip
+
+    def side_files(self, merged: Sequence[str]) -> SideFiles:
+        """Files of the commit."""
+        return side_files_in({f.name: f.size for f in self.files.values()}, merged, self.fetch)
+
     def fetch_sidecars(self) -> Path | None:
-        """Download tokenizer, processor and other small files; their folder, or None if there are none."""
+        """Download the side files; their folder, or None if there are none."""
         folder = self.directory
-        for name in self.files:
-            path = PurePosixPath(name)
-            is_near = str(path.parent) in (".", "additional_chat_templates")
-            if path.suffix in SIDECAR_SUFFIXES and not name.endswith(INDEX_SUFFIX) and is_near:
-                fetched = self.fetch(name)
-                folder = folder or fetched.parents[len(path.parts) - 1]
+        for name in self.side_files(()).kept:
+            fetched = self.fetch(name)
+            folder = folder or fetched.parents[len(PurePosixPath(name).parts) - 1]
         return folder
 
     def _range(self, name: str, offset: int, length: int) -> bytes:
-        url = hf_hub_url(self.repo_id, name, revision=self.commit, endpoint=constants.ENDPOINT)
+        url = hf_hub_url(self.repo_id, self._folder + name, revision=self.commit, endpoint=constants.ENDPOINT)
         span = f"bytes={offset}-{offset + length - 1}"
         headers = {**build_hf_headers(), "Range": span, "Accept-Encoding": "identity"}
         try:

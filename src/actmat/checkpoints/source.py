@@ -19,13 +19,11 @@ from actmat.bounds import kind_of_file, list_folder
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, versions_of_files
 from actmat.checkpoints.file_names import NOT_WEIGHTS
 from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.folder import INDEX_SUFFIX, member, read_config, read_index
+from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, member, read_config, read_index
+from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError
 
-__all__ = ["SIDECAR_SUFFIXES", "Format", "LocalSource", "Source", "StoredCheckpoint"]
-
-SIDECAR_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-"""Endings of config, tokenizer and processor files, and of their code."""
+__all__ = ["Format", "LocalSource", "Source", "StoredCheckpoint"]
 
 
 class Source(abc.ABC):
@@ -88,8 +86,23 @@ class Source(abc.ABC):
         """
         raise NotImplementedError(f"{self.location}: {name} is local")
 
+    def child(self, name: str) -> Source | None:
+        """The files of a folder inside this one, or None where there is no such folder.
+
+        Raises:
+            CheckpointError: folders inside folders are not read from here.
+        """
+        raise CheckpointError(
+            f"{self.location}: a pipeline of several models is read from a local folder or from the hub. Fix: download "
+            "the folder, and give it."
+        )
+
+    def side_files(self, merged: Sequence[str]) -> SideFiles:
+        """Files that go with an output, given the weight files that are merged; downloads none but tables of them."""
+        return SideFiles()
+
     def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files, downloaded first where they are not local."""
+        """Local folder of the side files, downloaded first where they are not local."""
         return self.directory
 
 
@@ -146,6 +159,17 @@ class LocalSource(Source):
             raise CheckpointError(f"{self.location}: shards that {index} names cannot be used", problems)
         return weight_map
 
+    def child(self, name: str) -> Source | None:
+        """A folder inside; links to folders are not followed."""
+        path = self._folder / name
+        if not is_plain_name(name) or path.is_symlink() or not path.is_dir():
+            return None
+        return LocalSource(path, f"{self.location}/{name}")
+
+    def side_files(self, merged: Sequence[str]) -> SideFiles:
+        """Files of the folder; none where a weight file was named."""
+        return side_files_of(self.directory, merged)
+
     def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
         """Size and times of files."""
         return tuple(file_identity(self.fetch(name)) for name in names)
@@ -172,8 +196,12 @@ class StoredCheckpoint(Checkpoint):
         """Identity of every weight file."""
         return self.source.identity(self.labels)
 
+    def side_files(self) -> SideFiles:
+        """Files of the source other than the weights."""
+        return self.source.side_files(self.labels)
+
     def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files."""
+        """Local folder of the side files."""
         return self.source.fetch_sidecars()
 
     def handle(self) -> CheckpointHandle:

@@ -20,6 +20,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
 from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_layer
 from actmat.checkpoints.raw import find_spec
+from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError
 
 __all__ = ["StackedCheckpoint", "open_stack"]
@@ -147,6 +148,10 @@ class StackedCheckpoint(Checkpoint):
         handles = {id(c): c.handle() for c in self._checkpoints}
         parts = tuple((handles[id(c)], p.location, p.start, p.stop) for c, p in self._parts)
         return CheckpointHandle(self.location, "stack", self.location, parts=parts)
+
+    def side_files(self) -> SideFiles:
+        """Those of the first part."""
+        return self._parts[0][0].side_files()
 
     def fetch_sidecars(self) -> Path | None:
         """Local folder of the files of the first part."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
+from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.experts.lora.adapter import Adapter
 from actmat.foreign import terminal
@@ -124,8 +125,12 @@ class Expert(abc.ABC):
         """See `Checkpoint.buffer_bytes`."""
         return 0
 
+    def side_files(self) -> SideFiles:
+        """Files of a full model's folder other than the weights; none of an adapter's."""
+        return SideFiles()
+
     def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files of a full model, else None."""
+        """Local folder of the side files of a full model, else None."""
         return None
 
     def adopt(self, base: Checkpoint) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.side_files import SideFiles
 from actmat.experts.base import Expert, ExpertHandle, Source
 
 __all__ = ["CheckpointExpert"]
@@ -61,8 +62,12 @@ class CheckpointExpert(Expert):
         """Of the checkpoint."""
         return self.checkpoint.buffer_bytes
 
+    def side_files(self) -> SideFiles:
+        """Those of the checkpoint."""
+        return self.checkpoint.side_files()
+
     def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files."""
+        """Local folder of the side files."""
         return self.checkpoint.fetch_sidecars()
 
     def close(self) -> None:

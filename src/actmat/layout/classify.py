@@ -12,6 +12,8 @@ from dataclasses import replace
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.families import Tower
 from actmat.layout.fused import GATED, QKV, RECURRENT, TRANSPOSED_PARAMETER, is_stacked, linear_layout, stacked_layout
+from actmat.layout.modulation import modulation_packing
+from actmat.layout.packing import first_int
 from actmat.layout.types import Role, TensorLayout
 
 __all__ = ["classify", "is_variance", "owner_of"]
@@ -50,9 +52,22 @@ _HEAD = re.compile(
     r"lm_head|embed_out|score|classifier|qa_outputs|proj_out|output|head|fc|vocab_projector|generator_lm_head|lm_loss|"
     r"decoder|output_projection"
 )
-_ROUTER = re.compile(r"gate|router|wg|shared_expert_gate")
+_ROUTER = re.compile(r"gate|router|wg|classifier|layer|shared_expert_gate")
+_SURELY_ROUTER = re.compile(r".*(?:shared_expert_gate|(?:router|moe|mixture)\w*(?:\.\w+)?)\.weight")
+EXPERT_COUNTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+    "n_experts",
+    "num_moe_experts",
+)
+"""Names under which configs give the number of experts of a mixture."""
 _MATRIX_PARAMETER = re.compile(r"[qkv]_proj_weight|(?:gate|up|down)_proj|[wv]\d")
 _LONGEST_UNNAMED_KERNEL = 16
+_INDEX = re.compile(r"(?:^|\.)\d+\.")
+ROUTER_REASON = "router of a mixture: only the order of its few outputs counts, which no rule for activations keeps; "
 
 
 def owner_of(name: str) -> tuple[str, str, bool]:
@@ -102,8 +117,22 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
     if not leaf and (_SCALE.fullmatch(owner) or not _is_matrix_parameter(owner, tower)):
         return _scale_or_unknown("2-D parameter", owner, leaf)
     layout = linear_layout(owner, not leaf, shape, partner, tower)
-    word = "output head, " if _HEAD.fullmatch(owner) else "router of a mixture, " if _ROUTER.fullmatch(owner) else ""
-    return replace(layout, reason=word + layout.reason)  # people look for heads and routers in a plan
+    if _is_router(spec.name, owner, shape, tower):
+        return replace(layout, role=Role.ROUTER, reason=ROUTER_REASON + layout.reason, blocks=())
+    packing = modulation_packing(spec.name, *shape)
+    if packing is not None and layout.role is Role.LINEAR and (blocks := packing.blocks(shape[0])) is not None:
+        return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {shape[0]} rows", blocks=blocks)
+    is_head = _HEAD.fullmatch(owner) is not None and _INDEX.search(spec.name.rpartition(owner)[0]) is None
+    return replace(layout, reason="output head, " * is_head + layout.reason)  # people look for heads in a plan
+
+
+def _is_router(name: str, owner: str, shape: tuple[int, ...], tower: Tower) -> bool:
+    """True for the linear map that chooses among as many experts as the config says, or lies in a router."""
+    if not _ROUTER.fullmatch(owner):
+        return False
+    counts = {n for key in EXPERT_COUNTS if (n := first_int(tower.config, key)) is not None}
+    rows = shape[1] if owner in tower.family.transposed else shape[0]
+    return rows in counts or (_SURELY_ROUTER.fullmatch(name) is not None and rows < max(shape))
 
 
 def _is_table(owner: str, tower: Tower) -> bool:

@@ -36,7 +36,8 @@ class Family:
 
 NO_EXCEPTIONS = Family()
 _CONV1D = Family(transposed=frozenset({"c_attn", "c_proj", "c_fc", "q_attn"}))
-_STATE_SPACE = Family(packed={"in_proj": "whole: a state-space mixer packs its input, gate and step sizes here"})
+_STATE_SPACE = Family(packed={"in_proj": "mamba_halves", "x_proj": "mamba_parameters"})
+_STATE_SPACE_2 = Family(packed={"in_proj": "mamba2"})
 _GATED_DELTA = Family(
     packed={
         "in_proj_qkv": "linear_attention",
@@ -64,7 +65,10 @@ _GROUPS: Mapping[str, Family] = {
     "mpt modernbert": Family(packed={"Wqkv": "thirds"}),
     "internlm2": Family(packed={"wqkv": "per_kv_group"}),
     "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next": _GATED_DELTA,
-    "mamba mamba2 falcon_mamba falcon_h1 bamba jamba zamba zamba2 nemotron_h granitemoehybrid": _STATE_SPACE,
+    "mamba falcon_mamba jamba": _STATE_SPACE,
+    "zamba": Family(packed={"in_proj": "alternating_gate"}),
+    "mamba2 falcon_h1 bamba zamba2 nemotron_h granitemoehybrid": _STATE_SPACE_2,
+    "lfm2 lfm2_moe": Family(packed={"in_proj": "short_convolution"}),
     # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor
     "gpt_oss": Family(experts="IO", gate_up="alternating"),
     # the same alternation, on disk only (w13_weight)
@@ -77,11 +81,11 @@ FAMILIES = {model_type: family for names, family in _GROUPS.items() for model_ty
 """`model_type` -> its exceptions."""
 
 _PLAIN = """
-albert arcee bart bert blip camembert clip clip_text_model clip_vision_model cohere cohere2 convnext deberta-v2
+albert arcee bart bert blip blip-2 camembert clip clip_text_model clip_vision_model cohere cohere2 convnext deberta-v2
 deepseek_v2 deepseek_v3 deit dinov2 distilbert electra exaone4 gemma gemma2 gemma3 gemma3_text glm glm4 gpt_neo gptj
 granite granitemoe internlm3 llama llava llava_next longt5 m2m_100 marian mbart ministral mistral mistral3 mixtral
 modernbert-decoder mt5 nemotron olmo olmo2 olmo3 olmoe opt paligemma pegasus phi phimoe qwen2 qwen2_5_vl qwen2_moe
-qwen2_vl qwen3 qwen3_moe qwen3_vl resnet roberta seed_oss siglip siglip2 smollm3 smolvlm stablelm starcoder2 swin
+qwen2_vl qwen3 qwen3_moe qwen3_vl resnet roberta sam seed_oss siglip siglip2 smollm3 smolvlm stablelm starcoder2 swin
 switch_transformers t5 umt5 vit vit_mae wav2vec2 whisper xlm-roberta
 """
 PLAIN = frozenset(_PLAIN.split())

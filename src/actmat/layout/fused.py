@@ -20,7 +20,7 @@ from actmat.layout.families import Tower
 from actmat.layout.packing import SCHEMES, Packing, attention_of
 from actmat.layout.types import Orientation, Role, TensorLayout
 
-__all__ = ["GATED", "PARTNERS", "QKV", "is_stacked", "linear_layout", "stacked_layout"]
+__all__ = ["FEED_FORWARD", "GATED", "PARTNERS", "QKV", "is_stacked", "linear_layout", "stacked_layout"]
 
 Shape = tuple[int, ...]
 
@@ -43,6 +43,10 @@ GATED: Mapping[str, str] = {
 GATE_FIRST = frozenset(
     {"gate_up_proj", "gate_and_up_projs", "w13_weight", "input_linear", "Wi", "weights_in", "dense_h_to_4h"}
 )
+
+FEED_FORWARD = (".net.0.proj.weight", ".net.2.weight")
+"""Ends of the names of a feed-forward block's layers in diffusers and in the LDM code: gated if the first is twice as
+high as the second is wide."""
 
 PARTNERS: Mapping[str, tuple[str, ...]] = {
     **{up: (down,) for up, down in GATED.items()},
@@ -106,6 +110,8 @@ def _packing(owner: str, rows: int, cols: int, partner: Shape | None, tower: Tow
         return Packing((("k", 1), ("v", 1)), words="k, v (halves)")
     if RECURRENT.fullmatch(owner):
         return _recurrent_packing(rows, cols if "_hh_" in owner else partner)
+    if owner == "proj" and partner is not None and len(partner) == 2 and rows == 2 * partner[1]:
+        return Packing((("value", 1), ("gate", 1)), words="value, gate (halves)")
     if owner in GATED and partner is not None and len(partner) == 2:
         width = partner[1]  # the inputs of down_proj
         if rows == 2 * width:

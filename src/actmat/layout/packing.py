@@ -155,6 +155,33 @@ def _linear_attention_sizes(config: Config) -> tuple[int, int, int] | str:
     return key_heads, key_dim, value_heads // key_heads * value_dim
 
 
+def _mamba_parameters(rows: int, config: Config) -> Packing | str:
+    """Step sizes, B and C of a state-space layer, all from its input (`x_proj`)."""
+    rank = first_int(config, "time_step_rank", "mamba_dt_rank")
+    state = first_int(config, "state_size", "mamba_d_state")
+    if rank is None or state is None:
+        return "the config does not tell the rank of the step sizes or the size of the state"
+    return Packing((("dt", rank), ("B", state), ("C", state)), unit=1, words="step sizes, B, C")
+
+
+def _mamba2(rows: int, config: Config) -> Packing | str:
+    """Gate, input, B, C and step sizes of a Mamba-2 mixer."""
+    heads = first_int(config, "mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
+    state = first_int(config, "state_size", "mamba_d_state", "ssm_state_size")
+    groups = first_int(config, "n_groups", "mamba_n_groups", "mamba_ngroups")
+    if heads is None or state is None or groups is None:
+        return "the config does not tell heads, groups and state of the state-space mixer"
+    inner, rest = divmod(rows - heads - 2 * groups * state, 2)
+    if rest or inner <= 0:
+        return f"{heads} heads and {groups} groups of a state of {state} do not fit its {rows} rows"
+    parts = (("gate", inner), ("x", inner), ("B", groups * state), ("C", groups * state), ("dt", heads))
+    return Packing(parts, unit=1, words="gate, input, B, C, step sizes")
+
+
+def _alternating_gate(rows: int, config: Config) -> Packing | str:
+    return Packing((("x", 1), ("gate", 1)), groups=max(rows // 2, 1), unit=1, words="input, gate (alternating rows)")
+
+
 SCHEMES: Mapping[str, Scheme] = {
     "halves": _fixed(Packing((("gate", 1), ("up", 1)), words="gate, up (halves)")),
     "halves_up_first": _fixed(Packing((("up", 1), ("gate", 1)), words="up, gate (halves)")),
@@ -168,6 +195,11 @@ SCHEMES: Mapping[str, Scheme] = {
     "bigcode": _bigcode,
     # trained with four-way model parallelism; the four shards are still stored one after the other
     "codegen": _fixed(Packing((("q", 1), ("v", 1), ("k", 1)), groups=4, words="q, v, k (in each of 4 shards)")),
+    "mamba_halves": _fixed(Packing((("x", 1), ("gate", 1)), words="input, gate (halves)")),
+    "mamba_parameters": _mamba_parameters,
+    "mamba2": _mamba2,
+    "alternating_gate": _alternating_gate,
+    "short_convolution": _fixed(Packing((("B", 1), ("C", 1), ("x", 1)), words="B, C, x of a gated convolution")),
     "linear_attention": _linear_attention,
     "linear_attention_qkvz": _linear_attention_qkvz,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,10 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
 from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
-from actmat.layout.fused import PARTNERS, RECURRENT
+from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT
+from actmat.layout.parts import component_configs
 from actmat.layout.patterns import compile_pattern
-from actmat.layout.ties import find_ties, is_output_head, is_token_table, ties_embeddings
+from actmat.layout.ties import find_ties, is_output_head, is_token_table, is_vocabulary, ties_embeddings
 from actmat.layout.types import Block, LayoutMap, Orientation, Role, RoleOverride, TensorLayout
 
 __all__ = ["resolve_layout"]
@@ -39,6 +40,29 @@ def resolve_layout(
     Raises:
         RecipeError: an override matches nothing or does not fit a tensor; all such problems at once.
     """
+    components = component_configs(config)
+    found = [_recognised(specs, config)] if components is None else list(_of_components(specs, components))
+    layouts = {name: layout for one in found for name, layout in one.tensors.items()}
+    ordered = {name: layouts[name] for name in specs}
+    _apply_overrides(ordered, specs, overrides)
+    return LayoutMap(ordered, {a: c for one in found for a, c in one.ties.items()}, _family(config))
+
+
+def _of_components(specs: Mapping[str, TensorSpec], components: Mapping[str, Mapping[str, Any]]) -> Iterator[LayoutMap]:
+    """Layouts of a pipeline, those of each component by its own config."""
+    for part, config in components.items():
+        prefix = f"{part}."
+        inside = {n.removeprefix(prefix): s for n, s in specs.items() if n.startswith(prefix)}
+        own = {n: replace(s, name=n) for n, s in inside.items()}
+        found = _recognised(own, config)
+        yield LayoutMap(
+            {prefix + n: layout for n, layout in found.tensors.items()},
+            {prefix + a: prefix + c for a, c in found.ties.items()},
+        )
+
+
+def _recognised(specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> LayoutMap:
+    """Layouts and ties of one model."""
     towers = Towers(config)
     decided: dict[tuple[str, Shape, str, Shape | None], TensorLayout] = {}
     layouts: dict[str, TensorLayout] = {}
@@ -49,15 +73,17 @@ def resolve_layout(
             decided[key] = classify(spec, partner, towers.of(name))
         layouts[name] = decided[key]
     ties = find_ties(specs, config)
-    _mark_tied_heads(layouts, ties, config)
-    _apply_overrides(layouts, specs, overrides)
-    return LayoutMap(layouts, ties, _family(config))
+    _mark_tied_heads(layouts, ties, config, specs)
+    return LayoutMap(layouts, ties)
 
 
 def _partner_shape(name: str, specs: Mapping[str, TensorSpec]) -> Shape | None:
     """Stored shape of the partner layer (`fused.PARTNERS`), if there is one."""
     owner, _, _ = owner_of(name)
     candidates = PARTNERS.get(owner, ())
+    if name.endswith(FEED_FORWARD[0]):  # the two layers of a feed-forward block differ in their number, too
+        spec = specs.get(name.removesuffix(FEED_FORWARD[0]) + FEED_FORWARD[1])
+        return None if spec is None else spec.shape
     if RECURRENT.fullmatch(owner):
         candidates = (owner.replace("_ih_", "_hh_"),)
     head, _, tail = name.rpartition(owner)
@@ -69,7 +95,10 @@ def _partner_shape(name: str, specs: Mapping[str, TensorSpec]) -> Shape | None:
 
 
 def _mark_tied_heads(
-    layouts: dict[str, TensorLayout], ties: Mapping[str, str], config: Mapping[str, Any] | None
+    layouts: dict[str, TensorLayout],
+    ties: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+    specs: Mapping[str, TensorSpec],
 ) -> None:
     """Give tied output heads the role of the token embedding, which they are."""
     for name, canonical in ties.items():
@@ -77,13 +106,15 @@ def _mark_tied_heads(
     if not ties_embeddings(config) or any(map(is_token_table, layouts)):
         return
     for name, layout in layouts.items():
-        if layout.role is Role.LINEAR and is_output_head(name):
+        if layout.role is Role.LINEAR and is_output_head(name) and is_vocabulary(specs[name].shape, config):
             reason = "the config ties it to the token embedding, which is stored under this name only"
             layouts[name] = TensorLayout(Role.EMBEDDING, reason)
 
 
 def _family(config: Mapping[str, Any] | None) -> str | None:
-    """The recognised architecture family of the whole model or of its language model."""
+    """The recognised family of the whole model or of its language model; of diffusers' models, their class."""
+    if config is not None and isinstance(config.get("_class_name"), str):
+        return str(config["_class_name"])
     for candidate in (config, text_config_of(config or {})):
         family = recognise(candidate)
         if family in FAMILIES or family in PLAIN:
@@ -95,6 +126,7 @@ _AXES: Mapping[Role, tuple[int, int | None]] = {
     Role.LINEAR: (2, 2),
     Role.FUSED_LINEAR: (2, 2),
     Role.STACKED_EXPERTS: (3, 3),
+    Role.ROUTER: (2, 2),
     Role.CONVOLUTION: (3, None),
     Role.EMBEDDING: (1, None),
     Role.VECTOR: (0, None),
@@ -157,8 +189,8 @@ def _misfit(layout: TensorLayout, spec: TensorSpec) -> str | None:
         if layout.blocks:
             return f"blocks make sense for linear maps only, not for {layout.role}"
         return "only linear maps have an orientation" if layout.orientation == "IO" else None
-    if layout.role is Role.LINEAR and layout.blocks:
-        return f"a tensor with blocks is {Role.FUSED_LINEAR}, not {Role.LINEAR}"
+    if layout.role in (Role.LINEAR, Role.ROUTER) and layout.blocks:
+        return f"a tensor with blocks is {Role.FUSED_LINEAR}, not {layout.role}"
     if layout.role is Role.FUSED_LINEAR and not layout.blocks:
         return f"{Role.FUSED_LINEAR} needs blocks: name the row range of each linear map"
     rows = spec.shape[-2] if layout.orientation == "OI" else spec.shape[-1]

@@ -13,8 +13,17 @@ from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.families import TIED_BY_DEFAULT, recognise, text_config_of
+from actmat.layout.packing import first_int
 
-__all__ = ["OUTPUT_HEADS", "find_ties", "is_output_head", "is_token_table", "tied_partner", "ties_embeddings"]
+__all__ = [
+    "OUTPUT_HEADS",
+    "find_ties",
+    "is_output_head",
+    "is_token_table",
+    "is_vocabulary",
+    "tied_partner",
+    "ties_embeddings",
+]
 
 Config = Mapping[str, Any]
 
@@ -89,6 +98,17 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
 def is_output_head(name: str) -> bool:
     """True for the name of an output head over the vocabulary."""
     return _end(name, OUTPUT_HEADS) is not None
+
+
+def is_vocabulary(shape: Sequence[int], config: Config | None) -> bool:
+    """True for the shape of a table with a row per token: as many rows as the config has tokens, or more (padding).
+
+    >>> is_vocabulary((104, 8), {"vocab_size": 100}), is_vocabulary((4, 256), {"tie_word_embeddings": True})
+    (True, False)
+    """
+    top = config or {}
+    sizes = [n for c in (top, text_config_of(top) or {}) if (n := first_int(c, "vocab_size", "n_vocab")) is not None]
+    return len(shape) == 2 and bool(sizes) and shape[0] >= min(sizes)
 
 
 def is_token_table(name: str) -> bool:

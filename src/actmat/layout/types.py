@@ -24,14 +24,15 @@ class Role(StrEnum):
     FUSED_LINEAR = "fused_linear"  # several linear maps packed in one tensor (q, k, v; gate, up)
     STACKED_EXPERTS = "stacked_experts"  # one linear map per expert of a mixture, 3-D
     CONVOLUTION = "convolution"
+    ROUTER = "router"  # the linear map that chooses the experts of a mixture, averaged by default
     EMBEDDING = "embedding"  # a table of vectors: token, position, class embeddings; relative position biases
     VECTOR = "vector"  # biases, norms, scales, scalars; any float tensor that is none of the above
     BUFFER = "buffer"  # integers and booleans, copied from the base
 
     @property
     def is_matrix(self) -> bool:
-        """Linear roles, which matrix methods act on by default."""
-        return self in (Role.LINEAR, Role.FUSED_LINEAR, Role.STACKED_EXPERTS)
+        """Roles of linear maps."""
+        return self in (Role.LINEAR, Role.FUSED_LINEAR, Role.STACKED_EXPERTS, Role.ROUTER)
 
 
 Orientation = Literal["OI", "IO"]

@@ -13,6 +13,10 @@ from actmat.layout.types import LayoutMap, Role
 __all__ = ["Alignment", "align"]
 
 
+DIFFUSION_MODEL = "model.diffusion_model."
+"""Prefix under which single files of image tools hold the diffusion model, and which other files of it lack."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """Correspondence of the tensors of all checkpoints.
@@ -137,6 +141,8 @@ def _prefix(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) ->
     probe = next((n for n in base if n not in expert), None)
     candidates = {_Prefix(e.removesuffix(probe), True) for e in expert if probe and e.endswith("." + probe)}
     candidates |= {_Prefix(n[: n.index(".") + 1], False) for n in base if "." in n and n.partition(".")[2] in expert}
+    if any(n.startswith(DIFFUSION_MODEL) and n.removeprefix(DIFFUSION_MODEL) in expert for n in base):
+        candidates.add(_Prefix(DIFFUSION_MODEL, False))
     for candidate in sorted(candidates, key=lambda c: (c.text, c.add)):
         found = sum(candidate.apply(n) in expert for n in base)
         if found > direct and (best is None or found > best[0]):

@@ -15,6 +15,7 @@ from actmat.experts.base import Expert
 from actmat.methods import get_method
 from actmat.methods.user import is_user_method, user_method_hash
 from actmat.plan.adapter.modules import plan_modules
+from actmat.plan.left_out import files_left_out, left_out_note
 from actmat.plan.model import InputSummary, Item, MergePlan
 from actmat.plan.placement import HOST, DeviceRoom
 from actmat.plan.post import layer_notes
@@ -57,6 +58,7 @@ def build_plan(
         if len(adapters) < len(experts):
             raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
         draft = plan_modules(recipe, adapters, base_config, statistics)
+    left_out = files_left_out(recipe, base, experts)
     ignored = draft.ignored or ((),) * len(experts)
     return MergePlan(
         recipe=recipe,
@@ -69,17 +71,19 @@ def build_plan(
         specs=draft.specs,
         max_shard_bytes=draft.max_shard_bytes,
         stem=draft.stem,
+        stems=draft.stems,
         family=draft.family,
         adapter_config=draft.adapter_config,
         kept=draft.kept,
         notes=(
             *recipe.notes,
             *draft.notes,
-            *layer_notes(draft.items),
             *_method_notes(draft.items),
             *statistics.notes_on(draft.items),
             *_place_notes(base, room),
+            *left_out_note(left_out),
         ),
+        left_out=left_out,
         device=room.device,
         device_memory=room.memory,
         versions=versions_of(draft.items),
@@ -89,9 +93,10 @@ def build_plan(
 
 
 def _method_notes(items: Sequence[Item]) -> list[str]:
-    """Notes that the methods of a plan declare, each once."""
+    """Notes on the step over layers, and those that the methods of a plan declare, each once."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
-    return [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
+    declared = [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
+    return [*layer_notes(items), *declared]
 
 
 def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:

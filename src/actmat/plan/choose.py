@@ -130,7 +130,16 @@ class Chooser:
             if inside and not layout.role.is_matrix:
                 layout = TensorLayout(Role.LINEAR, reason)
             return inside, reason, layout
-        return layout.role.is_matrix, layout.reason, layout
+        if layout.role is Role.CONVOLUTION:
+            return self._convolution(spec, layout)
+        return layout.role.is_matrix and layout.role is not Role.ROUTER, layout.reason, layout
+
+    def _convolution(self, spec: TensorSpec, layout: TensorLayout) -> tuple[bool, str, TensorLayout]:
+        """A kernel of one point is a linear map of channels; a larger one sees its inputs shifted, so is averaged."""
+        if all(side == 1 for side in spec.shape[2:]) and min(spec.shape[:2]) > 1:
+            return True, f"{layout.reason}, a linear map of channels", layout
+        more = "" if spec.shape[1] == 1 else " (scope: all or a rule merges it unfolded)"
+        return False, f"{layout.reason}: no linear map of one vector{more}", layout
 
     def average(self, name: str) -> MethodCall:
         """The call for a tensor that the method does not apply to."""

@@ -20,6 +20,7 @@ class Draft:
     specs: tuple[TensorSpec, ...]
     max_shard_bytes: int
     stem: str = "model"
+    stems: Mapping[str, str] = field(default_factory=dict)
     family: str | None = None
     adapter_config: Mapping[str, Any] | None = None
     kept: Mapping[str, str] = field(default_factory=dict)

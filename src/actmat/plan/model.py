@@ -271,10 +271,12 @@ class MergePlan(_Plain):
         experts: in the recipe's order.
         items: in the order of reading.
         specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
+        stems: of a pipeline: prefix of the names of a component's tensors -> folder and name of its files.
         family: architecture that was recognised.
         adapter_config: `adapter_config.json` of an adapter.
         kept: tensors of which an adapter holds no delta, and the recipe's pattern that says so.
         notes: decisions and warnings, in words.
+        left_out: files of the inputs' folders that do not go with the output, and why.
         device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
         device_memory: bytes that an item may take of one device; None: not known, or no device.
         versions: of the software that determines the output's bytes.
@@ -289,10 +291,12 @@ class MergePlan(_Plain):
     specs: tuple[TensorSpec, ...]
     max_shard_bytes: int
     stem: str = "model"
+    stems: Mapping[str, str] = field(default_factory=dict)
     family: str | None = None
     adapter_config: Mapping[str, Any] | None = None
     kept: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     device_memory: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -315,7 +319,14 @@ class MergePlan(_Plain):
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The files to write."""
-        return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
+        if not self.stems:
+            return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
+        groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}
+        return tuple(
+            shard
+            for prefix, specs in groups.items()
+            for shard in plan_shards(specs, self.max_shard_bytes, stem=self.stems[prefix], prefix=prefix)
+        )
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Item]:

@@ -24,6 +24,7 @@ from actmat.plan.cost import CallShape
 from actmat.plan.draft import Draft, headline
 from actmat.plan.model import Cost, Form, Item, MethodCall
 from actmat.plan.operations import item_operations
+from actmat.plan.parts import absent_parts, part_notes, stems_of
 from actmat.plan.placement import HOST, DeviceRoom, Placed, place
 from actmat.plan.pools import assign_pools
 from actmat.plan.post import factor_problems, in_space, post_problems, space_input_problems
@@ -55,7 +56,13 @@ def plan_tensors(
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
     problems += statistics.kind_problems([e.kind == "adapter" for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
-    kept = {name: hit for name in base.specs if (hit := chooser.keeps(name)) is not None}
+    kept = {
+        name: f"kept from the base by the recipe ('{hit}')"
+        for name in base.specs
+        if (hit := chooser.keeps(name)) is not None
+    }
+    kept = absent_parts(base, experts, recipe.labels) | kept
+    stem, stems = stems_of(base)
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
     given: dict[str, list[Source | None]] = {}
@@ -85,9 +92,12 @@ def plan_tensors(
         items=items,
         specs=tuple(planner.out_spec(spec) for spec in base.specs.values()),
         max_shard_bytes=max_shard_bytes,
+        stem=stem,
+        stems=stems,
         family=layouts.family,
         ignored=alignment.ignored,
         notes=(
+            *part_notes(base),
             *alignment.notes,
             *chooser.unused_entries(),
             *_vocabulary_notes(experts, recipe.labels),
@@ -99,7 +109,7 @@ def plan_tensors(
 
 def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapping[str, str]) -> Decision:
     if spec.name in kept:
-        return Decision("copy", f"kept from the base by the recipe ('{kept[spec.name]}')", layout)
+        return Decision("copy", kept[spec.name], layout)
     if layout.role is Role.BUFFER or not spec.is_floating:
         return Decision("copy", f"{layout.reason}: copied from the base", layout)
     if not spec.numel:

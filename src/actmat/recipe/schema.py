@@ -123,13 +123,17 @@ class Rule(Strict):
         return self
 
 
+RoleName = Literal[
+    "linear", "fused_linear", "stacked_experts", "router", "convolution", "embedding", "vector", "buffer"
+]
+"""Roles that a recipe may give a tensor; see `layout.types.Role`."""
+
+
 class RoleRule(Strict):
     """Meaning of the tensors that match, in place of what names, shapes and config.json suggest."""
 
     match: str = Field(description="pattern on tensor names, as in `rules`")
-    role: (
-        Literal["linear", "fused_linear", "stacked_experts", "convolution", "embedding", "vector", "buffer"] | None
-    ) = Field(default=None, description="role of the tensor; default: as recognised")
+    role: RoleName | None = Field(default=None, description="role of the tensor; default: as recognised")
     orientation: Literal["OI", "IO"] | None = Field(
         default=None, description="OI as nn.Linear, IO transposed, as Conv1D"
     )

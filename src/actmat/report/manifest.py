@@ -70,7 +70,8 @@ def build_manifest(
         "content": contents.output if contents else hash_names((t["name"], t["hash"]) for t in tensors),
         "files": {s.file: s.size for s in plan.shards},
     }
-    output |= {"relative_error": total_error(records)} if is_adapter else {"copied_files": list(files)}
+    copied = {"copied_files": list(files), "left_out": dict(plan.left_out)}
+    output |= {"relative_error": total_error(records)} if is_adapter else copied
     adapter: dict[str, Any] = {}
     if is_adapter:
         modules = Rows(lambda: (_module_row(item) | {"stats": records[item.name].stats} for item in plan.items))
@@ -196,11 +197,8 @@ def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: Callabl
     if sha256 is not None:
         output["sha256"] = {f: sha256(f) for f in output["files"]}
     known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", JOURNAL_NAME, *output["files"]}
-    rows = {
-        p.name: {"size": p.stat().st_size, "hash": hash_file(p)}
-        for p in sorted(directory.iterdir())
-        if p.is_file() and p.name not in known
-    }
+    there = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()}
+    rows = {n: {"size": p.stat().st_size, "hash": hash_file(p)} for n, p in there.items() if n not in known}
     output["side_files"] = {n: row for n, row in rows.items() if n not in REPORTS}
     if reports := {n: row for n, row in rows.items() if n in REPORTS}:
         manifest["timing"]["reports"] = reports

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.sidecars import copy_sidecars, side_folder
 from actmat.errors import MergeError
 from actmat.inputs import opened_inputs, plans_of
 from actmat.plan.model import MergePlan
@@ -138,5 +138,5 @@ def number_checkpoint(
     numbers = {n: float(i) for i, n in enumerate(names)}
     tensors = {s.name: torch.full(s.shape, numbers[groups[s.name]]) for s in specs if s.name in groups}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    copy_sidecars(files, files, folder, "float32")
+    copy_sidecars(side_folder(files), side_folder(files), folder, "float32")
     return folder

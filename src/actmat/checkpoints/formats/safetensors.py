@@ -4,7 +4,8 @@ The weights of a folder or repository, in this order:
 
 1. `model.safetensors.index.json`: the shards it names. A local folder that also holds a `model.safetensors` which the
    index does not name is ambiguous, and refused.
-2. `model.safetensors`.
+2. `model.safetensors`. Diffusers' `diffusion_pytorch_model` counts like `model`; variants (`model.fp16.safetensors`,
+   `model.safetensors.index.fp16.json`) count where there are no weights without one.
 3. exactly one other `*.safetensors`: that file.
 4. several without an index: read as one checkpoint when they are one complete numbered set
    (`name-00001-of-00003.safetensors` ...), which says what the missing index would; refused otherwise.
@@ -26,17 +27,19 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
-from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
+from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.header import read_header
+from actmat.checkpoints.joining import join_shards
 from actmat.checkpoints.ranges import BLOCK_BYTES, BLOCKS_PER_THREAD, RangeReader
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 
-__all__ = ["INDEX_NAME", "SAFETENSORS", "SINGLE_NAME", "SafetensorsCheckpoint"]
+__all__ = ["SAFETENSORS", "STEMS", "SafetensorsCheckpoint"]
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+STEMS = ("model", "diffusion_pytorch_model")
+"""Starts of the names of weight files that libraries save: transformers' and diffusers'."""
+_INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>[\w-]+))?\.json")
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 PARALLEL_REQUESTS = 8
 
@@ -164,22 +167,27 @@ def _claims(source: Source) -> bool:
 def _open(source: Source) -> SafetensorsCheckpoint:
     """Open the weights in a source, chosen as the module's text says."""
     names, named = source.weights, source.named
-    index = INDEX_NAME if INDEX_NAME in names else None
+    singles = [f"{stem}.safetensors" for stem in STEMS]
+    index = next((f"{name}.index.json" for name in singles if f"{name}.index.json" in names), None)
+    single = next((name for name in singles if name in names), None)
     if named is not None:
-        index = named if named.endswith(INDEX_SUFFIX) else None
+        index = named if named.endswith(INDEX_SUFFIX) or _INDEX.fullmatch(named) else None
+    elif index is None and single is None:
+        variants = [n for n in names if (m := _INDEX.fullmatch(n)) is not None and m["stem"] in STEMS]
+        index = variants[0] if len(variants) == 1 else None
     if index is not None:
         weight_map = source.weight_map(index)
         labels = sorted(set(weight_map.values()))
         is_local_folder = named is None and source.cache_dir is None
-        if is_local_folder and SINGLE_NAME in names and SINGLE_NAME not in labels:
+        if is_local_folder and single is not None and single not in labels:
             raise CheckpointError(
-                f"{source.location}: holds both {INDEX_NAME} and a {SINGLE_NAME} that the index does not name. Likely "
+                f"{source.location}: holds both {index} and a {single} that the index does not name. Likely "
                 "cause: two saves into one folder. Fix: remove the older one, or give the path of the one you mean."
             )
         return SafetensorsCheckpoint(source, labels, weight_map)
     if named is not None:
         return SafetensorsCheckpoint(source, [named])
-    labels = [SINGLE_NAME] if SINGLE_NAME in names else _unindexed_files(names, source.location)
+    labels = [single] if single is not None else _unindexed_files(names, source.location)
     return SafetensorsCheckpoint(source, labels)
 
 
@@ -199,7 +207,7 @@ def _unindexed_files(names: Sequence[str], location: str) -> list[str]:
     if len(sets) == 1 and all(matches) and numbers == list(range(1, int(next(iter(sets))[1]) + 1)):
         return names
     raise CheckpointError(
-        f"{location}: expected {SINGLE_NAME}, {INDEX_NAME}, one safetensors file or one complete numbered set, found "
+        f"{location}: expected model.safetensors, its index, one safetensors file or one complete numbered set, found "
         f"{len(names)} files: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. Likely cause: several "
         "checkpoints in one folder, or shards whose index or siblings are missing. Fix: give the path of one file, or "
         "fetch what is missing."

@@ -27,8 +27,9 @@ from torch import Tensor
 from actmat.bounds import open_regular
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
-from actmat.checkpoints.folder import INDEX_SUFFIX, join_shards
+from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.pickles import PickleBoundsError, check_pickle
+from actmat.checkpoints.joining import join_shards
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError

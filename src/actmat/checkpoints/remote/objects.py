@@ -13,6 +13,7 @@ from typing import Any
 from actmat.checkpoints.folder import is_plain_name
 from actmat.checkpoints.remote.retry import TransientError
 from actmat.checkpoints.remote.store import MissingFileError, RemoteFile, Store
+from actmat.checkpoints.side_files import DEEPEST
 from actmat.errors import CheckpointError, MergeError
 
 __all__ = ["PACKAGES", "ObjectStore"]
@@ -55,6 +56,17 @@ class ObjectStore(Store):
             name = posixpath.basename(str(row["name"]).rstrip("/"))
             is_member = str(row["name"]).rstrip("/") == posixpath.join(self._root, name)
             if row["type"] == "file" and is_member and is_plain_name(name):
+                files[name] = self._file(name, row)
+        return files
+
+    def below(self) -> dict[str, RemoteFile]:
+        """Files down to a bounded depth, in one or a few requests."""
+        with self._explained(""):
+            rows = self._listed.find(self._root, maxdepth=DEEPEST + 1, detail=True)
+        files = {}
+        for path, row in rows.items():
+            name = posixpath.relpath(str(path), self._root)
+            if row["type"] == "file" and "/" in name and all(is_plain_name(part) for part in name.split("/")):
                 files[name] = self._file(name, row)
         return files
 

@@ -11,8 +11,9 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,14 +33,20 @@ from actmat.checkpoints.remote.store import (
     check_url,
     split_url,
 )
-from actmat.checkpoints.source import SIDECAR_SUFFIXES, Source
+from actmat.checkpoints.side_files import SideFiles, side_files_in
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
 __all__ = ["RemoteSource", "open_remote"]
 
 MODEL_NAMES = ("model.safetensors.index.json", "model.safetensors", "config.json", ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+UNLISTED = "the web server cannot list its files: only well-known names were asked for"
+
 SIDECAR_NAMES = (
+    "LICENSE",
+    "modules.json",
+    "tekken.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -135,7 +142,7 @@ class RemoteSource(Source):
         Raises:
             CheckpointError: a torch file, which is a pickle without a header; or a config of absurd size.
         """
-        if not is_plain_name(name):
+        if not all(map(is_plain_name, name.split("/"))):
             raise CheckpointError(f"{self.location}: {name[:200]!r} is not a plain file name")
         if name.endswith(TORCH_SUFFIXES):
             raise CheckpointError(
@@ -181,14 +188,33 @@ class RemoteSource(Source):
         file = self._file(name)
         return retried(lambda: self.store.read(file, offset, length), f"{self.store.url}/{name}")
 
+    def side_files(self, merged: Sequence[str]) -> SideFiles:
+        """Files of the folder, deeper ones too; where it cannot be listed, those of well-known names."""
+        if self.named is not None and not self.named.endswith(INDEX_SUFFIX):
+            return SideFiles()
+        sizes = {name: self._file(name).size for name in (*self.names, *self._others)}
+        found = side_files_in(sizes, merged, self.fetch)
+        if self.can_list:
+            return found
+        return replace(found, left_out={**found.left_out, "(other files)": UNLISTED})
+
     def fetch_sidecars(self) -> Path | None:
-        """Download tokenizer, processor and other small files; their folder, or None if there are none."""
-        names = [n for n in self.names if n.endswith(SIDECAR_SUFFIXES) and not n.endswith(INDEX_SUFFIX)]
-        if not self.can_list and self.directory is not None:
-            names += self._probe([n for n in (*SIDECAR_NAMES, *self._code_names()) if n not in names])
-        for name in names:
+        """Download the side files; their folder, or None if there are none."""
+        for name in self.side_files(()).kept:
             self.fetch(name)
         return self._folder
+
+    @cached_property
+    def _others(self) -> list[str]:
+        """Files in folders below; of a folder that cannot be listed, those of well-known names."""
+        if not self.can_list:
+            if self.directory is None:
+                return []
+            return self._probe([n for n in (*SIDECAR_NAMES, *self._code_names()) if n not in self.names])
+        below = retried(self.store.below, self.location)
+        for file in below.values():
+            self._pin(file)
+        return list(below)
 
     def downloading(self, name: str) -> RemoteSource:
         """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
@@ -240,8 +266,9 @@ class RemoteSource(Source):
         self._files[file.name] = file
 
     def _download(self, name: str) -> Path:
-        file = self._file(name, length=FIRST_RANGE if name.endswith(SIDECAR_SUFFIXES) else 1)
-        if name.endswith(SIDECAR_SUFFIXES) and file.size > MAX_BYTES:
+        is_weights = (name in self.weights and self.named == name) or name.endswith(".safetensors")
+        file = self._file(name, length=1 if is_weights else FIRST_RANGE)
+        if not is_weights and file.size > MAX_BYTES:
             raise CheckpointError(
                 f"{self.location}: expected {name} to have at most {MAX_BYTES} bytes, found {file.size}"
             )
@@ -249,6 +276,7 @@ class RemoteSource(Source):
             self._folder = Path(tempfile.mkdtemp(prefix="actmat-remote-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         start = self._heads.pop(name, b"")
         with path.open("wb") as out:
             out.write(start)

@@ -56,6 +56,10 @@ class Store(abc.ABC):
             CheckpointError: no such folder, or no access.
         """
 
+    def below(self) -> dict[str, RemoteFile]:
+        """Files in folders below, by path with slashes; none where the server cannot list."""
+        return {}
+
     @abc.abstractmethod
     def head(self, name: str, length: int) -> tuple[RemoteFile, bytes]:
         """A file as it is now, and its first `length` bytes (all, if it is shorter).

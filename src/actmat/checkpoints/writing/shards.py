@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.errors import RecipeError
 
-__all__ = ["Extent", "Shard", "index_json", "parse_size", "plan_shards"]
+__all__ = ["Extent", "Shard", "index_files", "index_json", "parse_size", "plan_shards"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -43,23 +43,34 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One output file: its header bytes (length prefix included), its size, and the extent of each tensor."""
+    """One output file: its header bytes (length prefix included), its size, and the extent of each tensor.
+
+    `stem` is what its name has in common with the other files of its checkpoint, folder included; the file's names of
+    tensors lack `prefix`.
+    """
 
     file: str
     header: bytes
     size: int
     extents: dict[str, Extent]
+    stem: str = "model"
+    prefix: str = ""
 
 
 def plan_shards(
-    specs: Sequence[TensorSpec], max_bytes: int, *, stem: str = "model", metadata: Mapping[str, str] | None = None
+    specs: Sequence[TensorSpec],
+    max_bytes: int,
+    *,
+    stem: str = "model",
+    metadata: Mapping[str, str] | None = None,
+    prefix: str = "",
 ) -> tuple[Shard, ...]:
     """Fill shards greedily in the given order, none above `max_bytes` unless a single tensor is.
 
     Within a shard, wider dtypes come first, so that every tensor starts at a multiple of its item size (readers
     that map the file need that). One shard is called `model.safetensors`, several
     `model-00001-of-0000N.safetensors`, as `from_pretrained` expects; `stem` replaces `model`. `metadata` is written
-    to every header.
+    to every header. In the files, names lack the `prefix` that they have in common.
     """
     groups: list[list[TensorSpec]] = [[]]
     used = 0
@@ -71,17 +82,19 @@ def plan_shards(
         used += spec.nbytes
     n = len(groups)
     names = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    return tuple(_shard(name, group, metadata or {}) for name, group in zip(names, groups, strict=True))
+    shards = [_shard(name, group, metadata or {}, prefix) for name, group in zip(names, groups, strict=True)]
+    return tuple(replace(shard, stem=stem, prefix=prefix) for shard in shards)
 
 
-def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> Shard:
+def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], prefix: str) -> Shard:
     ordered = sorted(specs, key=lambda s: -s.itemsize)  # stable: the given order within one width
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     position = 0
     starts: dict[str, int] = {}
     for spec in ordered:
         offsets = [position, position + spec.nbytes]
-        entries[spec.name] = {"dtype": DTYPES[spec.dtype][1], "shape": list(spec.shape), "data_offsets": offsets}
+        own = spec.name.removeprefix(prefix)
+        entries[own] = {"dtype": DTYPES[spec.dtype][1], "shape": list(spec.shape), "data_offsets": offsets}
         starts[spec.name] = position
         position += spec.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -91,8 +104,19 @@ def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) 
     return Shard(file, header, len(header) + position, extents)
 
 
+def index_files(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """Name and text of the index of every checkpoint that has several shards."""
+    return {
+        f"{stem}.safetensors.index.json": index_json(own, specs)
+        for stem in dict.fromkeys(s.stem for s in shards)
+        if len(own := [s for s in shards if s.stem == stem]) > 1
+    }
+
+
 def index_json(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> str:
-    """Text of `model.safetensors.index.json` for several shards."""
-    weight_map = {name: shard.file for shard in shards for name in shard.extents}
-    metadata = {"total_size": sum(s.nbytes for s in specs), "total_parameters": sum(s.numel for s in specs)}
+    """Text of `model.safetensors.index.json` for several shards of one checkpoint."""
+    weight_map = {n.removeprefix(s.prefix): s.file.rpartition("/")[2] for s in shards for n in s.extents}
+    known = {name for shard in shards for name in shard.extents}
+    own = [s for s in specs if s.name in known]
+    metadata = {"total_size": sum(s.nbytes for s in own), "total_parameters": sum(s.numel for s in own)}
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

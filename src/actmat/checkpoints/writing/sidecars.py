@@ -1,86 +1,116 @@
-"""Sidecars: the files other than weights that a model's folder needs (config, tokenizer, processor)."""
+"""Sidecars: the files other than weights that a model's folder needs, copied by the rule of `side_files`."""
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from actmat.bounds import list_folder, open_regular, read_object
-from actmat.checkpoints.folder import member
+from actmat.bounds import open_regular, read_object
+from actmat.checkpoints.folder import nested_member
+from actmat.checkpoints.side_files import SideFiles, is_of_architecture, side_files_of
 from actmat.errors import CheckpointError
 
-__all__ = ["check_sidecars", "copy_sidecars"]
+__all__ = ["SideFolder", "check_sidecars", "copy_sidecars", "side_folder"]
 
-CONFIG_PATTERNS = ("config.json", "*.py")
-"""Files of the architecture, always from the base, whose tensors the output has. Code is copied, never run."""
-
-PATTERNS = """
-generation_config.json tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt spiece.model *.tiktoken
-chat_template* preprocessor_config.json processor_config.json image_processor_config.json
-video_preprocessor_config.json feature_extractor_config.json
-"""
+DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 
-def list_sidecars(directory: Path | None, patterns: Sequence[str]) -> list[Path]:
-    """Files in `directory` that match, sorted; none for a checkpoint without a directory.
+@dataclass(frozen=True, slots=True)
+class SideFolder:
+    """A local folder and those of its files that go with an output."""
 
-    Raises:
-        CheckpointError: one of them is a link out of the folder, whose target would be published with the output, or
-            is no regular file; names all of them.
+    folder: Path
+    files: SideFiles
+
+
+def side_folder(folder: Path | None) -> SideFolder | None:
+    """A local folder with the side files that are in it; None for no folder."""
+    return None if folder is None else SideFolder(folder, side_files_of(folder))
+
+
+def _sources(base: SideFolder | None, files_from: SideFolder | None) -> dict[str, bool]:
+    """Path of every file that is copied -> True if it is the base's, False if it is that of `files_from`.
+
+    What goes with the tensors (config, code, modules) is the base's, whose tensors the output has.
     """
-    if directory is None or not os.path.isdir(directory):
-        return []
-    found: list[Path] = []
-    problems: list[str] = []
-    for name in list_folder(directory):
-        if os.path.isdir(directory / name) or not any(fnmatch.fnmatchcase(name, x) for x in patterns):
-            continue
-        try:
-            found.append(member(directory, name))
-        except CheckpointError as error:
-            problems.extend(error.problems)
-    if problems:
-        raise CheckpointError(f"{directory}: files that an output needs cannot be copied", problems)
-    return found
+    mine = SideFiles() if base is None else base.files
+    others = () if files_from is None else files_from.files.kept
+    out = {name: True for name in mine.kept if is_of_architecture(name, mine.modules)}
+    out |= {name: False for name in others if not is_of_architecture(name, mine.modules)}
+    return dict(sorted(out.items()))
 
 
-def check_sidecars(base: Path | None, files_from: Path | None) -> None:
+def check_sidecars(base: SideFolder | None, files_from: SideFolder | None) -> None:
     """Refuse folders from which `copy_sidecars` would not copy.
 
     Raises:
-        CheckpointError: all reasons of one folder.
+        CheckpointError: a file is a link out of its folder, whose target would be published with the output, or is no
+            regular file; names all of them.
     """
-    list_sidecars(base, CONFIG_PATTERNS)
-    list_sidecars(files_from, PATTERNS.split())
+    problems: list[str] = []
+    for place in (base, files_from):
+        for name in () if place is None else place.files.kept:
+            assert place is not None
+            if not os.path.lexists(place.folder / name):  # not downloaded yet
+                continue
+            try:
+                nested_member(place.folder, name)
+            except CheckpointError as error:
+                problems.extend(p for p in error.problems if p not in problems)
+    if problems:
+        folders = ", ".join(dict.fromkeys(str(p.folder) for p in (base, files_from) if p is not None))
+        raise CheckpointError(f"{folders}: files that an output needs cannot be copied", problems)
 
 
 def copy_sidecars(
-    base: Path | None,
-    files_from: Path | None,
+    base: SideFolder | None,
+    files_from: SideFolder | None,
     out: Path,
     dtype: str | None,
     config: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Copy the base's config and the other files of `files_from` into `out`; returns the names.
+    """Copy the base's config and code and the other files of `files_from` into `out`; returns their paths.
 
     An output dtype is written to `config.json`, so that loaders allocate the stored dtype. A `config` that is given
     takes the place of the base's.
+
+    Raises:
+        CheckpointError: see `check_sidecars`.
     """
+    check_sidecars(base, files_from)
+    sources = _sources(base, files_from)
     copied = []
-    for path in [*list_sidecars(base, CONFIG_PATTERNS), *list_sidecars(files_from, PATTERNS.split())]:
-        target = out / path.name
-        if path.name == "config.json" and (dtype is not None or config is not None):
-            written = dict(read_object(path) if config is None else config)
-            for key in ({"dtype", "torch_dtype"} & written.keys() or {"dtype"}) if dtype is not None else ():
-                written[key] = dtype
+    for name, is_base in sources.items():
+        place = base if is_base else files_from
+        assert place is not None
+        path, target = place.folder / name, out / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        written = None
+        if PurePosixPath(name).name == "config.json" and (dtype is not None or config is not None):
+            written = _config(path, name, dtype, config if name == "config.json" else None)
+        if written is not None:
             target.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         else:
             with open_regular(path) as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy)
-        copied.append(path.name)
+        copied.append(name)
     return copied
+
+
+def _config(path: Path, name: str, dtype: str | None, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The config with the output's dtype, or None where the copy is right.
+
+    Only transformers' configs know a dtype: that of a folder gets one, that of a pipeline's component where it has it.
+    """
+    written = dict(read_object(path) if config is None else config)
+    keys = DTYPE_KEYS & written.keys()
+    if not keys and name == "config.json" and "_class_name" not in written:
+        keys = {"dtype"}
+    if dtype is None or not keys:
+        return written if config is not None else None
+    return written | dict.fromkeys(sorted(keys), dtype)

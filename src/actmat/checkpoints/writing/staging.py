@@ -302,9 +302,12 @@ class Staging:
 
 
 def _foreign(folder: Path) -> bool:
-    """True if the folder holds anything but regular files: no run left it, and a link would be written through."""
-    with os.scandir(folder) as entries:
-        return not all(entry.is_file(follow_symlinks=False) for entry in entries)
+    """True if the folder holds anything but files and folders: no run left it, and a link would be written through."""
+    with os.scandir(folder) as found:
+        entries = list(found)
+    folders = [e for e in entries if e.is_dir(follow_symlinks=False)]
+    files = [e for e in entries if e.is_file(follow_symlinks=False)]
+    return len(folders) + len(files) < len(entries) or any(_foreign(Path(e.path)) for e in folders)
 
 
 def sync_directory(path: Path) -> None:

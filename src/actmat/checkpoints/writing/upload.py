@@ -26,16 +26,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 from actmat.bounds import MAX_BYTES, parse_object
 from actmat.checkpoints.folder import is_plain_name
-from actmat.checkpoints.formats.safetensors import INDEX_NAME
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.remote.retry import retried
 from actmat.checkpoints.remote.schemes import open_store
 from actmat.checkpoints.remote.store import MissingFileError, RemoteFile, Store, check_url
 from actmat.checkpoints.writing.journal import Journal
-from actmat.checkpoints.writing.shards import Shard
+from actmat.checkpoints.writing.shards import Shard, index_files
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME, Staging, disk_errors
 from actmat.errors import CheckpointError, OutputError
 
@@ -194,8 +194,9 @@ class UploadStaging(Staging):
             future.result()
         self._mark()
         weights = {s.file for s in self._shards}
-        last = [n for n in (INDEX_NAME, MANIFEST_NAME) if (self.path / n).is_file()]
-        names = sorted(p.name for p in self.path.iterdir() if p.name not in {JOURNAL_NAME, *last, *weights})
+        last = [n for n in (*index_files(self._shards, ()), MANIFEST_NAME) if (self.path / n).is_file()]
+        there = [p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if not p.is_dir()]
+        names = sorted(n for n in there if n not in {JOURNAL_NAME, *last, *weights})
         for name in names:
             self._put(self.path / name, name)
         first = self._shards[0].file
@@ -263,7 +264,7 @@ class UploadStaging(Staging):
         if files:
             self._put_json(MARK_NAME, {"actmat_upload": FORMAT, "fingerprint": self.fingerprint, "clearing": True})
             old = self._old_names(files)
-            for name in (MANIFEST_NAME, INDEX_NAME, *old):
+            for name in (MANIFEST_NAME, *index_files(self._shards, ()), *old):
                 if name in files:
                     self._call(functools.partial(self._store.delete, [name]), self.url)
         self._put_json(MARK_NAME, {"actmat_upload": FORMAT, "fingerprint": self.fingerprint})
@@ -276,7 +277,7 @@ class UploadStaging(Staging):
         found += [n for n in files if n.startswith(NOTE_PREFIX) and n != MARK_NAME]
         for key in ("files", "side_files"):
             names = output.get(key) if isinstance(output, dict) else None
-            found += [n for n in names if is_plain_name(n)] if isinstance(names, dict) else []
+            found += [n for n in names if all(map(is_plain_name, n.split("/")))] if isinstance(names, dict) else []
         return found
 
     def _read_notes(self, files: Mapping[str, RemoteFile]) -> None:
@@ -346,7 +347,7 @@ def clear_upload(store: Store) -> None:
 def _listed(store: Store) -> dict[str, RemoteFile]:
     """Files of a folder; none where there is no such folder yet."""
     try:
-        return store.list() or {}
+        return {**(store.list() or {}), **store.below()}
     except MissingFileError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return {}
@@ -363,8 +364,8 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _note_name(file: str) -> str:
-    return f"{NOTE_PREFIX}{file}.json"
+    return f"{NOTE_PREFIX}{quote(file, safe='')}.json"  # of a file in a folder, too
 
 
 def _file_of(note: str) -> str:
-    return note.removeprefix(NOTE_PREFIX).removesuffix(".json")
+    return unquote(note.removeprefix(NOTE_PREFIX).removesuffix(".json"))

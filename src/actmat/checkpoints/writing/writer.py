@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.formats.safetensors import INDEX_NAME
 from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.writing.shards import Extent, Shard, index_json
+from actmat.checkpoints.writing.shards import Extent, Shard, index_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import OutputError
 
@@ -95,6 +94,8 @@ class ShardWriter:
 
     def _prepare(self, shard: Shard) -> None:
         with disk_errors(self.directory):
+            if "/" in shard.file:
+                (self.directory / shard.file).parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.directory / shard.file, SHARD_FLAGS, 0o644)
             self._handles[shard.file] = handle
             if os.fstat(handle).st_size != shard.size or os.pread(handle, len(shard.header), 0) != shard.header:
@@ -177,11 +178,11 @@ class ShardWriter:
         self.close()
 
     def finish(self, specs: Sequence[TensorSpec]) -> None:
-        """Flush all shards to disk, then write the index if there are several shards."""
+        """Flush all shards to disk, then write the index of each checkpoint that has several."""
         self.sync()
         with disk_errors(self.directory):
-            if len(self.shards) > 1:
-                (self.directory / INDEX_NAME).write_text(index_json(self.shards, specs), encoding="utf-8")
+            for name, text in index_files(self.shards, specs).items():
+                (self.directory / name).write_text(text, encoding="utf-8")
 
     def close(self) -> None:
         """Close the files; may be called twice."""

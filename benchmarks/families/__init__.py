@@ -1,0 +1,1 @@
+"""A merge of every architecture that can be built tiny from its config."""

@@ -1,0 +1,153 @@
+"""Pipelines of diffusers: a folder with `model_index.json` and one folder per component, read as one checkpoint.
+
+The tensors of a component are named by its folder: `unet.conv_in.weight`. Components with weights are models of
+diffusers (`unet`, `transformer`, `vae`) or of transformers (`text_encoder`); schedulers, tokenizers and the rest are
+side files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from actmat.bounds import read_object
+from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.file_names import foreign_format
+from actmat.checkpoints.formats.safetensors import SAFETENSORS
+from actmat.checkpoints.formats.torch_files import TORCH_FILES
+from actmat.checkpoints.raw import find_spec
+from actmat.checkpoints.side_files import PIPELINE, SideFiles
+from actmat.checkpoints.source import Format, Source, StoredCheckpoint
+from actmat.errors import CheckpointError
+
+__all__ = ["COMPONENTS", "PIPELINES", "PipelineCheckpoint"]
+
+COMPONENTS = "components"
+"""Key of a pipeline's config under which the configs of its components stand; `layout.parts` reads it."""
+_INSIDE = (SAFETENSORS, TORCH_FILES)
+
+
+class PipelineCheckpoint(StoredCheckpoint):
+    """Components of a pipeline, opened; closed with it."""
+
+    format = "pipeline"
+
+    def __init__(self, source: Source, components: Mapping[str, Checkpoint], index: Mapping[str, Any]) -> None:
+        super().__init__(source, ())
+        self.components = dict(components)
+        self.index = index
+        self.specs = MappingProxyType(
+            {f"{c}.{n}": _moved(spec, c) for c, opened in components.items() for n, spec in opened.specs.items()}
+        )
+        self.aliases = MappingProxyType(
+            {f"{c}.{a}": f"{c}.{n}" for c, opened in components.items() for a, n in opened.aliases.items()}
+        )
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The class of the pipeline, and the configs of its components by their names."""
+        configs = {name: dict(opened.config or {}) for name, opened in self.components.items()}
+        return {"_class_name": str(self.index.get("_class_name", "DiffusionPipeline")), COMPONENTS: configs}
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the weight files of all components."""
+        return tuple(i for opened in self.components.values() for i in opened.identity())
+
+    def side_files(self) -> SideFiles:
+        """Files of the pipeline's folder and of its components' other than the weights that are merged."""
+        merged = [f"{c}/{label}" for c, opened in self.components.items() for label in _labels(opened)]
+        return self.source.side_files(merged)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, from its component."""
+        find_spec(self, name)
+        opened, own = self._origin(name)
+        return opened.read(own)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor, from its component."""
+        find_spec(self, name)
+        opened, own = self._origin(name)
+        opened.read_into(own, start, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        for name in names:
+            if name in self.specs:
+                opened, own = self._origin(name)
+                opened.prefetch([own])
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all components, as each may read ahead."""
+        return sum(c.buffer_bytes for c in self.components.values())
+
+    def close(self) -> None:
+        """Close all components."""
+        for opened in self.components.values():
+            opened.close()
+
+    def _origin(self, name: str) -> tuple[Checkpoint, str]:
+        component, _, own = name.partition(".")
+        return self.components[component], own
+
+
+def _moved(spec: TensorSpec, component: str) -> TensorSpec:
+    return TensorSpec(f"{component}.{spec.name}", spec.shape, spec.dtype, f"{component}/{spec.file}", spec.offset)
+
+
+def _labels(opened: Checkpoint) -> tuple[str, ...]:
+    return opened.labels if isinstance(opened, StoredCheckpoint) else ()
+
+
+def _claims(source: Source) -> bool:
+    return source.named is None and PIPELINE in source.names
+
+
+def _open(source: Source) -> PipelineCheckpoint:
+    """Open every component that has weights.
+
+    Raises:
+        CheckpointError: weights of components cannot be read, all of them named; or none has any.
+    """
+    index = read_object(source.fetch(PIPELINE))
+    problems: list[str] = []
+    with contextlib.ExitStack() as stack:
+        opened = {}
+        for name in _declared(index):
+            inner = source.child(name)
+            if inner is None:
+                continue
+            form = next((f for f in _INSIDE if f.claims(inner)), None)
+            foreign = [n for n in inner.names if foreign_format(n)]
+            try:
+                if form is not None:
+                    opened[name] = stack.enter_context(form.open(inner))
+                elif foreign:
+                    problems.append(f"{name}: {foreign[0]} is {foreign_format(foreign[0])}, which is not read")
+            except CheckpointError as error:
+                problems += [f"{name}: {p}" for p in error.problems]
+        if not opened and not problems:
+            problems = [f"no component has weights; {PIPELINE} names {', '.join(_declared(index)) or 'none'}"]
+        if problems:
+            raise CheckpointError(
+                f"{source.location}: components of the pipeline cannot be read. Fix: fetch the whole folder, with "
+                "weights as safetensors",
+                problems,
+            )
+        stack.pop_all()
+        return PipelineCheckpoint(source, opened, index)
+
+
+def _declared(index: Mapping[str, Any]) -> list[str]:
+    """Names of the components that the pipeline loads."""
+    named = [(n, v) for n, v in index.items() if not n.startswith("_") and isinstance(v, list)]
+    return [n for n, value in named if value and value[0] is not None]
+
+
+PIPELINES = Format(PipelineCheckpoint.format, (PIPELINE,), _claims, _open)

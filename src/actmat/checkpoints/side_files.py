@@ -1,0 +1,218 @@
+"""Side files: what a folder holds besides the weights that are merged, sorted by rule into kept and left out.
+
+A loader may ask for any small file of the folder it is given: tokenizers of many kinds (`tekken.json`), chat templates,
+code, `modules.json` and the folders of sentence-transformers, configs of a pipeline's components, a licence. So
+everything is kept but what is known to be something else: weights, another form of the whole model, records of a
+training, files that the output has of its own, pictures, hidden files, and what is too large to be a config.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import mimetypes
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from actmat.bounds import read_bytes, read_object
+from actmat.checkpoints.file_names import ADAPTER_CONFIG
+from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, nested_member
+from actmat.errors import CheckpointError
+
+__all__ = [
+    "DEEPEST",
+    "PIPELINE",
+    "SideFiles",
+    "is_of_architecture",
+    "is_weights",
+    "list_tree",
+    "side_files_in",
+    "side_files_of",
+    "sort_side_files",
+]
+
+LARGEST = 200_000_000
+"""Bytes of the largest side file; the largest tokenizers take 50 MB."""
+DEEPEST = 4
+"""Folders below the top one that are searched."""
+MOST_IN_FOLDER = 500
+"""Files in a folder of side files, deeper ones included; more are data."""
+
+_SUFFIXES = """
+.safetensors .bin .pt .pth .pt2 .pte .ckpt .gguf .ggml .h5 .keras .msgpack .onnx .onnx_data .npz .npy .tflite .mlmodel
+.nemo .engine .pkl .pickle .joblib .distcp .tar .zip .llamafile .pb
+"""
+WEIGHT_SUFFIXES = tuple(_SUFFIXES.split())
+"""Endings of files with weights in any format, of pickles and archives: none is a small text that a loader reads."""
+
+OWN = frozenset({"README.md", "actmat_manifest.json", "report.json", "report.html"})
+"""Files that the output has of its own, at the top."""
+
+_TRAINING = (
+    "trainer_state.json",
+    "*_results.json",
+    "events.out.tfevents*",
+    "*.log",
+    "latest",
+    "zero_to_fp32.py",
+    "wandb",
+    "runs",
+)
+_MEDIA = frozenset({"image", "video", "audio"})
+_TYPES = mimetypes.MimeTypes()  # of the library itself: those of the machine differ
+
+MODULES = "modules.json"
+"""Names the folders of the modules of a sentence-transformers model, whose weights are their own."""
+PIPELINE = "model_index.json"
+"""Names the components of a pipeline of diffusers, each in a folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """Files of one folder, by path below it with slashes; the weights that are merged are in neither.
+
+    Args:
+        kept: to be copied, sorted.
+        left_out: path of a file, or of a whole folder with a slash at its end -> why.
+        modules: folders of modules that are no part of the merged model, kept with their weights.
+    """
+
+    kept: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+
+
+def is_weights(name: str) -> bool:
+    """True for names of files with weights, of an index of them, and of a configuration that belongs to an adapter.
+
+    >>> is_weights("model.safetensors.index.json"), is_weights("a/pytorch_model.bin"), is_weights("tekken.json")
+    (True, True, False)
+    """
+    return name.endswith((*WEIGHT_SUFFIXES, INDEX_SUFFIX)) or (".index." in name and name.endswith(".json"))
+
+
+def is_of_architecture(name: str, whole: Collection[str] = ()) -> bool:
+    """True for files that go with the base's tensors, whoever gives the tokenizer: config, code, modules."""
+    top = name.partition("/")[0]
+    of_it = PurePosixPath(name).name == "config.json" or name in (MODULES, PIPELINE) or name.endswith(".py")
+    return of_it or (top in whole and "/" in name)
+
+
+def sort_side_files(
+    sizes: Mapping[str, int], merged: Collection[str] = (), modules: Collection[str] = (), parts: Collection[str] = ()
+) -> SideFiles:
+    """Sort the files of a folder.
+
+    Args:
+        sizes: path below the folder -> bytes.
+        merged: paths of the weights that are merged.
+        modules: folders that are kept with their weights, which belong to no merged tensor.
+        parts: folders of a pipeline's components: kept without their weights.
+
+    >>> sort_side_files({"model.safetensors": 9, "tekken.json": 5, "optimizer.pt": 9}, ["model.safetensors"])
+    SideFiles(kept=('tekken.json',), left_out={'optimizer.pt': 'weights that are not merged, or a pickle'}, modules=())
+    """
+    folders: dict[str, list[str]] = {}
+    for path in sizes:
+        top, slash, _ = path.partition("/")
+        if slash and top not in modules:
+            folders.setdefault(top, []).append(path)
+    left_out: dict[str, str] = {}
+    for top, paths in folders.items():
+        if (why := _why_not_folder(top, paths, top in parts)) is not None:
+            left_out[f"{top}/"] = why
+    kept = []
+    for path in sorted(set(sizes) - set(merged)):
+        top, slash, _ = path.partition("/")
+        if slash and f"{top}/" in left_out:
+            continue
+        why = _why_not_file(path, sizes[path], weights_too=bool(slash) and top in modules)
+        if why is None:
+            kept.append(path)
+        elif why:
+            left_out[path] = why
+    return SideFiles(tuple(kept), dict(sorted(left_out.items())), tuple(sorted(modules)))
+
+
+def _why_not_folder(top: str, paths: list[str], is_part: bool) -> str | None:
+    """The reason why no file of a folder is kept, or None."""
+    if top.startswith("."):
+        return "hidden"
+    if any(fnmatch.fnmatchcase(top, pattern) for pattern in _TRAINING):
+        return "records of a training"
+    found = next((p for p in paths if is_weights(p)), None)
+    if found is not None and not is_part:
+        return f"a folder with weights of its own, such as {PurePosixPath(found).name}"
+    if len(paths) > MOST_IN_FOLDER:
+        return f"a folder of {len(paths)} files"
+    return None
+
+
+def _why_not_file(path: str, size: int, *, weights_too: bool) -> str | None:
+    """The reason why a file is left out; empty for an index of weights, which needs no word; None: it is kept."""
+    name = PurePosixPath(path).name
+    if name.startswith("."):
+        return "hidden"
+    if path in OWN:
+        return "written anew"
+    if name == ADAPTER_CONFIG:
+        return "of an adapter, with which loaders would look for its weights"
+    if is_weights(name) and not weights_too:
+        return "" if name.endswith(".json") else "weights that are not merged, or a pickle"
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in _TRAINING):
+        return "record of a training"
+    kind = (_TYPES.guess_type(name)[0] or "").partition("/")[0]
+    if kind in _MEDIA or name.endswith(".pdf"):
+        return "a picture, sound or film"
+    if size > LARGEST and not weights_too:
+        return f"{size} bytes, more than the {LARGEST} of a side file"
+    return None
+
+
+def list_tree(folder: Path | None) -> dict[str, int]:
+    """Path below a local folder -> bytes, of all files down to `DEEPEST`; links to folders are not followed.
+
+    Links to files, and what is no regular file, count with size 0: `folder.member` judges them when they are copied.
+    """
+    found: dict[str, int] = {}
+    if folder is None or not os.path.isdir(folder):
+        return found
+    for where, folders, names in os.walk(folder):
+        below = os.path.relpath(where, folder)
+        depth = 0 if below == "." else below.count(os.sep) + 1
+        inner = [n for n in folders if depth < DEEPEST and not n.startswith(".")]
+        folders[:] = sorted(n for n in inner if not os.path.islink(os.path.join(where, n)))
+        for name in names:
+            path = Path(where, name)
+            size = path.stat().st_size if path.is_file() else 0
+            found[path.relative_to(folder).as_posix()] = size
+    return found
+
+
+def side_files_of(folder: Path | None, merged: Collection[str] = ()) -> SideFiles:
+    """The side files of a local folder; see `sort_side_files`."""
+    if folder is None or not os.path.isdir(folder):
+        return SideFiles()
+    return side_files_in(list_tree(folder), merged, lambda name: nested_member(folder, name))
+
+
+def side_files_in(sizes: Mapping[str, int], merged: Collection[str], fetch: Callable[[str], Path]) -> SideFiles:
+    """The side files among files of these sizes; `fetch` gives the path of one, to read what names the folders."""
+    modules = _modules(fetch(MODULES)) if MODULES in sizes else []
+    parts = [n for n in read_object(fetch(PIPELINE)) if not n.startswith("_")] if PIPELINE in sizes else []
+    return sort_side_files(sizes, merged, modules, parts)
+
+
+def _modules(path: Path) -> list[str]:
+    """Folders of modules that `modules.json` names, but for that of the model itself, which is the top one."""
+    try:
+        listed = json.loads(read_bytes(path))
+        paths = [str(module["path"]) for module in listed]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected a list of modules with their paths, found something else ({error}). Likely cause: an "
+            "incomplete download. Fix: fetch the file again."
+        ) from None
+    return [p for p in paths if is_plain_name(p)]

@@ -1,0 +1,180 @@
+"""Tensors whose names suggest another meaning than they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers.tinymodels import saved, specs_of
+
+import actmat
+from actmat.layout import Role, resolve_layout
+from actmat.layout.types import LayoutMap, TensorLayout
+
+DECODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {**DECODER, "intermediate_size": 48, "vocab_size": 60, "pad_token_id": 0}
+
+
+def layouts_of(model: Any, folder: Path) -> LayoutMap:
+    tiny = saved(model, folder)
+    return resolve_layout(tiny.specs, tiny.config)
+
+
+def sizes(layout: TensorLayout) -> dict[str, int]:
+    return {b.name: b.stop - b.start for b in layout.blocks}
+
+
+def layout_of(name: str, shape: tuple[int, ...], config: dict[str, Any] | None = None) -> TensorLayout:
+    return resolve_layout(specs_of({name: torch.empty(shape)}), config).tensors[name]
+
+
+def test_a_tied_head_has_a_row_per_token(tmp_path: Path) -> None:
+    import transformers as hf
+
+    tower = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**tower, "image_size": 32, "patch_size": 16, "output_channels": 8, "mlp_dim": 16, "num_pos_feats": 4}
+    vision |= {"global_attn_indexes": [0]}
+    mask = {"hidden_size": 8, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "iou_head_hidden_dim": 8}
+    prompt = {"hidden_size": 8, "image_size": 32, "patch_size": 16, "mask_input_channels": 4}
+    model = hf.SamModel(hf.SamConfig(vision_config=vision, mask_decoder_config=mask, prompt_encoder_config=prompt))
+    layouts = layouts_of(model, tmp_path)
+    heads = [n for n in layouts.tensors if n.endswith("proj_out.weight")]
+    assert len(heads) > 2
+    assert {layouts.tensors[n].role for n in heads} == {Role.LINEAR}
+    assert layouts.family == "sam"
+    tied = {"tie_word_embeddings": True}
+    assert layout_of("proj_out.weight", (4, 256), tied).role is Role.LINEAR
+    assert layout_of("proj_out.weight", (60, 256), tied | {"vocab_size": 60}).role is Role.EMBEDDING
+    assert layout_of("lm_head.weight", (64, 32), tied | {"vocab_size": 60}).role is Role.EMBEDDING  # padded
+
+
+def test_lfm2_packs_three_maps_of_its_convolution(tmp_path: Path) -> None:
+    import transformers as hf
+
+    model = hf.Lfm2ForCausalLM(hf.Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]))
+    layout = layouts_of(model, tmp_path).tensors["model.layers.0.conv.in_proj.weight"]
+    assert layout.role is Role.FUSED_LINEAR
+    assert sizes(layout) == {"B": 32, "C": 32, "x": 32}
+
+
+def test_mamba_packs_step_sizes_and_states(tmp_path: Path) -> None:
+    import transformers as hf
+
+    config = hf.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=60, state_size=6, time_step_rank=5)
+    tensors = layouts_of(hf.MambaForCausalLM(config), tmp_path).tensors
+    assert sizes(tensors["backbone.layers.0.mixer.x_proj.weight"]) == {"dt": 5, "B": 6, "C": 6}
+    assert sizes(tensors["backbone.layers.0.mixer.in_proj.weight"]) == {"x": 64, "gate": 64}
+    assert tensors["backbone.layers.0.mixer.dt_proj.weight"].role is Role.LINEAR
+    one = layout_of("mixer.x_proj.weight", (17, 64), {"model_type": "mamba"})
+    assert one.role is Role.LINEAR
+    assert "does not tell the rank of the step sizes" in one.reason
+
+
+def test_mamba2_packs_five_maps(tmp_path: Path) -> None:
+    import transformers as hf
+
+    config = hf.Mamba2Config(
+        hidden_size=32, num_hidden_layers=1, vocab_size=60, state_size=6, num_heads=8, head_dim=8, n_groups=2
+    )
+    layout = layouts_of(hf.Mamba2ForCausalLM(config), tmp_path).tensors["backbone.layers.0.mixer.in_proj.weight"]
+    assert sizes(layout) == {"gate": 64, "x": 64, "B": 12, "C": 12, "dt": 8}
+    other = layout_of("mixer.in_proj.weight", (161, 32), config.to_dict())
+    assert "do not fit its 161 rows" in other.reason
+
+
+def test_zamba_alternates_input_and_gate() -> None:
+    layout = layout_of("mamba.in_proj.weight", (8, 4), {"model_type": "zamba"})
+    x, gate = layout.to_matrices(torch.arange(8.0)[:, None].expand(8, 4))
+    assert x[:, 0].tolist() == [0, 2, 4, 6]
+    assert gate[:, 0].tolist() == [1, 3, 5, 7]
+
+
+def test_blip2_is_its_own_family(tmp_path: Path) -> None:
+    import transformers as hf
+
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = hf.Blip2Config(
+        vision_config={**tower, "image_size": 16, "patch_size": 8},
+        qformer_config={**tower, "vocab_size": 60, "encoder_hidden_size": 16},
+        text_config={"model_type": "opt", "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 1, "vocab_size": 60,
+                     "num_attention_heads": 2, "word_embed_proj_dim": 16},
+        num_query_tokens=3,
+    )  # fmt: skip
+    layouts = layouts_of(hf.Blip2ForConditionalGeneration(config), tmp_path)
+    assert layouts.family == "blip-2"
+    qkv = layouts.tensors["vision_model.encoder.layers.0.self_attn.qkv.weight"]
+    assert sizes(qkv) == {"q": 16, "k": 16, "v": 16}
+    assert layouts.tensors["query_tokens"].role is Role.EMBEDDING
+
+
+def test_a_projection_inside_a_block_is_no_output_head() -> None:
+    inside = layout_of("single_transformer_blocks.3.proj_out.weight", (32, 160))
+    assert (inside.role, inside.reason) == (Role.LINEAR, "linear layer, name ends in proj_out")
+    assert layout_of("proj_out.weight", (64, 32)).reason.startswith("output head, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "config", "router"),
+    [
+        ("layers.0.mlp.gate.weight", (8, 64), {"num_experts": 8}, True),
+        ("layers.0.mlp.gate.weight", (128, 64), {"num_experts": 8}, False),
+        ("layers.0.mlp.gate.weight", (8, 64), {}, False),
+        ("layers.0.mlp.router.weight", (8, 64), None, True),
+        ("layers.0.mlp.router.classifier.weight", (4, 64), None, True),
+        ("layers.0.mlp.shared_expert_gate.weight", (1, 64), None, True),
+        ("classifier.weight", (10, 64), {"num_labels": 10}, False),
+    ],
+)
+def test_routers_are_known_by_the_number_of_experts(
+    name: str, shape: tuple[int, ...], config: dict[str, Any] | None, router: bool
+) -> None:
+    assert (layout_of(name, shape, config).role is Role.ROUTER) == router
+
+
+def test_routers_are_averaged_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
+    def write(name: str, seed: int) -> str:
+        torch.manual_seed(seed)
+        (tmp_path / name).mkdir()
+        save_file({"mlp.router.weight": torch.randn(4, 8)}, tmp_path / name / "model.safetensors")
+        return str(tmp_path / name)
+
+    base, experts = write("base", 0), [write("one", 1), write("two", 2)]
+    (item,) = actmat.plan(base, experts).items
+    assert item.action == "average"
+    assert "only the order of its few outputs counts" in item.reason
+    for fields in ({"scope": "all"}, {"roles": [{"match": "*", "role": "linear"}]},
+                   {"rules": [{"match": "*router*", "method": "actmat"}]}):  # fmt: skip
+        (item,) = actmat.plan(base, experts, **fields).items
+        assert item.action == "merge"
+
+
+def test_modulations_and_gated_feed_forward_blocks_are_packed() -> None:
+    assert len(layout_of("transformer_blocks.0.norm1.linear.weight", (96, 16)).blocks) == 6
+    assert len(layout_of("double_blocks.0.img_mod.lin.weight", (96, 16)).blocks) == 6
+    assert len(layout_of("norm_out.linear.weight", (32, 24)).blocks) == 2
+    assert layout_of("layers.0.norm1.linear.weight", (17, 16)).role is Role.LINEAR
+    both = specs_of({"ff.net.0.proj.weight": torch.empty(64, 8), "ff.net.2.weight": torch.empty(8, 32)})
+    assert sizes(resolve_layout(both, None).tensors["ff.net.0.proj.weight"]) == {"value": 32, "gate": 32}
+    plain = specs_of({"ff.net.0.proj.weight": torch.empty(32, 8), "ff.net.2.weight": torch.empty(8, 32)})
+    assert resolve_layout(plain, None).tensors["ff.net.0.proj.weight"].role is Role.LINEAR
+
+
+def test_convolutions_of_one_point_are_merged_and_others_say_why_not(tmp_path: Path) -> None:
+    def write(name: str, seed: int) -> str:
+        torch.manual_seed(seed)
+        (tmp_path / name).mkdir()
+        kernels = {"conv1.weight": (4, 6, 1, 1), "conv2.weight": (4, 6, 3, 3), "depthwise.weight": (4, 1, 1, 1)}
+        save_file({n: torch.randn(s) for n, s in kernels.items()}, tmp_path / name / "model.safetensors")
+        return str(tmp_path / name)
+
+    base, experts = write("base", 0), [write("one", 1), write("two", 2), write("three", 3)]
+    items = {i.name: i for i in actmat.plan(base, experts).items}
+    assert items["conv1.weight"].action == "merge"
+    assert "kernel 1 x 1, a linear map of channels" in items["conv1.weight"].reason
+    assert items["conv2.weight"].action == items["depthwise.weight"].action == "average"
+    assert "scope: all or a rule merges it unfolded" in items["conv2.weight"].reason
+    all_of_them = {i.name: i.action for i in actmat.plan(base, experts, scope="all").items}
+    assert all_of_them == dict.fromkeys(items, "merge")
