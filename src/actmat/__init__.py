@@ -17,6 +17,7 @@ from actmat.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from actmat.api import MergeReport as MergeReport
+    from actmat.api import average as average
     from actmat.api import diagnose as diagnose
     from actmat.api import merge as merge
     from actmat.api import plan as plan
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from actmat.tune.arguments import tune_scale as tune_scale
 
 _NAMES = {
-    "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
+    "actmat.api": ("MergeReport", "average", "diagnose", "merge", "plan"),
     "actmat.api.agreement": ("agreement", "residual_on_data"),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
     "actmat.api.staged": ("staged_statistics",),

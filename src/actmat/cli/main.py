@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from actmat.cli.average import average
 from actmat.cli.calibrate import calibrate
 from actmat.cli.compare import compare
 from actmat.cli.demo import demo
@@ -100,7 +101,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-for recipe_command in (merge, plan, diagnose, tune):  # the recipe's schema takes long to import
+for recipe_command in (merge, average, plan, diagnose, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
 for command in (finish, report, compare, methods, inspect, import_, verify, calibrate, demo):
     app.command()(command)
@@ -121,10 +122,20 @@ def _keep_pages_warm() -> None:
         mallopt(mmap_threshold, 4 << 20)
 
 
+def _allow_many_files() -> None:
+    """Raise the soft limit of open files to the hard one: a trajectory of 1000 checkpoints has as many files."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main() -> None:
     """Run the command line; a `MergeError` becomes one message and its exit code, any other error a report."""
     gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
     _keep_pages_warm()
+    _allow_many_files()
     open_closed_streams()
     try:
         with stopped_by_signals(), memory_errors():
