@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from actmat.api import plan as plan
     from actmat.api.agreement import agreement as agreement
     from actmat.api.agreement import residual_on_data as residual_on_data
+    from actmat.api.exporting import export as export
     from actmat.api.parts import FinishReport as FinishReport
     from actmat.api.parts import PartReport as PartReport
     from actmat.api.parts import finish as finish
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "actmat.api": ("MergeReport", "average", "diagnose", "merge", "plan"),
     "actmat.api.agreement": ("agreement", "residual_on_data"),
+    "actmat.api.exporting": ("export",),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
     "actmat.api.staged": ("staged_statistics",),
     "actmat.checkpoints.resolve": ("open_checkpoint",),

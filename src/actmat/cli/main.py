@@ -18,6 +18,7 @@ from actmat.cli.calibrate import calibrate
 from actmat.cli.compare import compare
 from actmat.cli.demo import demo
 from actmat.cli.diagnose import diagnose
+from actmat.cli.export import export
 from actmat.cli.extensions import ExtensibleGroup
 from actmat.cli.finish import finish
 from actmat.cli.import_ import import_
@@ -103,7 +104,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 for recipe_command in (merge, average, plan, diagnose, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
-for command in (finish, report, compare, methods, inspect, import_, verify, calibrate, demo):
+for command in (finish, report, compare, methods, inspect, import_, export, verify, calibrate, demo):
     app.command()(command)
 app.add_typer(statistics, name="statistics")
 

@@ -51,6 +51,7 @@ class Expert(abc.ABC):
     n_tensors: int  # in storage, for summaries
     nbytes: int
     adapter: Adapter | None = None  # the factors, for outputs that are adapters
+    notes: tuple[str, ...] = ()  # remarks on what was read and what was left out, for plans
 
     @abc.abstractmethod
     def source(self, name: str) -> Source:

@@ -74,6 +74,7 @@ def build_plan(
         kept=draft.kept,
         notes=(
             *recipe.notes,
+            *_input_notes(labels, base, experts),
             *draft.notes,
             *layer_notes(draft.items),
             *_method_notes(draft.items),
@@ -86,6 +87,16 @@ def build_plan(
         statistics=tuple(statistics.to_json()),
         statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
+
+
+def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequence[Expert]) -> list[str]:
+    """Remarks of the inputs on what was read of them; the same remark of several in one note."""
+    found: dict[str, list[str]] = {}
+    named = [("base", base), *((f"expert '{label}'", e) for label, e in zip(labels, experts, strict=True))]
+    for label, opened in named:
+        for note in opened.notes if opened is not None else ():
+            found.setdefault(note, []).append(label)
+    return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {note}" for note, of in found.items()]
 
 
 def _method_notes(items: Sequence[Item]) -> list[str]:

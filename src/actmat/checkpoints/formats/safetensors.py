@@ -38,6 +38,7 @@ __all__ = ["INDEX_NAME", "SAFETENSORS", "SINGLE_NAME", "SafetensorsCheckpoint"]
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+SHARD_OF_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 PARALLEL_REQUESTS = 8
 
 
@@ -183,6 +184,12 @@ def _unindexed_files(names: Sequence[str], location: str) -> list[str]:
         return names
     if not names:
         raise CheckpointError(f"{location}: no safetensors file in this folder")
+    if all(SHARD_OF_RANK.match(name) for name in names):
+        raise CheckpointError(
+            f"{location}: expected whole tensors, found the parts of {len(names)} ranks as torch's "
+            "HuggingFaceStorageWriter saves them (save_distributed). Fix: save with enable_consolidation=True, or put "
+            "them together with torch.distributed.checkpoint._consolidate_hf_safetensors."
+        )
     matches = [NUMBERED.fullmatch(name) for name in names]
     sets = {(m["stem"], m["count"]) for m in matches if m}
     numbers = [int(m["number"]) for m in matches if m]
