@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fuzz.doors import adapters, checkpoints, journals, outputs, paths, recipes, statistics
+from fuzz.doors import adapters, checkpoints, distributed, journals, outputs, paths, recipes, statistics
 
-__all__ = ["adapters", "checkpoints", "journals", "outputs", "paths", "recipes", "statistics"]
+__all__ = ["adapters", "checkpoints", "distributed", "journals", "outputs", "paths", "recipes", "statistics"]

@@ -17,11 +17,13 @@ from actmat.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from actmat.api import MergeReport as MergeReport
+    from actmat.api import average as average
     from actmat.api import diagnose as diagnose
     from actmat.api import merge as merge
     from actmat.api import plan as plan
     from actmat.api.agreement import agreement as agreement
     from actmat.api.agreement import residual_on_data as residual_on_data
+    from actmat.api.exporting import export as export
     from actmat.api.in_memory import MemoryMerge as MemoryMerge
     from actmat.api.in_memory import merge_in_memory as merge_in_memory
     from actmat.api.parts import FinishReport as FinishReport
@@ -46,8 +48,9 @@ if TYPE_CHECKING:
     from actmat.tune.arguments import tune_scale as tune_scale
 
 _NAMES = {
-    "actmat.api": ("MergeReport", "diagnose", "merge", "plan"),
+    "actmat.api": ("MergeReport", "average", "diagnose", "merge", "plan"),
     "actmat.api.agreement": ("agreement", "residual_on_data"),
+    "actmat.api.exporting": ("export",),
     "actmat.api.in_memory": ("MemoryMerge", "merge_in_memory"),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
     "actmat.api.pushing": ("PushReport", "push"),

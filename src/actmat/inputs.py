@@ -21,6 +21,7 @@ from actmat.plan.choose import Chooser
 from actmat.plan.placement import HOST, DeviceRoom
 from actmat.plan.statistics import declared_kinds, opened_statistics
 from actmat.recipe import Recipe
+from actmat.reference import base_problems
 
 __all__ = ["Problems", "check_copied_files", "check_values", "opened_inputs", "plans_of", "writes_adapter"]
 
@@ -120,11 +121,16 @@ def writes_adapter(recipe: Recipe) -> bool:
     if full:
         raise RecipeError(
             f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into "
-            "the checkpoint that all experts come from."
+            f"the checkpoint that all experts come from. {_why_base(recipe)}"
             if recipe.to is None
             else f"--to adapter needs adapters; {', '.join(full)} is none. Write a model (--base ..., --to model)."
         )
     return True
+
+
+def _why_base(recipe: Recipe) -> str:
+    reasons = base_problems(recipe)
+    return f"Without one: {'; '.join(reasons)}." if reasons else "Adapters are deltas of a base."
 
 
 def plans_of(

@@ -31,6 +31,7 @@ from actmat.plan import MergePlan
 from actmat.plan.differences import plan_differences
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
+from actmat.reference import with_reference
 from actmat.run import execute_units
 from actmat.settings import RunSettings
 
@@ -86,6 +87,7 @@ def run_part(
     """
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
+    recipe = with_reference(recipe)
     out, problems = out_path(recipe), Problems()
     if isinstance(out, str):
         raise RecipeError(f"The parts of a merge write into one folder that all machines see; {out} is a URL.")

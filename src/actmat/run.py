@@ -31,6 +31,7 @@ from actmat.plan import MergePlan
 from actmat.plan.placement import HOST
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
+from actmat.reference import with_reference, with_references
 from actmat.report import Totals, read_manifest, sum_records
 from actmat.settings import RunSettings
 
@@ -89,6 +90,7 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu", device_memory: str | int
     Raises:
         MergeError: the inputs do not fit; carries all problems.
     """
+    recipe = with_reference(recipe)
     problems, room = Problems(), HOST
     with problems.noted():
         room = device_room(device, device_memory)
@@ -118,6 +120,7 @@ def run_recipes(
     """
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
+    recipes = with_references(recipes)
     _check_shared(recipes)
     executor = executor_of(settings, recipes[0])
     outs = [out_path(r) for r in recipes]
@@ -188,6 +191,7 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     """
     began = time.perf_counter()
     settings, progress = settings or RunSettings(), progress or NoProgress()
+    recipe = with_reference(recipe)
     executor = executor_of(settings, recipe)
     check_mutes([recipe])
     problems = Problems()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -72,3 +73,16 @@ def test_many_small_tensors_are_counted(tmp_path: Path) -> None:
     grown = found["peak"] - found["start"]
     counted = found["items"] + found["largest"] - 300_000_000
     assert 0.5 * counted <= grown <= counted
+
+
+@pytest.mark.slow
+def test_an_average_takes_no_more_memory_for_more_checkpoints(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
+    grown = {}
+    for count in (3, 48):
+        (tmp_path / str(count)).mkdir()
+        models = [{name: torch.full((1024, 2048), float(k)) for name in names} for k in range(count)]
+        found = measured(tmp_path / str(count), models, method="linear", scope="all")
+        assert found["peak"] <= found["foretold"]
+        grown[count] = found["peak"] - found["start"]
+    assert grown[48] < grown[3] + 4_000_000, grown  # less than one chunk of one of the 45 others

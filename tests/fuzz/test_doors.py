@@ -10,7 +10,7 @@ from fuzz.worker import run_batch, run_files
 
 CASES = 200
 WANTED = {"headers", "indexes", "configs", "adapter configs", "recipes", "options", "patterns", "manifests", "journals",
-          "statistics", "torch files", "paths", "verify", "compare", "reports"}  # fmt: skip
+          "statistics", "torch files", "distributed checkpoints", "paths", "verify", "compare", "reports"}  # fmt: skip
 
 
 @pytest.mark.fuzz

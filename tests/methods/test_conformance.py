@@ -10,7 +10,7 @@ import torch
 from tests.helpers.experts import Experts, LazyDeltas, Overlaid, merged, usable_experts
 from tests.helpers.memory import peak_bytes
 from tests.helpers.survey import call, run_survey
-from tests.tolerances import relative_error
+from tests.tolerances import F64_IDENTITY, relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
@@ -87,6 +87,25 @@ def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod)
         else:
             with_base = call(method, experts.deltas, options, base=experts.base, **given).value
             assert torch.equal(call(method, experts.deltas, options, base=None, **given).value, with_base)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.baseless_when], ids=lambda m: m.name)
+@pytest.mark.parametrize("n_experts", [1, 2, 3])
+def test_without_a_base_any_point_gives_the_same_weights(method: MergeMethod, n_experts: int) -> None:
+    """`W_0 + D*` is the same for two bases exactly where it is declared, with every switch off and on."""
+    if usable_experts(method, n_experts) < n_experts:
+        return
+    experts = Experts.random(n_experts, (4, 11))
+    weights = [d + experts.base for d in experts.deltas]
+    shares = {"weights": [0.2, 0.5, 0.3][:n_experts]} if method.is_weighted else {}
+    for variant in [{}, *({n: not o.default} for n, o in method.options.items() if o.type is bool)]:
+        options = method.resolve_options(variant)
+        results = [
+            base + call(method, [w - base for w in weights], options, base=base, **shares).value
+            for base in (experts.base, experts.base.flip(0) * 2 + 1)
+        ]
+        same = relative_error(*results) < F64_IDENTITY * 10
+        assert same == method.is_baseless(variant, n_experts), (variant, relative_error(*results))
 
 
 @each_method

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from actmat.api.averaging import average, average_recipe
 from actmat.api.diagnosing import diagnose, diagnose_output, recipe_of_output
 from actmat.api.merging import Location, make_arguments, merge, plan
 from actmat.run import MergeReport, diagnose_recipe, plan_recipe, run_recipes
@@ -9,6 +10,8 @@ from actmat.run import MergeReport, diagnose_recipe, plan_recipe, run_recipes
 __all__ = [
     "Location",
     "MergeReport",
+    "average",
+    "average_recipe",
     "diagnose",
     "diagnose_output",
     "diagnose_recipe",

@@ -130,12 +130,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         specs: name -> spec, in storage order (file by file, by offset).
         aliases: name -> name of the tensor that shares its storage, where the format records that (torch files).
             An alias has a spec too.
+        notes: remarks on what was read and what was left out, for plans.
     """
 
     location: str
     directory: Path | None
     specs: Mapping[str, TensorSpec]
     aliases: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     @property
     @abc.abstractmethod

@@ -71,6 +71,7 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
         "roles": dict(Counter(r["role"] for r in tensors)),
         "files": dict(Counter(s.file for s in specs)),
         "ties": ties,
+        "notes": list(opened.notes),
     }
 
 
@@ -86,6 +87,8 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
     console.print(f"files: {len(data['files'])} ({escape(files)})")
     for alias, canonical in data["ties"].items():
         console.print(f"tied: {escape(alias)} = {escape(canonical)}")
+    for note in data["notes"]:
+        console.print(f"note: {escape(note)}")
     table = plain_table("tensors", "role", "which, and why", numbers=["tensors"])
     groups: dict[tuple[str, str], list[str]] = {}
     for row in data["tensors"]:

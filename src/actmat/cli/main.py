@@ -13,10 +13,12 @@ from typing import Any
 
 import typer
 
+from actmat.cli.average import average
 from actmat.cli.calibrate import calibrate
 from actmat.cli.compare import compare
 from actmat.cli.demo import demo
 from actmat.cli.diagnose import diagnose
+from actmat.cli.export import export
 from actmat.cli.extensions import ExtensibleGroup
 from actmat.cli.finish import finish
 from actmat.cli.import_ import import_
@@ -104,9 +106,9 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-for recipe_command in (merge, plan, diagnose, try_, tune):  # the recipe's schema takes long to import
+for recipe_command in (merge, average, plan, diagnose, try_, tune):  # the recipe's schema takes long to import
     app.command()(deferred(recipe_command))
-own = (finish, push, serve_command, report, compare, methods, inspect, import_, verify, calibrate, ui, demo)
+own = (finish, push, serve_command, report, compare, methods, inspect, import_, export, verify, calibrate, ui, demo)
 for command in own:
     app.command()(command)
 app.add_typer(statistics, name="statistics")
@@ -126,10 +128,20 @@ def _keep_pages_warm() -> None:
         mallopt(mmap_threshold, 4 << 20)
 
 
+def _allow_many_files() -> None:
+    """Raise the soft limit of open files to the hard one: a trajectory of 1000 checkpoints has as many files."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main() -> None:
     """Run the command line; a `MergeError` becomes one message and its exit code, any other error a report."""
     gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
     _keep_pages_warm()
+    _allow_many_files()
     open_closed_streams()
     try:
         with stopped_by_signals(), memory_errors():

@@ -58,7 +58,10 @@ class RecipeFlags:
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
-        return variants(recipe, methods, choices)
+        found = variants(recipe, methods, choices)
+        if file is None and not recipe.base:
+            _check_base(found)
+        return found
 
 
 def split_name(text: str) -> tuple[str, str]:
@@ -81,17 +84,26 @@ def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
 
 
 def _check_complete(given: Mapping[str, Any]) -> None:
-    """Refuse flags without experts, or without a base where the experts need one."""
+    """Refuse flags without experts, or without a base for a model."""
     missing = [flag for flag, field in (("--base", "base"), ("--expert", "experts")) if not given.get(field)]
     if missing == ["--expert"] and stack_parts(given["base"]):
         return
-    if missing == ["--base"] and given.get("to") != "model":
-        from actmat.experts.resolve import is_adapter
-
-        if all(is_adapter(e["path"]) for e in given["experts"]):
-            return
-    if missing:
+    if missing and (missing != ["--base"] or given.get("to") == "model"):
         raise typer.BadParameter(f"give {' and '.join(missing)}, or a recipe file (actmat merge RECIPE.yaml)")
+
+
+def _check_base(recipes: Sequence[Recipe]) -> None:
+    """Refuse recipes without a base that need one: of full checkpoints, by a method that merges deltas."""
+    from actmat.experts.resolve import is_adapter
+    from actmat.reference import base_problems
+
+    if all(is_adapter(e.path) for e in recipes[0].experts):
+        return
+    reasons = dict.fromkeys(p for r in recipes for p in base_problems(r))
+    if reasons:
+        raise typer.BadParameter(
+            f"give --base, or a recipe file (actmat merge RECIPE.yaml). Without a base: {'; '.join(reasons)}"
+        )
 
 
 def _experts(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:

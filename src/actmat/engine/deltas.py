@@ -127,6 +127,8 @@ class Deltas(LazySequence):
         self._given.add(t)
         if self._shared is None and self._region.numel > CHUNK:
             self._shared = self._reader.buffer(self._region)
+        elif self._shared is None and self._reader.on_host:
+            self._shared = self._reader.chunk_buffer(self._region)
         return self._load(t, self._shared)
 
     def _load(self, t: int, into: Tensor | None = None) -> Tensor:

@@ -103,17 +103,18 @@ class TensorReader:
     ) -> tuple[Tensor, bool]:
         """Delta of expert `t` on this region, shaped like it, and whether it is anything but zero.
 
-        `into`: memory for it, if it is read and larger than a chunk; by default the worker's, where the next region
-        overwrites it.
+        `into`: memory for it, if it is read; by default the worker's, where the next region overwrites it.
         """
         source = self._sources[t]
         if source.kind != "stored":
             formed = self.inputs.experts[t].delta(source.name, region.start, region.stop, self.compute_dtype)
             return formed.view(region.shape).to(self.device), source.kind == "formed"
-        if region.numel <= CHUNK:  # the buffer of this expert is overwritten by its next chunk
+        if into is not None:
+            delta = into
+        elif region.numel <= CHUNK:  # the buffer of this expert is overwritten by its next chunk
             delta = self.scratch.delta(t).take(region.numel, self.compute_dtype)
         else:
-            delta = self.buffer(region) if into is None else into
+            delta = self.buffer(region)
         changed = False
         for low in range(0, region.numel, CHUNK):
             high = min(low + CHUNK, region.numel)
@@ -123,6 +124,10 @@ class TensorReader:
     def buffer(self, region: Region) -> Tensor:
         """Memory for one delta of the region, flat, overwritten by what is read of the next region."""
         return self.scratch.room.take(region.numel, self.compute_dtype)
+
+    def chunk_buffer(self, region: Region) -> Tensor:
+        """Memory for one delta after the other of a region of one chunk at most: however many experts, one buffer."""
+        return self.scratch.delta(0).take(region.numel, self.compute_dtype)
 
     @property
     def chunkable(self) -> bool:

@@ -52,7 +52,7 @@ class Expert(abc.ABC):
     n_tensors: int  # in storage, for summaries
     nbytes: int
     adapter: Adapter | None = None  # the factors, for outputs that are adapters
-    notes: tuple[str, ...] = ()  # remarks for the plan, a sentence without its first letter's capital each
+    notes: tuple[str, ...] = ()  # remarks for the plan: what was read, what was left out; begin with a small letter
 
     @abc.abstractmethod
     def source(self, name: str) -> Source:

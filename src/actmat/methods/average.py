@@ -61,6 +61,7 @@ AVERAGE = MergeMethod(
         {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     one_pass=True,
+    baseless_when=lambda options, n_experts: True,
     workspace=lambda shape, n_experts, options: math.prod(shape),
     flops="T N^2",
 )

@@ -220,6 +220,8 @@ class MergeMethod:
         base_when: `options -> bool`: options under which the base is read; None: under all, if `merge` takes it.
         moves_base_when: `options -> bool`: options under which deltas that are all zero do not leave the base as it is;
             None: under none.
+        baseless_when: `(options as given, n_experts) -> bool`: cases in which `W* = W_0 + D*` is the same for any
+            `W_0`, so that experts merge without a base; None: none.
         streams_when: `options -> bool`: options under which the deltas are read by `linalg.chunks.walk` only, as often
             as needed, so that the engine reads them chunk by chunk and holds none; None: under none.
         walks_again: of a method that streams: it walks more than once, so that small deltas are better held.
@@ -251,6 +253,7 @@ class MergeMethod:
     max_experts: int | None = None  # for which the method is defined
     base_when: Callable[[Mapping[str, Any]], bool] | None = None
     moves_base_when: Callable[[Mapping[str, Any]], bool] | None = None
+    baseless_when: Callable[[Mapping[str, Any], int], bool] | None = None
     streams_when: Callable[[Mapping[str, Any]], bool] | None = None
     walks_again: bool = False
     combine: Callable[..., Combination] | None = None
@@ -292,6 +295,10 @@ class MergeMethod:
     def moves_base(self, options: Mapping[str, Any]) -> bool:
         """True if a call with these options may change the base although all deltas are zero."""
         return self.moves_base_when is not None and self.moves_base_when(options)
+
+    def is_baseless(self, options: Mapping[str, Any], n_experts: int) -> bool:
+        """True if the merged weights do not depend on the base, so that none is needed."""
+        return self.baseless_when is not None and self.baseless_when(options, n_experts)
 
     def streams(self, options: Mapping[str, Any]) -> bool:
         """True if a call with these options reads the deltas chunk by chunk and holds none."""

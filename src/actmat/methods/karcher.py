@@ -119,6 +119,7 @@ KARCHER = MergeMethod(
     laws=frozenset({"permutation", "single", "identical", "left_orthogonal", "right_orthogonal", "zeros"}),
     workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),  # and the base
     flops="T^2 N^2",
+    baseless_when=lambda options, n_experts: not options.get("include_base", False),
     streams_when=lambda options: True,
     walks_again=True,
     combine=combine,

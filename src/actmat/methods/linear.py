@@ -79,6 +79,7 @@ LINEAR = MergeMethod(
         {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     one_pass=True,
+    baseless_when=lambda options, n_experts: True,
     base_when=lambda options: not options["normalize"],
     moves_base_when=lambda options: not options["normalize"],
     workspace=lambda shape, n_experts, options: math.prod(shape),

@@ -66,6 +66,7 @@ SLERP = MergeMethod(
     workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),  # and the base
     flops="N^2",
     max_experts=2,
+    baseless_when=lambda options, n_experts: n_experts == 2,  # with one expert, the base is the other end
     streams_when=lambda options: True,
     walks_again=True,
     combine=combine,

@@ -77,6 +77,7 @@ def build_plan(
         kept=draft.kept,
         notes=(
             *recipe.notes,
+            *_input_notes(labels, base, experts),
             *draft.notes,
             *_method_notes(draft.items),
             *statistics.notes_on(draft.items),
@@ -90,6 +91,16 @@ def build_plan(
         statistics=tuple(statistics.to_json()),
         statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
+
+
+def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequence[Expert]) -> list[str]:
+    """Remarks of the inputs on what was read of them; the same remark of several in one note."""
+    found: dict[str, list[str]] = {}
+    named = [("base", base), *((f"expert '{label}'", e) for label, e in zip(labels, experts, strict=True))]
+    for label, opened in named:
+        for note in opened.notes if opened is not None else ():
+            found.setdefault(note, []).append(label)
+    return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {note}" for note, of in found.items()]
 
 
 def _method_notes(items: Sequence[Item]) -> list[str]:

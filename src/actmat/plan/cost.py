@@ -1,7 +1,7 @@
 """Cost of one item, from shapes: memory of one worker, and floating-point operations.
 
-    peak = raw base + raw chunk of each expert                       (storage dtype; of the base as well
-                                                                      where it is read with streamed deltas)
+    peak = raw base + raw chunk of each expert, of one where they    (storage dtype; of the base as well
+           are read one after another                                 where it is read with streamed deltas)
          + deltas in memory as a whole, or a chunk of each           (compute dtype; `plan.reading`)
          + the method's workspace, its result included unless it is  (compute dtype, declared by the method)
            a sum that is written chunk by chunk (`combine`)
@@ -108,7 +108,8 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
     elif method.uses_base(call.options):
         entries += region.numel
     base = (region.numel if how.base_held else CHUNK) * call.base_itemsize
-    raw = base + (n_experts if method.acts_on == "elementwise" else 1) * CHUNK * 8
+    at_once = n_experts if method.acts_on == "elementwise" and how.strategy != "each" else 1
+    raw = base + at_once * CHUNK * 8
     if call.caps.singular_value_cap is not None and _has_singular_values(region):
         workspace = max(
             workspace, region.numel + max(_svd_workspace(m) for m in region.layout.matrix_shapes(region.shape))

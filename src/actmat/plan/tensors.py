@@ -326,7 +326,6 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
             any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items
         )
         notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
-        notes += [f"expert '{label}': {note}" for note in expert.notes]
     calls = [(i, i.call.method) for i in items if i.form == "factored" and i.call is not None]
     free = [(i, method) for i, method in calls if get_method(method).meets_every_expert]
     small = [m for i, m in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]

@@ -198,7 +198,8 @@ class Recipe(Strict):
 
     base: Annotated[str, Flag(("--base", "-b"))] = Field(
         default="",
-        description="the checkpoint that all experts come from: directory, file, hub id or URL; adapters need none",
+        description="the checkpoint that all experts come from: directory, file, hub id or URL; adapters, averages and "
+        "interpolations of experts need none",
     )
     experts: Annotated[
         tuple[ExpertRef, ...],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
 from actmat.checkpoints.folder import INDEX_SUFFIX
+from actmat.checkpoints.formats.dcp.checkpoint import DCP
+from actmat.checkpoints.formats.deepspeed import DEEPSPEED
 from actmat.checkpoints.formats.pipelines import PIPELINES
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
@@ -14,7 +17,10 @@ from actmat.errors import CheckpointError
 
 __all__ = ["FORMATS", "find_format", "format_named"]
 
-FORMATS: tuple[Format, ...] = (PIPELINES, SAFETENSORS, TORCH_FILES)
+STEP = re.compile(r"(checkpoint|step|iter|global_step)[-_]?\d+")
+"""Folders of the checkpoints of a training run."""
+
+FORMATS: tuple[Format, ...] = (PIPELINES, SAFETENSORS, DCP, DEEPSPEED, TORCH_FILES)
 """Every format that is read. The first that claims a source opens it."""
 
 
@@ -38,9 +44,14 @@ def format_named(name: str) -> Format:
 def _unclaimed_file(name: str, location: str) -> CheckpointError:
     if name in ADAPTER_WEIGHTS:
         return CheckpointError(f"{location}: expected a full checkpoint, found the weights of a PEFT adapter")
+    if name.endswith(".distcp"):
+        return CheckpointError(
+            f"{location}: expected a checkpoint, found one file of a distributed checkpoint. Fix: give its "
+            "folder, which has a .metadata as well."
+        )
     foreign = foreign_format(name)
     found = f"{foreign}, which is not read" if foreign else f"'{name}'"
-    suffixes = ", ".join(PurePath(pattern).suffix for f in FORMATS for pattern in f.patterns)
+    suffixes = ", ".join(PurePath(pattern).suffix for f in FORMATS for pattern in f.patterns if "*" in pattern)
     return CheckpointError(
         f"{location}: expected a file ending in {suffixes} or {INDEX_SUFFIX}, found {found}. "
         "Fix: load it with its own library and save it as safetensors."
@@ -59,6 +70,13 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
         return CheckpointError(
             f"{location}: no weights in a supported format: {'; '.join(foreign[:3])}. Fix: load it with its own "
             "library and save it as safetensors (save_pretrained)."
+        )
+    steps = [n for n in names if STEP.fullmatch(n)]
+    if steps:
+        return CheckpointError(
+            f"{location}: expected weights, found a training run with the folders {', '.join(steps[:6])}"
+            f"{', ...' if len(steps) > 6 else ''}. Fix: give one of them, or average them (actmat average "
+            f"{location.rstrip('/')}/{steps[-1]} ...)."
         )
     patterns = ", ".join(pattern for f in FORMATS for pattern in f.patterns)
     return CheckpointError(

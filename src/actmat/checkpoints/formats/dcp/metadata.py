@@ -1,0 +1,220 @@
+"""The `.metadata` of a checkpoint of torch.distributed.checkpoint (DCP): which bytes hold which part of which tensor.
+
+The file is a pickle. It is read as inert data (`formats.inert`): only classes of the metadata may be named in it, and
+none is ever called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from actmat.checkpoints.base import DTYPES
+from actmat.checkpoints.folder import is_plain_name, shown
+from actmat.checkpoints.formats.inert import Inert, InertError, parse_pickle
+from actmat.errors import CheckpointError
+
+__all__ = ["Chunk", "DcpMetadata", "StoredTensor", "read_metadata"]
+
+_DCP = "torch.distributed.checkpoint"
+_SHARD = "torch.distributed._shard.sharded_tensor.metadata"
+_CLASSES = "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta"
+_PATHS = "PosixPath PurePosixPath WindowsPath PureWindowsPath Path"
+ALLOWED = frozenset(
+    [f"{_DCP}.metadata {n}" for n in (*_CLASSES.split(), "TensorProperties", "_MEM_FORMAT_ENCODING")]
+    + [f"{_DCP}.filesystem {n}" for n in ("_StorageInfo", "_StoragePrefix")]
+    + [f"{_SHARD} {n}" for n in ("TensorProperties", "MEM_FORMAT_ENCODING")]
+    + [f"{module} {n}" for module in ("pathlib", "pathlib._local") for n in _PATHS.split()]
+    + [f"torch {n}" for n in (*DTYPES, "Size", "device", "strided", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64")]
+    + ["torch.serialization _get_layout", "collections OrderedDict", "collections defaultdict", "builtins dict"]
+    + ["megatron.core.dist_checkpointing.strategies.resharding TensorReformulationMetadata"]
+)
+"""Names that the metadata of torch 2.0 and later, of torchtitan, accelerate and Megatron-core has."""
+
+MAX_AXES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and the bytes of a file that hold it as one item."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor: shape, dtype (a torch name) and the boxes that make it up; without those that are empty."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """Contents of a `.metadata`.
+
+    Args:
+        tensors: by fully qualified name.
+        others: names of values that are no tensors.
+        paths: name -> keys of the nested state dict that was flattened, where that is on record.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    others: tuple[str, ...]
+    paths: Mapping[str, tuple[str, ...]]
+
+
+def read_metadata(content: bytes, where: str) -> DcpMetadata:
+    """The metadata in a file's bytes.
+
+    Raises:
+        CheckpointError: damaged, hostile, of no known form, or with tensors whose parts do not make them up.
+    """
+    try:
+        root = parse_pickle(content, ALLOWED)
+        state = _fields(root, "Metadata")
+        listed = _mapping(state.get("state_dict_metadata"), "state_dict_metadata")
+        places = _places(_mapping(state.get("storage_data"), "storage_data"))
+        tensors, others = {}, []
+        for name, value in listed.items():
+            if not isinstance(name, str):
+                raise InertError("a tensor whose name is no text")
+            if isinstance(value, Inert) and value.name.endswith(" TensorStorageMetadata"):
+                tensors[name] = _tensor(name, value, places)
+            else:
+                others.append(name)
+        return DcpMetadata(tensors, tuple(others), _paths(state.get("planner_data")))
+    except InertError as error:
+        raise CheckpointError(
+            f"{where}: expected the metadata of a distributed checkpoint, found {error}. Nothing in it was run. Likely "
+            "cause: a damaged or hostile file, or one of a version of torch that is not known. Fix: fetch it again, or "
+            "convert it where you trust it (python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT)"
+        ) from None
+
+
+def _fields(value: Any, name: str) -> Mapping[str, Any]:
+    """Attributes of an object of the class `name`."""
+    if not isinstance(value, Inert) or value.name.rpartition(" ")[2] != name:
+        raise InertError(f"{type(value).__name__ if not isinstance(value, Inert) else value!r} in place of {name}")
+    return _mapping(value.state, name)
+
+
+def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
+    if isinstance(value, Inert) and value.name.startswith("collections "):
+        value = value.state or {}
+    if not isinstance(value, dict):
+        raise InertError(f"no mapping in {what}")
+    return value
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """A `torch.Size`, or a plain tuple or list of sizes."""
+    if isinstance(value, Inert) and value.name == "torch Size":
+        value = value.args[0] if len(value.args) == 1 else None
+    if not isinstance(value, tuple | list) or len(value) > MAX_AXES:
+        raise InertError("a size that is none")
+    sizes = tuple(value)
+    if not all(isinstance(n, int) and 0 <= n < 2**48 for n in sizes):
+        raise InertError(f"the size {shown(sizes)}")
+    return sizes
+
+
+_Place = tuple[str, int, int]
+
+
+def _places(listed: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], _Place]:
+    """Name and offsets of a chunk -> file, position and length of its item."""
+    out: dict[tuple[str, tuple[int, ...]], _Place] = {}
+    for key, value in listed.items():
+        index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        name, offset = index.get("fqn"), index.get("offset")
+        file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        if not isinstance(name, str) or not isinstance(start, int) or not isinstance(length, int):
+            raise InertError("an entry of storage_data without name, offset or length")
+        if not is_plain_name(file):
+            raise InertError(f"the file {shown(file)}, which is no plain name in the folder")
+        if start < 0 or length < 0:
+            raise InertError(f"{name[:120]!r} at {start}, {length} bytes long")
+        if how := info.get("transform_descriptors"):
+            raise InertError(f"items that were transformed when they were saved ({shown(how)})")
+        if offset is not None:  # else of a value that is no tensor
+            out[name, _size(offset)] = (str(file), start, length)
+    return out
+
+
+def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]], _Place]) -> StoredTensor:
+    fields = _fields(value, "TensorStorageMetadata")
+    shape, listed = _size(fields.get("size")), fields.get("chunks")
+    if not isinstance(listed, list) or not listed:
+        raise InertError(f"no chunks of {name[:120]!r}")
+    chunks = []
+    for entry in listed:
+        box = _fields(entry, "ChunkStorageMetadata")
+        offsets, sizes = _size(box.get("offsets")), _size(box.get("sizes"))
+        if 0 in sizes and 0 not in shape:
+            continue
+        if (place := places.get((name, offsets))) is None:
+            raise InertError(f"no place of the part of {name[:120]!r} at {offsets}")
+        chunks.append(Chunk(offsets, sizes, *place))
+    if not _covers([(c.offsets, c.sizes) for c in chunks], shape):
+        raise InertError(f"parts of {name[:120]!r} that do not make up its shape {shape}")
+    return StoredTensor(shape, _dtype(name, fields.get("properties")), tuple(chunks))
+
+
+def _dtype(name: str, properties: Any) -> str:
+    """Name of the dtype of a `TensorProperties`, whose state is a tuple or, of early versions, a mapping."""
+    state = properties.state if isinstance(properties, Inert) else None
+    found = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
+    if not isinstance(found, Inert) or not found.name.startswith("torch "):
+        raise InertError(f"no dtype of {name[:120]!r}")
+    return found.name.removeprefix("torch ")
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """True if boxes (offsets, sizes) make up the shape: each entry once.
+
+    A sharding cuts an axis into intervals, and each of these again along the next axes; anything else is refused.
+    """
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+        return False
+    if not shape:
+        return len(boxes) == 1
+    groups: dict[tuple[int, int], list[Box]] = {}
+    for offsets, sizes in boxes:
+        groups.setdefault((offsets[0], sizes[0]), []).append((offsets[1:], sizes[1:]))
+    end = 0
+    for start, size in sorted(groups):
+        if start != end:
+            return False
+        end += size
+    return end == shape[0] and all(_covers(inner, shape[1:]) for inner in groups.values())
+
+
+def _paths(data: Any) -> dict[str, tuple[str, ...]]:
+    """Keys of the nested state dict by flat name; empty where none are recorded, or in another form."""
+    if isinstance(data, Inert):
+        data = data.state
+    if not isinstance(data, dict):
+        return {}
+    return {
+        name: tuple(map(_key, path)) for name, path in data.items() if isinstance(name, str) and isinstance(path, tuple)
+    }
+
+
+def _key(value: Any) -> str:
+    if not isinstance(value, str | int):
+        _refuse(value)
+    return str(value)
+
+
+def _refuse(value: Any) -> NoReturn:
+    raise InertError(f"a path with {shown(value)}")

@@ -1,0 +1,63 @@
+"""`actmat average`: average the checkpoints of a training run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from actmat.cli.recipes import RecipeFlags
+from actmat.cli.signature import Fields
+from actmat.cli.streams import optional_stdout, starting
+from actmat.settings import RunSettings
+
+__all__ = ["average"]
+
+_OF_RECIPE = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
+
+
+def average(
+    *,
+    checkpoints: Annotated[list[str], typer.Argument(metavar="CHECKPOINT", help="Directories, files, hub ids, URLs.")],
+    weights: Annotated[
+        str,
+        typer.Option("--weights", help="uniform, linear, ema:DECAY, wsd[:linear|cosine], or a number per checkpoint."),
+    ] = "uniform",
+    as_given: Annotated[bool, typer.Option("--as-given", help="Keep this order; default: by step numbers.")] = False,
+    given: Annotated[RecipeFlags, Fields(only=_OF_RECIPE)],
+    run: Annotated[RunSettings, Fields(without=("diagnose", "exact"))],
+    plan: Annotated[bool, typer.Option("--plan", help="Show weights and tensors; write nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
+) -> None:
+    """Average checkpoints of one training run; no base is needed.
+
+    actmat average step-*/ --out MERGED
+    actmat average step-*/ --weights wsd --out MERGED
+    actmat average a b c --weights 0.2,0.3,0.5 --out MERGED
+
+    Checkpoints are put in the order of the numbers in their names, so that
+    step-200 comes before step-1000. The output has the config and tokenizer
+    files of the last one. One chunk of each is read after the other, so that
+    memory does not grow with their number.
+    """
+    starting("average", quiet=quiet)
+    from actmat.api import average_recipe, plan_recipe, run_recipes
+
+    fields = {name: value for name, value in given.values.items() if name in given}
+    recipe = average_recipe(checkpoints, weights, as_given=as_given, **fields)
+    if plan:
+        from actmat.cli.summary import print_plan
+
+        print_plan(plan_recipe(recipe, device=run.device, device_memory=run.device_memory), full=False)
+        return
+    if recipe.out is None:
+        raise typer.BadParameter("say where the average goes: --out OUT")
+    from actmat.cli.screen import showing_progress
+
+    with showing_progress(quiet=quiet) as progress:
+        reports = run_recipes([recipe], run, progress)
+    if not quiet:
+        from actmat.cli.summary import print_summary
+
+        with optional_stdout("The average is complete."):
+            print_summary(reports[0])

@@ -1,0 +1,45 @@
+"""`actmat export`: write a checkpoint in the form of another tool."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actmat.cli.streams import optional_stdout, starting
+
+__all__ = ["Form", "export"]
+
+
+class Form(StrEnum):
+    """Forms of an output."""
+
+    DCP = "dcp"
+
+
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory to write; must not exist.")],
+    to: Annotated[
+        Form, typer.Option("--to", help="Form of the output: dcp, of torch.distributed.checkpoint.")
+    ] = Form.DCP,
+    under: Annotated[
+        str, typer.Option("--under", help="Key of the state dict that holds the model, such as 'model'; default: none.")
+    ] = "",
+) -> None:
+    """Write a checkpoint, such as a merged model, for training to go on from it.
+
+    actmat export MERGED --to dcp --out DIR
+
+    DIR is what torch.distributed.checkpoint.load reads, with any number of
+    processes. One tensor is in memory at a time.
+    """
+    starting("export", quiet=False)
+    from actmat.api.exporting import export as write
+    from actmat.cli.screen import console, escape
+
+    write(checkpoint, out=out, to=to.value, under=under)
+    with optional_stdout("The export is complete."):
+        console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} for torch.distributed.checkpoint")

@@ -1,0 +1,114 @@
+"""Checkpoints of one training run: their order, their short names, and the weights of an average over them.
+
+`T` checkpoints, `t = 1 ... T` from the oldest to the newest. All weights sum to 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
+
+from actmat.errors import RecipeError
+
+__all__ = ["distinct_names", "in_order", "trajectory_weights"]
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "sqrt": lambda x: 1 - math.sqrt(x),
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+}
+"""Learning rate during a decay, as a share of that before, at the share `x` of the decay: 1 at 0, 0 at 1."""
+
+FORMS = "uniform, linear, ema:DECAY (such as ema:0.9), wsd, wsd:linear, wsd:cosine, or one number per checkpoint"
+
+
+def in_order(places: Sequence[str]) -> list[str]:
+    """Locations in the order of the numbers in them, so that step 200 comes before step 1000.
+
+    >>> in_order(["run/step-1000", "run/step-200", "run/step-30"])
+    ['run/step-30', 'run/step-200', 'run/step-1000']
+    """
+
+    def key(place: str) -> list[tuple[int, int, str]]:
+        return [(1, int(p), p) if p.isdecimal() else (0, 0, p) for p in re.split("([0-9]+)", place)]
+
+    return sorted(places, key=key)
+
+
+def distinct_names(places: Sequence[str]) -> list[str]:
+    """A short name per location: the last part of the path by which all differ, else the whole text.
+
+    >>> distinct_names(["run/step-1/model", "run/step-2/model"])
+    ['step-1', 'step-2']
+    """
+    parts = [PurePosixPath(p.rstrip("/")).parts for p in places]
+    for k in range(1, min(map(len, parts), default=0) + 1):
+        names = [p[-k] for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(places)
+
+
+def trajectory_weights(text: str, count: int) -> tuple[list[float], str]:
+    """Weights of `count` checkpoints, the oldest first, and the formula in words.
+
+    * `uniform`: `w_t = 1/T` (stochastic weight averaging, Izmailov et al., UAI 2018).
+    * `linear`: `w_t = 2 t / (T (T + 1))` (WMA of Li et al., "Model merging in pre-training of LLMs", 2025).
+    * `ema:a`: `w_t = a^(T-t) / sum_s a^(T-s)`, an exponential moving average with decay `a` per checkpoint, started at
+      zero and divided by the sum of its weights, so that no checkpoint counts for those before it.
+    * `wsd`: `w_t = m((t-1)/T) - m(t/T)`, `m(x) = 1 - sqrt(x)`: to first order what the decay phase of a
+      warmup-stable-decay schedule with the factor `m` does to the updates between the checkpoints (Tian et al., "WSM:
+      decay-free learning rate schedule via checkpoint merging", 2025, theorem 3.1; `m` of Haegele et al., 2024).
+      `wsd:linear` (`m = 1 - x`, which is `uniform`) and `wsd:cosine` take another `m`.
+    * numbers with commas: as given, divided by their sum.
+
+    >>> trajectory_weights("linear", 3)[0]
+    [0.16666666666666666, 0.3333333333333333, 0.5]
+
+    Raises:
+        RecipeError: no such form, or another number of weights than checkpoints.
+    """
+    name, _, argument = text.strip().partition(":")
+    steps = range(1, count + 1)
+    if name == "uniform" and not argument:
+        return _normalised([1.0] * count), "w_t = 1/T"
+    if name == "linear" and not argument:
+        return _normalised([float(t) for t in steps]), "w_t = 2 t / (T (T + 1))"
+    if name == "ema":
+        decay = _decay(argument, text)
+        return _normalised([decay ** (count - t) for t in steps]), f"w_t = {decay:g}^(T-t) / sum_s {decay:g}^(T-s)"
+    if name == "wsd" and (argument or "sqrt") in DECAYS:
+        m = DECAYS[argument or "sqrt"]
+        shape = {"sqrt": "1 - sqrt(x)", "linear": "1 - x", "cosine": "(1 + cos(pi x)) / 2"}[argument or "sqrt"]
+        weights = [m((t - 1) / count) - m(t / count) for t in steps]
+        return _normalised(weights), f"w_t = m((t-1)/T) - m(t/T), m(x) = {shape}"
+    return _normalised(_listed(text, count)), "as given, divided by their sum"
+
+
+def _decay(argument: str, text: str) -> float:
+    try:
+        decay = float(argument)
+    except ValueError:
+        decay = math.nan
+    if not 0 < decay <= 1:
+        raise RecipeError(f"--weights: expected ema:DECAY with a decay in (0, 1], such as ema:0.9; found '{text[:80]}'")
+    return decay
+
+
+def _listed(text: str, count: int) -> list[float]:
+    try:
+        weights = [float(piece) for piece in text.split(",")]
+    except ValueError:
+        raise RecipeError(f"--weights: expected {FORMS}; found '{text[:80]}'") from None
+    if len(weights) != count:
+        raise RecipeError(f"--weights: expected one number per checkpoint, {count}, found {len(weights)}")
+    if not all(map(math.isfinite, weights)) or math.fsum(weights) == 0:
+        raise RecipeError(f"--weights: expected finite numbers with a sum other than 0, found '{text[:80]}'")
+    return weights
+
+
+def _normalised(weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    return [w / total for w in weights]

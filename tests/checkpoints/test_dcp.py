@@ -1,0 +1,306 @@
+"""Checkpoints of torch.distributed.checkpoint: read by ranges, from the metadata on, and written."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.helpers.distributed import example, halves, save_by_two, save_dcp
+from tests.helpers.merging import actmat, expert_of, llama_tensors, save_checkpoint
+from torch import Tensor
+
+import actmat as library
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.conformance import CheckpointConformance
+from actmat.checkpoints.files import FileReader
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import CheckpointError, OutputError
+
+TWO_RANKS = Path(__file__).parents[1] / "data/dcp/two_ranks"
+
+
+class TestDcp(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        return open_checkpoint(save_dcp(tensors, folder / "step-1"))
+
+
+class TestDcpCutByRows(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        cut = {n: halves(t.shape, 0) for n, t in tensors.items() if t.numel() > 1}
+        return open_checkpoint(save_dcp(tensors, folder, files=3, cut=cut))
+
+
+class TestDcpCutByTheLastAxis(CheckpointConformance):
+    """Nested under `model`, in the folder that accelerate makes, beside state of the optimiser."""
+
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        cut = {f"model.{n}": halves(t.shape, t.ndim - 1) for n, t in tensors.items() if t.numel() > 1}
+        state = {"model": tensors, "optim": {"state": {n: {"exp_avg": t} for n, t in tensors.items()}}}
+        save_dcp(state, folder / "pytorch_model_fsdp_0", files=2, cut=cut)
+        return open_checkpoint(folder)
+
+
+class TestTransposedDcp(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        turned = {n: t.t().contiguous().t() if t.ndim == 2 else t for n, t in tensors.items()}
+        return open_checkpoint(save_dcp(turned, folder))
+
+
+def test_a_checkpoint_of_two_processes_is_put_together() -> None:
+    with open_checkpoint(TWO_RANKS) as checkpoint:
+        assert checkpoint.specs.keys() == example().keys()
+        for name, wanted in example().items():
+            assert torch.equal(checkpoint.read(name), wanted), name
+        assert checkpoint.notes == ("10 tensors of training ('optimizer') are left out",)
+
+
+@pytest.mark.slow
+def test_two_processes_save_what_is_read(tmp_path: Path) -> None:
+    save_by_two(tmp_path / "step-1")
+    with open_checkpoint(tmp_path / "step-1") as checkpoint:
+        assert all(torch.equal(checkpoint.read(n), t) for n, t in example().items())
+
+
+def test_a_box_of_two_axes_and_any_range_of_bytes(tmp_path: Path) -> None:
+    tensor = torch.arange(7 * 5 * 3, dtype=torch.int16).view(7, 5, 3)
+    boxes = [((a, b, 0), (h, w, 3)) for a, h in ((0, 4), (4, 3)) for b, w in ((0, 2), (2, 2), (4, 1))]
+    save_dcp({"w": tensor}, tmp_path, files=2, cut={"w": boxes})
+    want = tensor.numpy().tobytes()
+    with open_checkpoint(tmp_path) as checkpoint:
+        for start in range(0, len(want), 7):
+            for length in (1, 2, 9, 30, 61, 120):
+                out = bytearray(min(length, len(want) - start))
+                checkpoint.read_into("w", start, memoryview(out))
+                assert bytes(out) == want[start : start + len(out)]
+
+
+def test_no_more_is_read_than_the_rows_that_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_dcp({"a": torch.ones(1000, 64), "b": torch.ones(1000, 64)}, tmp_path)
+    read: list[int] = []
+    original = FileReader.read_into
+
+    def counted(self: FileReader, label: str, offset: int, out: memoryview, *, tensor: str = "") -> None:
+        read.append(len(out))
+        original(self, label, offset, out, tensor=tensor)
+
+    monkeypatch.setattr(FileReader, "read_into", counted)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert not read  # opening reads the metadata only
+        out = bytearray(10 * 256)
+        checkpoint.read_into("b", 500 * 256, memoryview(out))
+    assert sum(read) < 256 * 10 + 20_000  # the rows, and the directory of the item
+
+
+def test_names_of_the_model_and_what_is_left_out(tmp_path: Path) -> None:
+    weights = {"layers.0.weight": torch.ones(2, 2)}
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"app": {"model": weights, "optim": {"m": torch.zeros(2)}}}, "'optim'"),
+        ({**weights, "optimizer.state.exp_avg": torch.zeros(2), "rng_state": torch.zeros(2)}, "'optimizer'"),
+        ({"model": weights, "ema": {"layers.0.weight": torch.zeros(2, 2)}}, "outside of 'model'"),
+        (dict(weights), ""),
+    ]
+    for number, (state, said) in enumerate(cases):
+        with open_checkpoint(save_dcp(state, tmp_path / str(number))) as checkpoint:
+            assert list(checkpoint.specs) == ["layers.0.weight"]
+            assert torch.equal(checkpoint.read("layers.0.weight"), torch.ones(2, 2))
+            assert said in " ".join(checkpoint.notes)
+
+
+def test_two_models_and_none_are_refused(tmp_path: Path) -> None:
+    one = {"a": torch.ones(2)}
+    with pytest.raises(CheckpointError, match=r"'model' and 'module'.*dcp.save"):
+        open_checkpoint(save_dcp({"model": one, "module": one}, tmp_path / "two"))
+    with pytest.raises(CheckpointError, match="only state of training"):
+        open_checkpoint(save_dcp({"optim": one}, tmp_path / "none"))
+
+
+class Evil:
+    """A pickle that would write a file."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.place,)
+
+
+def test_a_hostile_metadata_is_refused_and_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    for number, evil in enumerate([Evil(marker), {"state_dict_metadata": Evil(marker)}, [1, 2], b"x"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(pickle.dumps(evil))
+        with pytest.raises(CheckpointError, match="Nothing in it was run"):
+            open_checkpoint(folder)
+    assert not marker.exists()
+
+
+def test_a_file_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    save_dcp({"a": torch.ones(2)}, tmp_path / "x")
+    metadata = tmp_path / "x/.metadata"
+    metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"../secret.tt"))
+    with pytest.raises(CheckpointError, match="no plain name"):
+        open_checkpoint(tmp_path / "x")
+
+
+def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:
+    tensor = torch.ones(4, 4)
+    for number, boxes in enumerate([
+        [((0, 0), (2, 4))], [((0, 0), (3, 4)), ((2, 0), (2, 4))], [((0, 0), (2, 4)), ((2, 0), (2, 3))],
+    ]):  # fmt: skip
+        folder = tmp_path / str(number)
+        with mock.patch("torch.distributed.checkpoint.default_planner._validate_global_plan", return_value=[]):
+            save_dcp({"w": tensor}, folder, cut={"w": boxes})
+        with pytest.raises(CheckpointError, match="do not make up its shape"):
+            open_checkpoint(folder)
+
+
+def test_short_files_and_other_contents_are_named(tmp_path: Path) -> None:
+    save_dcp({"w": torch.ones(64, 64)}, tmp_path)
+    data = (tmp_path / "__0_0.distcp").read_bytes()
+    (tmp_path / "__0_0.distcp").write_bytes(data[:1000])
+    with pytest.raises(CheckpointError, match="shorter than the metadata says"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(len(data)))
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(CheckpointError, match="damaged item"),
+    ):
+        checkpoint.read("w")
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_shape_that_no_file_holds_is_refused(tmp_path: Path) -> None:
+    """Before memory is asked for: of a terabyte, here."""
+    save_dcp({"w": torch.ones(3, 3)}, tmp_path)
+    metadata = (tmp_path / ".metadata").read_bytes()
+    size = b"K\x03K\x03\x86"
+    assert metadata.count(size) == 2  # of the tensor, and of its part
+    huge = b"J\x00\x00\x00\x40K\x03\x86"
+    (tmp_path / ".metadata").write_bytes(metadata.replace(size, huge).replace(metadata[2:11], b""))
+    with pytest.raises(CheckpointError, match=r"cannot be in \d+ bytes"):
+        open_checkpoint(tmp_path)
+
+
+def test_code_in_an_item_is_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    save_dcp({"w": torch.ones(4)}, tmp_path / "x")
+    path = tmp_path / "x/__0_0.distcp"
+    length = path.stat().st_size
+    torch.save(Evil(marker), path)
+    grown = path.read_bytes()
+    assert len(grown) <= length
+    metadata = (tmp_path / "x/.metadata").read_bytes()
+    changed = metadata.replace(b"M" + length.to_bytes(2, "little"), b"M" + len(grown).to_bytes(2, "little"))
+    assert changed != metadata
+    (tmp_path / "x/.metadata").write_bytes(changed)
+    with open_checkpoint(tmp_path / "x") as checkpoint, pytest.raises(CheckpointError, match="the name"):
+        checkpoint.read("w")
+    assert not marker.exists()
+
+
+def test_an_average_of_distributed_checkpoints(tmp_path: Path) -> None:
+    base = llama_tensors(1)
+    steps = [expert_of(base, n) for n in range(3)]
+    for n, tensors in enumerate(steps):
+        cut = {f"model.{k}": halves(t.shape, n % t.ndim) for k, t in tensors.items()}
+        save_dcp({"model": tensors, "optim": {"m": torch.zeros(2)}}, tmp_path / f"step-{n}", files=2, cut=cut)
+    places = [tmp_path / f"step-{n}" for n in range(3)]
+    report = library.average(places, weights="linear", out=tmp_path / "out", durable=False)
+    plain = [save_checkpoint(tmp_path / f"plain-{n}", t) for n, t in enumerate(steps)]
+    wanted = library.average(plain, weights="linear", out=tmp_path / "wanted", durable=False)
+    with open_checkpoint(report.out) as found, open_checkpoint(wanted.out) as expected:
+        assert found.specs.keys() == expected.specs.keys()
+        assert all(torch.equal(found.read(n), expected.read(n)) for n in found.specs)
+    note = "1 tensors of training ('optim') are left out"
+    assert any(note in n and "base, expert 'step-0'" in n for n in report.plan.notes)
+
+
+def test_inspect_recognises_training_checkpoints(tmp_path: Path) -> None:
+    shown = actmat(["inspect", str(TWO_RANKS)])
+    assert shown.code == 0
+    assert "note: 10 tensors of training" in shown.out
+    one_file = actmat(["inspect", str(TWO_RANKS / "__0_0.distcp")])
+    assert "Fix: give its folder" in " ".join(one_file.err.split())
+    (tmp_path / "run/step-10").mkdir(parents=True)
+    assert "found a training run with the folders step-10" in actmat(["inspect", str(tmp_path / "run")]).err
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("latest", "zero_to_fp32.py", "global_step100"),
+    ],
+)
+def test_checkpoints_of_deepspeed_are_named_with_the_way_out(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"checkpoint of DeepSpeed.*zero_to_fp32.py"):
+        open_checkpoint(tmp_path)
+    save_checkpoint(tmp_path, {"w": torch.ones(2)})  # what the script writes there is read
+    open_checkpoint(tmp_path).close()
+
+
+def test_parts_of_ranks_in_safetensors_are_named(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        (tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="parts of 2 ranks"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("under", ["", "model"])
+def test_an_export_is_what_torch_loads(tmp_path: Path, under: str) -> None:
+    tensors = llama_tensors(1, dtype=torch.bfloat16) | {"scalar": torch.tensor(2.0)}
+    save_checkpoint(tmp_path / "model", tensors)
+    flags = ["--under", under] if under else []
+    for name in ("a", "b"):
+        done = actmat(["export", str(tmp_path / "model"), "--out", str(tmp_path / name), *flags])
+        assert done.code == 0, done
+    empty = {n: torch.zeros_like(t) for n, t in tensors.items()}
+    state: dict[str, object] = {under: empty} if under else empty
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert all(torch.equal(empty[n], t) for n, t in tensors.items())
+    files = [{p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("a", "b")]
+    assert files[0] == files[1]  # no place, no random id
+    assert {"config.json", "tokenizer.json", ".metadata", "__0_0.distcp"} <= files[0].keys()
+    with open_checkpoint(tmp_path / "a") as again:
+        assert all(torch.equal(again.read(n), t) for n, t in tensors.items())
+
+
+def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    source = save_checkpoint(tmp_path / "model", {"w": torch.ones(2)})
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").write_text("mine")
+    with pytest.raises(OutputError):
+        library.export(source, out=tmp_path / "taken")
+    save_dcp({"w": torch.ones(64), "v": torch.ones(64)}, tmp_path / "bad")
+    data = bytearray((tmp_path / "bad/__0_0.distcp").read_bytes())
+    data[-400:] = bytes(400)
+    (tmp_path / "bad/__0_0.distcp").write_bytes(data)
+    with pytest.raises(Exception, match="damaged item"):
+        library.export(tmp_path / "bad", out=tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "model", "taken"]
+
+
+def test_a_merged_model_goes_round(tmp_path: Path) -> None:
+    base = llama_tensors(1)
+    folders = [save_checkpoint(tmp_path / n, t) for n, t in {"base": base, "math": expert_of(base, 1)}.items()]
+    report = library.merge(folders[0], folders[1:], method="average", out=tmp_path / "merged", durable=False)
+    library.export(report.out, out=tmp_path / "dcp")
+    shutil.rmtree(folders[1])
+    library.average([tmp_path / "dcp"], out=tmp_path / "back", durable=False)
+    with open_checkpoint(tmp_path / "back") as back, open_checkpoint(report.out) as merged:
+        assert all(torch.equal(back.read(n), merged.read(n)) for n in merged.specs)

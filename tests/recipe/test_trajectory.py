@@ -1,0 +1,89 @@
+"""Order, names and weights of the checkpoints of one run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.tolerances import F64_IDENTITY
+
+from actmat.errors import RecipeError
+from actmat.recipe.trajectory import DECAYS, distinct_names, in_order, trajectory_weights
+
+
+@pytest.mark.parametrize("text", ["uniform", "linear", "ema:0.9", "ema:1", "wsd", "wsd:linear", "wsd:cosine"])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_weights_are_positive_and_sum_to_one(text: str, count: int) -> None:
+    weights, _ = trajectory_weights(text, count)
+    assert len(weights) == count
+    assert min(weights) > 0
+    assert abs(math.fsum(weights) - 1) < F64_IDENTITY
+
+
+def test_linear_weights_grow_with_the_step() -> None:
+    assert trajectory_weights("linear", 4)[0] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_an_exponential_average_is_the_recursion_divided_by_its_weight() -> None:
+    average = seen = 0.0
+    values = [3.0, -1.0, 2.0, 5.0]
+    for value in values:
+        average, seen = 0.8 * average + 0.2 * value, 0.8 * seen + 0.2
+    weights, words = trajectory_weights("ema:0.8", 4)
+    assert sum(w * v for w, v in zip(weights, values, strict=True)) == pytest.approx(average / seen, rel=F64_IDENTITY)
+    assert "0.8^(T-t)" in words
+
+
+@pytest.mark.parametrize("decay", sorted(DECAYS))
+def test_wsd_weights_scale_the_updates_as_the_decay_of_the_learning_rate(decay: str) -> None:
+    """With `W_t = W_1 + g_1 + ... + g_(t-1)`, the average is `W_1` plus updates times `m` at the end of each."""
+    updates = [0.3, -1.1, 0.7, 2.0]
+    values = [10.0]
+    for update in updates:
+        values.append(values[-1] + update)
+    weights, _ = trajectory_weights(f"wsd:{decay}", 5)
+    wanted = values[0] + sum(DECAYS[decay](k / 5) * g for k, g in enumerate(updates, 1))
+    assert sum(w * v for w, v in zip(weights, values, strict=True)) == pytest.approx(wanted, rel=F64_IDENTITY)
+
+
+def test_wsd_is_the_square_root_by_default_and_linear_decay_is_the_mean() -> None:
+    assert trajectory_weights("wsd", 5)[0] == trajectory_weights("wsd:sqrt", 5)[0]
+    assert trajectory_weights("wsd:linear", 5)[0] == pytest.approx([0.2] * 5, rel=F64_IDENTITY)
+    oldest, *_, newest = trajectory_weights("wsd", 5)[0]
+    assert oldest > newest
+
+
+def test_listed_numbers_are_divided_by_their_sum() -> None:
+    assert trajectory_weights("1,2, 1", 3)[0] == [0.25, 0.5, 0.25]
+    assert trajectory_weights("1,-3", 2)[0] == [-0.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0.5,0.5,0.5", "one number per checkpoint, 2, found 3"),
+        ("1,-1", "a sum other than 0"),
+        ("nan,1", "finite"),
+        ("ema", "ema:DECAY"),
+        ("ema:0", "ema:DECAY"),
+        ("ema:1.5", "ema:DECAY"),
+        ("wsd:cubic", "wsd:cosine"),
+        ("uniform:2", "uniform, linear"),
+        ("mean", "uniform, linear"),
+    ],
+)
+def test_other_weights_are_refused(text: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        trajectory_weights(text, 2)
+
+
+def test_steps_are_ordered_by_their_numbers() -> None:
+    assert in_order(["s-10", "s-9", "s-100"]) == ["s-9", "s-10", "s-100"]
+    assert in_order(["b/2", "a/10", "a/9"]) == ["a/9", "a/10", "b/2"]
+    assert in_order(["step", "10", "2"]) == ["2", "10", "step"]
+
+
+def test_names_are_the_part_of_the_path_that_tells_them_apart() -> None:
+    assert distinct_names(["x/step-1/", "x/step-2/"]) == ["step-1", "step-2"]
+    assert distinct_names(["run-a/last", "run-b/last"]) == ["run-a", "run-b"]
+    assert distinct_names(["a/1/m", "a/2/m", "b/1/m"]) == ["a/1/m", "a/2/m", "b/1/m"]
