@@ -27,6 +27,7 @@ from actmat.plan.operations import item_operations
 from actmat.plan.placement import HOST, DeviceRoom, Placed, place
 from actmat.plan.pools import assign_pools
 from actmat.plan.post import factor_problems, in_space, post_problems, space_input_problems
+from actmat.plan.quantised import quantisation_notes, scheme_words
 from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
 from actmat.plan.statistics import ExpertStatistics, with_statistics
@@ -92,6 +93,7 @@ def plan_tensors(
             *chooser.unused_entries(),
             *_vocabulary_notes(experts, recipe.labels),
             *_dtype_notes(base, experts, recipe.labels),
+            *quantisation_notes(base, experts, recipe.labels),
             *_adapter_notes(recipe.labels, experts, items),
         ),
     )
@@ -180,6 +182,7 @@ class _TensorPlanner:
         form: Form = "dense"
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
+        reason += scheme_words(spec.name, self.base, sources, self.experts, self.recipe.labels)
         outputs = tuple(self.out_spec(self.base.specs[n]) for n in names)
         item = Item(
             name=names[0],
@@ -196,7 +199,7 @@ class _TensorPlanner:
         )
         placed = self.place(item)
         cost = Cost(
-            read_bytes=spec.nbytes + sum(s.nbytes for s in sources),
+            read_bytes=self.base.stored_bytes(spec.name) + sum(s.nbytes for s in sources),
             write_bytes=spec.numel * torch_dtype(outputs[0].dtype).itemsize * len(outputs),
             flops=self.flops(item),
             host_bytes=placed.host_bytes,
