@@ -147,7 +147,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return None
 
     def scheme(self, name: str) -> str:
-        """How a tensor of codes is stored, in words; empty for a tensor that is stored as it is read."""
+        """Layout of a tensor of codes, in words; empty for a tensor that is stored as it is read."""
         return ""
 
     def stored_bytes(self, name: str) -> int:

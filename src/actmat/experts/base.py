@@ -61,7 +61,7 @@ class Expert(abc.ABC):
         """
 
     def scheme(self, name: str) -> str:
-        """How a stored source is quantised, in words, see `Checkpoint.scheme`; empty where it is not."""
+        """Layout of a stored source of codes, in words, see `Checkpoint.scheme`; empty where it is not."""
         return ""
 
     def read(self, name: str) -> Tensor:

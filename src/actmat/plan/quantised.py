@@ -1,4 +1,4 @@
-"""What a plan says about quantised inputs: how each tensor is stored, and what the output is instead."""
+"""Words of a plan about quantised inputs: the layout of each tensor, and the form of the output."""
 
 from __future__ import annotations
 

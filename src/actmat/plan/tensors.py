@@ -92,8 +92,7 @@ def plan_tensors(
             *alignment.notes,
             *chooser.unused_entries(),
             *_vocabulary_notes(experts, recipe.labels),
-            *_dtype_notes(base, experts, recipe.labels),
-            *quantisation_notes(base, experts, recipe.labels),
+            *_storage_notes(base, experts, recipe.labels),
             *_adapter_notes(recipe.labels, experts, items),
         ),
     )
@@ -280,7 +279,9 @@ def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser)
     ]
 
 
-def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
+def _storage_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
+    """Notes about inputs that are stored in other forms than the base, or as codes."""
+
     def dtypes(specs: Mapping[str, TensorSpec]) -> str:
         return ", ".join(sorted({s.dtype for s in specs.values() if s.is_floating}))
 
@@ -290,7 +291,7 @@ def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[s
         "rounding"
         for label, e in zip(labels, experts, strict=True)
         if dtypes(e.specs) != mine
-    ]
+    ] + quantisation_notes(base, experts, labels)
 
 
 def _vocabulary_notes(experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:

@@ -30,15 +30,17 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: a layout that a codec knows, and that is damaged or turned; names every tensor.
     """
-    settings = quantisation_config(checkpoint.config)
-    if not settings and not any(has_signs(s, checkpoint.specs) for s in checkpoint.specs.values()):
+    if not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
         return checkpoint
+    try:
+        config = checkpoint.config
+    except CheckpointError:  # raised again where the config is wanted, with all problems of the inputs
+        return checkpoint
+    settings = quantisation_config(config)
     method = str(settings.get("quant_method") or settings.get("quant_algo") or "").lower()
     if settings and not method:
         return checkpoint
-    headers = Headers(
-        checkpoint.location, checkpoint.specs, method, settings, float_dtype(checkpoint.config), checkpoint.read
-    )
+    headers = Headers(checkpoint.location, checkpoint.specs, method, settings, float_dtype(config), checkpoint.read)
     found = [codec.claims(headers) for codec in CODECS]
     problems = [p for claims in found for p in claims.problems]
     if any(claims.tensors for claims in found):

@@ -65,7 +65,7 @@ class QuantisedCheckpoint(Checkpoint):
         return self.config if written is None else without_quantisation(written)
 
     def scheme(self, name: str) -> str:
-        """How a tensor is stored, in words; empty for one that is stored as it is read."""
+        """Layout of a tensor of codes, in words; empty for one that is stored as it is read."""
         return self.coded[name].scheme if name in self.coded else ""
 
     def stored_bytes(self, name: str) -> int:

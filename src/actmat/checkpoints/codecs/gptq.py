@@ -71,7 +71,11 @@ class PackedLinear(CodedTensor):
             (1 << self.bits) - 1
         )
         scale = scales.view(self.groups, outputs)[:, start:stop].to(torch.float32)
-        group = torch.arange(self.columns) // (self.columns // self.groups) if order is None else group_index(order, self.groups)
+        group = (
+            torch.arange(self.columns) // (self.columns // self.groups)
+            if order is None
+            else group_index(order, self.groups)
+        )
         return ((codes.to(torch.float32) - zero[group]) * scale[group]).t()
 
     def _of_columns(self, words: Tensor, start: int, stop: int) -> Tensor:
