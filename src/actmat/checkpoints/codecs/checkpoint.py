@@ -62,7 +62,7 @@ class QuantisedCheckpoint(Checkpoint):
     def written_config(self) -> Mapping[str, Any] | None:
         """The config, in place of the folder's, which declares codes."""
         written = self.inner.written_config
-        return self.config if written is None else without_quantisation(written)
+        return self.config if written is None and self.directory is not None else without_quantisation(written)
 
     def scheme(self, name: str) -> str:
         """Layout of a tensor of codes, in words; empty for one that is stored as it is read."""

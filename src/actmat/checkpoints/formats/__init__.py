@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
 from actmat.checkpoints.folder import INDEX_SUFFIX
+from actmat.checkpoints.formats.gguf.file import GGUF
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.source import Format, Source
@@ -13,7 +14,7 @@ from actmat.errors import CheckpointError
 
 __all__ = ["FORMATS", "find_format", "format_named"]
 
-FORMATS: tuple[Format, ...] = (SAFETENSORS, TORCH_FILES)
+FORMATS: tuple[Format, ...] = (SAFETENSORS, TORCH_FILES, GGUF)
 """Every format that is read. The first that claims a source opens it."""
 
 
