@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickletools
 import random
 import struct
@@ -146,7 +147,62 @@ def _read_torch(folder: Path) -> None:
     _opened(folder / "m.pt")
 
 
+@cache
+def gguf_file() -> bytes:
+    """A small GGUF file of two tensors, one of them quantised."""
+    texts = {"general.architecture": "llama"}
+    numbers = {"llama.block_count": 1, "llama.attention.head_count": 2, "llama.attention.head_count_kv": 2}
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    entries = [text(k) + struct.pack("<I", 8) + text(v) for k, v in texts.items()]
+    entries += [text(k) + struct.pack("<II", 4, v) for k, v in numbers.items()]
+    entries.append(text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b"))
+    tensors = [text("blk.0.attn_q.weight") + struct.pack("<IQQIQ", 2, 32, 8, 8, 0),
+               text("output_norm.weight") + struct.pack("<IQIQ", 1, 4, 0, 288)]  # fmt: skip
+    start = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
+    head = start + b"".join(entries) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + bytes(8 * 34 + 16) + bytes(16)
+
+
+def _gguf(rng: random.Random) -> Files:
+    return {"m.gguf": mutated_bytes(rng, gguf_file())}
+
+
+QUANTISED = (
+    ("a.weight", torch.float8_e4m3fn, (6, 8)), ("a.weight_scale_inv", torch.float32, (2, 1)), ("a.weight_scale", torch.float32, (6, 1)),
+    ("a.scale_weight", torch.float32, ()), ("a.weight_zero_point", torch.int32, (1, 1)), ("a.weight_g_idx", torch.int32, (8,)),
+    ("a.weight_packed", torch.int32, (6, 1)), ("a.weight_shape", torch.int64, (2,)), ("a.qweight", torch.int32, (2, 8)),
+    ("a.qzeros", torch.int32, (1, 1)), ("a.scales", torch.float16, (1, 8)), ("a.g_idx", torch.int32, (16,)),
+    ("b_blocks", torch.uint8, (2, 3, 1, 16)), ("b_scales", torch.uint8, (2, 3, 1)), ("c.weight", torch.uint8, (16, 1)),
+    ("c.weight.absmax", torch.float32, (1,)), ("c.weight.quant_map", torch.float32, (16,)), ("d.weight", torch.int8, (4, 4)),
+    ("d.SCB", torch.float32, (4,)), ("d.weight_scale", torch.bfloat16, (4, 2)),
+)  # fmt: skip
+STATE = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": [4, 8], "nested_blocksize": 4}
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "", "x")
+
+
+def _quantised(rng: random.Random) -> Files:
+    """Parts of several layouts together, some missing, some of another shape."""
+    tensors = {}
+    for name, dtype, shape in QUANTISED:
+        if rng.random() < 0.15:
+            continue
+        own = tuple(n if rng.random() < 0.95 else rng.choice((0, 1, 3, 64)) for n in shape)
+        tensors[name] = torch.tensor([rng.randrange(3) for _ in range(math.prod(own))]).view(own).to(dtype)
+    text = json_text(rng, STATE) if rng.random() < 0.8 else b""
+    tensors["c.weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    weights = {"weights": {"num_bits": rng.choice((4, 4, 8, 3)), "type": "int"}}
+    entry = {"quant_method": rng.choice(METHODS), "weight_block_size": [rng.choice((3, 128, 0)), 8], "bits": 4,
+             "config_groups": {"group_0": weights}}  # fmt: skip
+    config = {"model_type": "llama", "dtype": "bfloat16", "quantization_config": entry}
+    return {"config.json": json_text(rng, config), "model.safetensors": save(tensors)}
+
+
 door("headers", _header, _read_header)
 door("indexes", _index, in_folder(_opened))
 door("configs", _config, in_folder(_inspected))
 door("torch files", _torch_file, in_folder(_read_torch))
+door("gguf files", _gguf, in_folder(_opened))
+door("quantised checkpoints", _quantised, in_folder(_opened))

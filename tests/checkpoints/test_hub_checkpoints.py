@@ -218,7 +218,7 @@ def test_an_index_that_names_an_absent_shard_is_refused(hub: HubStandIn, tmp_pat
 def test_adapters_and_foreign_formats_are_named(hub: HubStandIn, tmp_path: Path) -> None:
     for name, files, said in (
         ("adapter", ["adapter_config.json", "adapter_model.safetensors"], "PEFT adapter"),
-        ("gguf", ["model-Q4.gguf"], "GGUF"),
+        ("ggml", ["model-Q4.ggml"], "GGML"),
         ("flax", ["flax_model.msgpack", "config.json"], "Flax"),
     ):
         folder = tmp_path / name

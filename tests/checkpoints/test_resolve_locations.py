@@ -89,7 +89,7 @@ def test_text_that_names_nothing(location: str) -> None:
         (["adapter_config.json", "adapter_model.bin"], "PEFT adapter"),
         (["config.json", "tf_model.h5"], "tf_model.h5 is a TensorFlow checkpoint"),
         (["config.json", "flax_model.msgpack"], "flax_model.msgpack is a Flax checkpoint"),
-        (["model-Q4_K_M.gguf"], "is a GGUF file"),
+        (["model-Q4_K_M.ggml"], "is a GGML file"),
         (["config.json", "README.md"], "a download of the config alone"),
         ([], "an empty folder"),
         (["training_args.bin", "optimizer.pt"], "expected weights"),
@@ -105,7 +105,7 @@ def test_folders_without_usable_weights_say_what_they_hold(tmp_path: Path, files
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("x.gguf", "GGUF"), ("x.h5", "TensorFlow"), ("notes.txt", "'notes.txt'"), ("adapter_model.safetensors", "PEFT")],
+    [("x.ggml", "GGML"), ("x.h5", "TensorFlow"), ("notes.txt", "'notes.txt'"), ("adapter_model.safetensors", "PEFT")],
 )
 def test_files_of_other_kinds_are_named(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / name).write_text("")

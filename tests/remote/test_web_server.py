@@ -171,7 +171,7 @@ def test_single_files_indexes_and_wrong_addresses(server: RangeServer, tmp_path:
         ("absent", "found nothing there"),
         ("absent.safetensors", r"not found \(HTTP 404\)"),
         ("m/config.json", "a URL of 'config.json'"),
-        ("m/x.gguf", "GGUF"),
+        ("m/x.h5", "TensorFlow"),
     ):
         with pytest.raises(CheckpointError, match=said):
             open_checkpoint(f"{server.url}/{path}")

@@ -149,6 +149,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """A `config.json` to be written in place of a copy of the folder's; None: the copy is right."""
         return None
 
+    def scheme(self, name: str) -> str:
+        """Layout of a tensor of codes, in words; empty for a tensor that is stored as it is read."""
+        return ""
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes that are read from storage for a tensor: less than its own where it is stored as codes."""
+        return self.specs[name].nbytes
+
     @abc.abstractmethod
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file, for fingerprints; reads no tensor."""

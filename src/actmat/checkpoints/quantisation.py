@@ -11,7 +11,7 @@ from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 
-__all__ = ["quantisation_problems"]
+__all__ = ["has_signs", "quantisation_problems"]
 
 NF4, FP4 = (f".quant_state.bitsandbytes__{code}" for code in ("nf4", "fp4"))
 SUFFIXES = {
@@ -20,6 +20,7 @@ SUFFIXES = {
     "bitsandbytes 8-bit": (".SCB",),
     "bitsandbytes 4-bit": (".absmax", ".quant_map", NF4, FP4),
     "fp8 or compressed-tensors": (".weight_scale",),
+    "fp8_scaled": (".scale_weight",),
     "fp8 with block scales": (".weight_scale_inv",),
     "compressed-tensors": (".weight_packed", ".weight_zero_point"),
     "MXFP4": ("_blocks", "_scales"),
@@ -45,6 +46,11 @@ def quantisation_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
     for scheme, names in by_scheme.items():
         problems.append(f"{len(names)} tensors look quantised ({scheme}), such as {names[0]!r}. {FIX}")
     return problems
+
+
+def has_signs(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
+    """True for a tensor that looks like a part of a quantised checkpoint `specs`."""
+    return bool(_scheme(spec, specs))
 
 
 def _declared(config: Mapping[str, Any] | None) -> str:

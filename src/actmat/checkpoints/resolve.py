@@ -16,6 +16,7 @@ from torch import Tensor
 
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.layer_names import StackPart, stack_parts
 from actmat.checkpoints.memory import MemoryCheckpoint
@@ -56,12 +57,12 @@ def open_checkpoint(
     if isinstance(location, Checkpoint):
         return location
     if isinstance(location, Mapping):
-        return MemoryCheckpoint(location)
+        return decoded(MemoryCheckpoint(location))
     parts = stack_parts(str(location))
     if parts and not os.path.lexists(location):
         return open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
     source = find_source(location, cache_dir=cache_dir)
-    return find_format(source).open(source)
+    return decoded(find_format(source).open(source))
 
 
 def open_handle(handle: CheckpointHandle) -> Checkpoint:
@@ -72,7 +73,7 @@ def open_handle(handle: CheckpointHandle) -> Checkpoint:
         return open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
-    return format_named(handle.format).open(source)
+    return decoded(format_named(handle.format).open(source))
 
 
 def find_source(

@@ -113,6 +113,16 @@ class StackedCheckpoint(Checkpoint):
         """The config, to be written in place of a copied one."""
         return self.config
 
+    def scheme(self, name: str) -> str:
+        """Of the part that holds it."""
+        origin = self._origins[name]
+        return origin.checkpoint.scheme(origin.name)
+
+    def stored_bytes(self, name: str) -> int:
+        """Of the part that holds it."""
+        origin = self._origins[name]
+        return origin.checkpoint.stored_bytes(origin.name)
+
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files of all parts."""
         return tuple(dict.fromkeys(i for c in self._checkpoints for i in c.identity()))

@@ -53,6 +53,8 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
             "role": str(layout.role),
             "reason": layout.reason,
         }
+        if scheme := opened.scheme(name):
+            row["stored"] = {"scheme": scheme, "bytes": opened.stored_bytes(name)}
         if layout.orientation != "OI":
             row["orientation"] = layout.orientation
         if layout.blocks:
@@ -67,7 +69,9 @@ def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
         "tensors": tensors,
         "parameters": sum(s.numel for s in specs if s.is_floating and s.name not in ties),
         "bytes": sum(s.nbytes for s in specs),
+        "stored_bytes": sum(opened.stored_bytes(s.name) for s in specs),
         "dtypes": dict(Counter(s.dtype for s in specs)),
+        "schemes": dict(Counter(r["stored"]["scheme"] for r in tensors if "stored" in r)),
         "roles": dict(Counter(r["role"] for r in tensors)),
         "files": dict(Counter(s.file for s in specs)),
         "ties": ties,
@@ -83,6 +87,10 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
     console.print(f"[bold]{escape(data['location'])}[/bold]")
     console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, family: {escape(family)}")
     console.print("dtypes: " + ", ".join(f"{escape(k)} ({n})" for k, n in data["dtypes"].items()))
+    for scheme, n in data["schemes"].items():
+        console.print(f"quantised: {n} tensors in {escape(scheme)}; read as floats")
+    if data["schemes"]:
+        console.print(f"stored in {format_size(data['stored_bytes'])}")
     files = ", ".join(list(data["files"])[:3]) + (", ..." if len(data["files"]) > 3 else "")
     console.print(f"files: {len(data['files'])} ({escape(files)})")
     for alias, canonical in data["ties"].items():

@@ -62,6 +62,10 @@ class Expert(abc.ABC):
             CheckpointError: no such tensor in `specs`.
         """
 
+    def scheme(self, name: str) -> str:
+        """Layout of a stored source of codes, in words, see `Checkpoint.scheme`; empty where it is not."""
+        return ""
+
     def read(self, name: str) -> Tensor:
         """The whole `W_t` of a stored source, see `Checkpoint.read`."""
         self._refuse(name, "read")

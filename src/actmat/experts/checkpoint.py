@@ -31,7 +31,12 @@ class CheckpointExpert(Expert):
     def source(self, name: str) -> Source:
         """A stored source."""
         spec = self._spec(name)
-        return Source(name, "stored", spec.dtype, spec.nbytes)
+        nbytes = self.checkpoint.stored_bytes(name) if self.scheme(name) else spec.nbytes
+        return Source(name, "stored", spec.dtype, nbytes)
+
+    def scheme(self, name: str) -> str:
+        """Of the checkpoint."""
+        return self.checkpoint.scheme(name)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""

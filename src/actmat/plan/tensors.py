@@ -28,6 +28,7 @@ from actmat.plan.parts import absent_parts, part_notes, stems_of
 from actmat.plan.placement import HOST, DeviceRoom, Placed, place
 from actmat.plan.pools import assign_pools
 from actmat.plan.post import factor_problems, in_space, post_problems, space_input_problems
+from actmat.plan.quantised import quantisation_notes, scheme_words
 from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
 from actmat.plan.statistics import ExpertStatistics, with_statistics
@@ -101,7 +102,7 @@ def plan_tensors(
             *alignment.notes,
             *chooser.unused_entries(),
             *_vocabulary_notes(experts, recipe.labels),
-            *_dtype_notes(base, experts, recipe.labels),
+            *_storage_notes(base, experts, recipe.labels),
             *_adapter_notes(recipe.labels, experts, items),
         ),
     )
@@ -190,6 +191,7 @@ class _TensorPlanner:
         form: Form = "dense"
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
+        reason += scheme_words(spec.name, self.base, sources, self.experts, self.recipe.labels)
         outputs = tuple(self.out_spec(self.base.specs[n]) for n in names)
         item = Item(
             name=names[0],
@@ -206,7 +208,7 @@ class _TensorPlanner:
         )
         placed = self.place(item)
         cost = Cost(
-            read_bytes=spec.nbytes + sum(s.nbytes for s in sources),
+            read_bytes=self.base.stored_bytes(spec.name) + sum(s.nbytes for s in sources),
             write_bytes=spec.numel * torch_dtype(outputs[0].dtype).itemsize * len(outputs),
             flops=self.flops(item),
             host_bytes=placed.host_bytes,
@@ -287,7 +289,9 @@ def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser)
     ]
 
 
-def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
+def _storage_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
+    """Notes about inputs that are stored in other forms than the base, or as codes."""
+
     def dtypes(specs: Mapping[str, TensorSpec]) -> str:
         return ", ".join(sorted({s.dtype for s in specs.values() if s.is_floating}))
 
@@ -297,7 +301,7 @@ def _dtype_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[s
         "rounding"
         for label, e in zip(labels, experts, strict=True)
         if dtypes(e.specs) != mine
-    ]
+    ] + quantisation_notes(base, experts, labels)
 
 
 def _vocabulary_notes(experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, forei
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.dcp.checkpoint import DCP
 from actmat.checkpoints.formats.deepspeed import DEEPSPEED
+from actmat.checkpoints.formats.gguf.file import GGUF
 from actmat.checkpoints.formats.pipelines import PIPELINES
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
@@ -20,7 +21,7 @@ __all__ = ["FORMATS", "find_format", "format_named"]
 STEP = re.compile(r"(checkpoint|step|iter|global_step)[-_]?\d+")
 """Folders of the checkpoints of a training run."""
 
-FORMATS: tuple[Format, ...] = (PIPELINES, SAFETENSORS, DCP, DEEPSPEED, TORCH_FILES)
+FORMATS: tuple[Format, ...] = (PIPELINES, SAFETENSORS, DCP, DEEPSPEED, TORCH_FILES, GGUF)
 """Every format that is read. The first that claims a source opens it."""
 
 

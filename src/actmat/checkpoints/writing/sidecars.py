@@ -99,6 +99,9 @@ def copy_sidecars(
             with open_regular(path) as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy)
         copied.append(name)
+    if config is not None and "config.json" not in copied:  # of a file that has it in its metadata
+        text = json.dumps(dict(config) | ({} if dtype is None else {"dtype": dtype}), indent=2) + "\n"
+        (out / "config.json").write_text(text, encoding="utf-8")
     return copied
 
 

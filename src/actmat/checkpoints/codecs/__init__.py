@@ -1,0 +1,76 @@
+"""Codecs: quantised storage <-> floats. The registry, and the choice for a checkpoint.
+
+A new codec is a file with a `CodedTensor` and an entry in `CODECS`.
+"""
+
+from __future__ import annotations
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.codecs.base import Claims, Codec, Headers, float_dtype, quantisation_config
+from actmat.checkpoints.codecs.bitsandbytes import BITSANDBYTES
+from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.gptq import GPTQ
+from actmat.checkpoints.codecs.mxfp4 import MXFP4
+from actmat.checkpoints.codecs.packed import PACKED
+from actmat.checkpoints.codecs.scaled import SCALED
+from actmat.checkpoints.quantisation import has_signs
+from actmat.errors import CheckpointError
+
+__all__ = ["CODECS", "decoded"]
+
+CODECS: tuple[Codec, ...] = (SCALED, PACKED, MXFP4, BITSANDBYTES, GPTQ)
+"""Every codec. Each claims tensors that no other claims."""
+
+
+def decoded(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with its quantised tensors as floats; itself where no codec knows any of them.
+
+    Tensors that look quantised and that no codec knows stay as they are stored: plans refuse them.
+
+    Raises:
+        CheckpointError: a layout that a codec knows, and that is damaged or turned; names every tensor.
+    """
+    if not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
+        return checkpoint
+    try:
+        config = checkpoint.config
+    except CheckpointError:  # raised again where the config is wanted, with all problems of the inputs
+        return checkpoint
+    settings = quantisation_config(config)
+    method = str(settings.get("quant_method") or settings.get("quant_algo") or "").lower()
+    if settings and not method:
+        return checkpoint
+    headers = Headers(checkpoint.location, checkpoint.specs, method, settings, float_dtype(config), checkpoint.read)
+    found = [codec.claims(headers) for codec in CODECS]
+    problems = [p for claims in found for p in claims.problems]
+    if any(claims.tensors for claims in found):
+        problems += _turned(headers)
+    if problems:
+        checkpoint.close()
+        raise CheckpointError(f"{checkpoint.location}: quantised tensors that cannot be read", problems)
+    return _wrapped(checkpoint, found)
+
+
+def _wrapped(checkpoint: Checkpoint, found: list[Claims]) -> Checkpoint:
+    coded = [c for claims in found for c in claims.tensors]
+    if not coded:
+        return checkpoint
+    return QuantisedCheckpoint(checkpoint, coded, dict.fromkeys(n for claims in found for n in claims.unused))
+
+
+def _turned(headers: Headers) -> list[str]:
+    """Why codes that could be read are not the weights: rotated or sparse ones."""
+    problems = []
+    transform = headers.settings.get("transform_config")
+    if isinstance(transform, dict) and transform.get("config_groups"):
+        problems.append(
+            "config.json declares weights that were rotated before they were quantised (transform_config): their "
+            "deltas are in another basis. Fix: merge the checkpoint it was quantised from"
+        )
+    sparsity = headers.settings.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        problems.append(
+            f"config.json declares sparse storage ({str(sparsity['format'])[:80]}), which is not read. Fix: merge the "
+            "checkpoint it was made from"
+        )
+    return problems

@@ -1,0 +1,206 @@
+"""The contract of codecs: tensors that are stored as codes and read as floats, rows at a time.
+
+A codec looks at the headers and the config of a checkpoint and claims the stored tensors that are codes, scales and
+zero points; for each logical tensor they make up, it gives a `CodedTensor`, which decodes any run of rows.
+Letters of shapes: `O` rows and `I` columns of a matrix.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.raw import raw_bytes
+
+__all__ = ["Claims", "Codec", "CodedTensor", "Headers", "StoredParts", "float_dtype", "quantisation_config"]
+
+LEVELS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Parts of a config that may have the settings of a whole text model."""
+
+CONFIG_KEYS = ("quantization_config", "compression_config")
+
+
+class StoredParts:
+    """The stored tensors behind the logical ones: read by runs of entries, or kept by a thread while it needs them."""
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self.inner = inner
+        self._held = threading.local()
+
+    def entries(self, name: str, start: int, count: int) -> Tensor:
+        """Entries `start : start + count` of a stored tensor in row-major order, flat, as stored."""
+        out = torch.empty(count, dtype=torch_dtype(self.inner.specs[name].dtype))
+        self.inner.read_into(name, start * out.itemsize, raw_bytes(out))
+        return out
+
+    def held(self, name: str, matrix: int, count: int) -> Tensor:
+        """Run number `matrix` of `count` entries, kept until this thread asks for another run of a tensor `name`.
+
+        For layouts whose rows lie scattered over the run; a thread keeps the parts of one tensor only.
+        """
+        kept: dict[str, tuple[int, Tensor]] = getattr(self._held, "parts", {})
+        found = kept.get(name)
+        if found is None or found[0] != matrix:
+            kept.pop(name, None)
+            found = matrix, self.entries(name, matrix * count, count)
+            kept[name] = found
+            self._held.parts = kept
+        return found[1]
+
+    def keep_only(self, names: tuple[str, ...]) -> None:
+        """Release the runs of other tensors that this thread keeps."""
+        kept: dict[str, tuple[int, Tensor]] = getattr(self._held, "parts", {})
+        if any(name not in names for name in kept):
+            self._held.parts = {n: part for n, part in kept.items() if n in names}
+
+
+@dataclass(frozen=True)
+class CodedTensor(abc.ABC):
+    """One logical tensor of floats that is stored as codes.
+
+    Args:
+        name, shape, dtype: of the logical tensor.
+        scheme: how it is stored, in words.
+        parts: names of the stored tensors that it is made of; the first holds the codes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scheme: str
+    parts: tuple[str, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of one matrix, the last two axes; 1 for a tensor with one axis."""
+        return self.shape[-2] if len(self.shape) > 1 else 1
+
+    @property
+    def columns(self) -> int:
+        """Length of a row."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of stored parts that a thread keeps while it reads the tensor."""
+        return 0
+
+    @abc.abstractmethod
+    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+        """Rows `start:stop` of a matrix (counted over all leading axes): `[stop - start, I]`, float32 or float64."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """Everything a codec decides from.
+
+    Args:
+        location: of the checkpoint, for messages.
+        specs: stored tensors.
+        method: `quant_method` that the config declares, lower case; empty where it declares nothing.
+        settings: the config's entry about quantisation; empty where there is none.
+        dtype: of logical tensors where the layout does not say it itself.
+        read: the whole of a stored tensor, for layouts that put shapes into tensors.
+    """
+
+    location: str
+    specs: Mapping[str, TensorSpec]
+    method: str
+    settings: Mapping[str, Any]
+    dtype: str
+    read: Callable[[str], Tensor]
+
+
+@dataclass
+class Claims:
+    """The part of a checkpoint that a codec reads.
+
+    Args:
+        tensors: logical tensors.
+        unused: stored tensors that belong to them and have no counterpart, such as scales of activations.
+        problems: tensors that look like the codec's and cannot be read, each a sentence.
+    """
+
+    tensors: list[CodedTensor] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Declaration of a codec, one entry of `CODECS`; `claims` reads headers."""
+
+    name: str
+    claims: Callable[[Headers], Claims]
+
+
+def quantisation_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The config's entry about quantisation, of the whole model or of its text part; empty if there is none."""
+    for level in (config, *((config or {}).get(key) for key in LEVELS)):
+        for key in CONFIG_KEYS:
+            found = level.get(key) if isinstance(level, Mapping) else None
+            if isinstance(found, Mapping) and found:
+                return found
+    return {}
+
+
+def float_dtype(config: Mapping[str, Any] | None) -> str:
+    """dtype of the weights that a config declares; bfloat16 where it declares none that is a wide float.
+
+    >>> float_dtype({"torch_dtype": "float16"}), float_dtype({"dtype": "auto"}), float_dtype(None)
+    ('float16', 'bfloat16', 'bfloat16')
+    """
+    for level in (config, *((config or {}).get(key) for key in LEVELS)):
+        for key in ("dtype", "torch_dtype"):
+            found = level.get(key) if isinstance(level, Mapping) else None
+            if isinstance(found, str) and found.removeprefix("torch.") in ("bfloat16", "float16", "float32"):
+                return found.removeprefix("torch.")
+    return "bfloat16"
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Bytes `[..., n]` as 4-bit codes `[..., 2 n]`, the low half of each byte first; uint8.
+
+    >>> nibbles(torch.tensor([0x21, 0x43], dtype=torch.uint8)).tolist()
+    [1, 2, 3, 4]
+    """
+    data = packed.view(torch.uint8)
+    return torch.stack((data & 15, data >> 4), dim=-1).view(*data.shape[:-1], 2 * data.shape[-1])
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """int32 words `[..., n]` as unsigned codes of 2, 4 or 8 bits `[..., n * 32 / bits]`, the lowest bits first; uint8.
+
+    >>> unpack_words(torch.tensor([0x76543210], dtype=torch.int32), 4).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    data = words.reshape(-1).contiguous().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    if bits == 8:
+        return data
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    split = (data.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return split.view(*data.shape[:-1], data.shape[-1] * (8 // bits))
+
+
+def group_index(order: Tensor, groups: int) -> Tensor:
+    """Group of each column, to index with.
+
+    Raises:
+        IndexError: there are only `groups` of them.
+    """
+    if order.numel() and not 0 <= int(order.min()) <= int(order.max()) < groups:
+        raise IndexError(f"expected groups 0 to {groups - 1}, found {int(order.min())} to {int(order.max())}")
+    return order.long()
+
+
+def count(shape: tuple[int, ...]) -> int:
+    """Number of entries."""
+    return math.prod(shape)

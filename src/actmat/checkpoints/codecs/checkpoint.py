@@ -1,0 +1,156 @@
+"""A checkpoint whose quantised tensors are read as floats, decoded rows by rows when they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
+from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, CodedTensor, StoredParts
+from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.errors import CheckpointError
+
+__all__ = ["QuantisedCheckpoint", "without_quantisation"]
+
+WINDOW = 1 << 17
+"""Entries that are decoded at a time, unless a row has more: their floats fit a cache."""
+
+BYTES_PER_ENTRY = 24
+"""Memory while an entry is decoded: code, indices, scale and value as float32, and the result."""
+
+
+class QuantisedCheckpoint(Checkpoint):
+    """The logical tensors of a checkpoint of codes, which is closed with it.
+
+    Args:
+        inner: the checkpoint as stored.
+        coded: tensors that are decoded.
+        unused: stored tensors that appear nowhere, such as scales of activations.
+    """
+
+    def __init__(self, inner: Checkpoint, coded: Iterable[CodedTensor], unused: Iterable[str] = ()) -> None:
+        self.inner = inner
+        self.location = inner.location
+        self.directory = inner.directory
+        self.coded: Mapping[str, CodedTensor] = MappingProxyType({c.name: c for c in coded})
+        self.unused = tuple(unused)
+        self._stored = StoredParts(inner)
+        first = {c.parts[0]: c for c in self.coded.values()}
+        hidden = {p for c in self.coded.values() for p in c.parts} | set(self.unused)
+        specs: dict[str, TensorSpec] = {}
+        for name, spec in inner.specs.items():
+            if name in first:
+                c = first[name]
+                specs[c.name] = TensorSpec(c.name, c.shape, c.dtype, spec.file, spec.offset)
+            elif name not in hidden:
+                specs[name] = spec
+        self.specs = MappingProxyType(specs)
+        kept = {a: c for a, c in inner.aliases.items() if a in specs and c in specs}
+        self.aliases = MappingProxyType({a: c for a, c in kept.items() if (a in self.coded) == (c in self.coded)})
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Config of the model as it is read: without the entry about quantisation."""
+        return without_quantisation(self.inner.config)
+
+    @property
+    def written_config(self) -> Mapping[str, Any] | None:
+        """The config, in place of the folder's, which declares codes."""
+        written = self.inner.written_config
+        return self.config if written is None and self.directory is not None else without_quantisation(written)
+
+    def scheme(self, name: str) -> str:
+        """Layout of a tensor of codes, in words; empty for one that is stored as it is read."""
+        return self.coded[name].scheme if name in self.coded else ""
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of codes, scales and zero points."""
+        if name not in self.coded:
+            return self.inner.stored_bytes(name)
+        return sum(self.inner.specs[part].nbytes for part in self.coded[name].parts)
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the weight files."""
+        return self.inner.identity()
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, decoded."""
+        spec = find_spec(self, name)
+        if name not in self.coded:
+            return self.inner.read(name)
+        tensor = empty_tensor(spec)
+        self._fill(self.coded[name], 0, raw_bytes(tensor))
+        return tensor
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` from byte `start` of the decoded tensor."""
+        spec = find_spec(self, name)
+        if name not in self.coded:
+            self.inner.read_into(name, start, out)
+            return
+        check_range(spec, start, out)
+        self._fill(self.coded[name], start, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Ask for the stored parts."""
+        wanted = [n for name in names for n in (self.coded[name].parts if name in self.coded else (name,))]
+        self.inner.prefetch(wanted)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Codes that a thread keeps, and its memory while it decodes."""
+        coded = self.coded.values()
+        held = max((c.held_bytes for c in coded), default=0)
+        widest = max((max(WINDOW, c.columns) for c in coded), default=0)
+        return self.inner.buffer_bytes + held + widest * BYTES_PER_ENTRY
+
+    def handle(self) -> CheckpointHandle:
+        """Address of the stored checkpoint: opening it finds the codes again."""
+        return self.inner.handle()
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of config, tokenizer and processor files."""
+        return self.inner.fetch_sidecars()
+
+    def close(self) -> None:
+        """Close the stored checkpoint."""
+        self.inner.close()
+
+    def _fill(self, coded: CodedTensor, start: int, out: memoryview) -> None:
+        """Decode the rows that bytes `start : start + len(out)` lie in, a window at a time, never across matrices."""
+        self._stored.keep_only(coded.parts)
+        if not len(out):
+            self._stored.entries(coded.parts[0], 0, 0)  # a closed file is an error also where nothing is read
+            return
+        dtype, length = torch_dtype(coded.dtype), coded.columns
+        width = length * dtype.itemsize
+        row, last = start // width, math.ceil((start + len(out)) / width)
+        most = max(1, WINDOW // length)
+        while row < last:
+            matrix, inside = divmod(row, coded.rows)
+            rows = min(most, last - row, coded.rows - inside)
+            try:
+                values = coded.decode(self._stored, matrix, inside, inside + rows).to(dtype).contiguous()
+            except IndexError as error:
+                raise CheckpointError(f"{self.location}: tensor '{coded.name}' is damaged: {error}") from error
+            first = row * width
+            low, high = max(start, first), min(start + len(out), first + rows * width)
+            out[low - start : high - start] = raw_bytes(values)[low - first : high - first]
+            row += rows
+
+
+def without_quantisation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A config without its entries about quantisation, on any level that may have them.
+
+    >>> without_quantisation({"a": 1, "quantization_config": {"quant_method": "fp8"}})
+    {'a': 1}
+    """
+    if config is None:
+        return None
+    kept = {k: v for k, v in config.items() if k not in CONFIG_KEYS}
+    return kept | {k: without_quantisation(kept[k]) for k in LEVELS if isinstance(kept.get(k), Mapping)}

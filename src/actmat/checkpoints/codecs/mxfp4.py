@@ -1,0 +1,79 @@
+"""MXFP4 of gpt-oss: experts as 4-bit floats (e2m1) in blocks of 32 with a power of two each.
+
+`NAME_blocks` is `[E, O, I / 32, 16]`, two codes per byte, the low half first; `NAME_scales` is `[E, O, I / 32]`,
+exponents with an offset of 127. The logical tensor is transposed, as transformers holds it: `NAME [E, I, O]`.
+Source: OCP Microscaling Formats (MX) specification 1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, nibbles
+
+__all__ = ["E2M1", "MXFP4", "Mxfp4Tensor"]
+
+BLOCK, OFFSET = 32, 127
+HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*HALF, *(-value for value in HALF))
+"""Value of each 4-bit code."""
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor(CodedTensor):
+    """A stack of experts, whose matrices are stored transposed: a thread keeps the codes of one matrix."""
+
+    blocks: str
+    scales: str
+
+    @property
+    def held_bytes(self) -> int:
+        """Codes and scales of one matrix."""
+        return self.rows * self.columns // BLOCK * (BLOCK // 2 + 1)
+
+    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+        """Input features `start:stop`, each with all `O` outputs."""
+        outputs, runs = self.columns, self.rows // BLOCK
+        blocks = stored.held(self.blocks, matrix, outputs * runs * BLOCK // 2).view(outputs, runs, BLOCK // 2)
+        scales = stored.held(self.scales, matrix, outputs * runs).view(outputs, runs)
+        low, high = start // BLOCK, -(-stop // BLOCK)
+        codes = nibbles(blocks[:, low:high].contiguous())
+        values = torch.tensor(E2M1)[codes.long()]
+        exponents = scales[:, low:high, None].to(torch.int32) - OFFSET
+        wide = torch.ldexp(values, exponents).view(outputs, -1)
+        return wide[:, start - low * BLOCK : stop - low * BLOCK].t()
+
+
+def _claims(headers: Headers) -> Claims:
+    """Every pair `NAME_blocks`, `NAME_scales` of bytes whose shapes fit."""
+    claims = Claims()
+    for spec in headers.specs.values() if headers.method in ("", "mxfp4") else ():
+        name = spec.name.removesuffix("_blocks")
+        scales = headers.specs.get(f"{name}_scales")
+        if name == spec.name or scales is None or (spec.dtype, scales.dtype) != ("uint8", "uint8"):
+            continue
+        if len(spec.shape) < 3 or spec.shape[-1] != BLOCK // 2 or spec.shape[:-1] != scales.shape:
+            claims.problems.append(
+                f"tensor '{spec.name}' {list(spec.shape)} and its scales {list(scales.shape)}: expected blocks of "
+                f"{BLOCK // 2} bytes and one scale each. Likely cause: a damaged or unknown layout"
+            )
+            continue
+        *batch, outputs, runs, _ = spec.shape
+        claims.tensors.append(
+            Mxfp4Tensor(
+                name=name,
+                shape=(*batch, runs * BLOCK, outputs),
+                dtype=headers.dtype,
+                scheme="MXFP4, one power of two per 32 entries",
+                parts=(spec.name, scales.name),
+                blocks=spec.name,
+                scales=scales.name,
+            )
+        )
+    return claims
+
+
+MXFP4 = Codec("mxfp4", _claims)

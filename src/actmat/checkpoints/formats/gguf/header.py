@@ -1,0 +1,173 @@
+"""Parser of the header of a GGUF file, safe for hostile files.
+
+    "GGUF" | version u32 | tensors u64 | entries u64 | entries | tensors (name, axes, type, offset) | padding | data
+
+Versions 2 and 3, little-endian. Every length is checked against the file and a cap before anything is read; long lists
+(vocabularies) are counted and skipped. (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actmat.errors import CheckpointError
+
+__all__ = ["GgufHeader", "SkippedList", "StoredTensor", "read_gguf_header"]
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+MOST_TENSORS, MOST_ENTRIES = 1_000_000, 100_000
+MOST_TEXT = 1 << 24  # bytes; a chat template is one text
+MOST_LISTED = 4096  # items of a list that are kept
+MOST_ITEMS = 50_000_000
+MOST_AXES = 4
+BLOCK = 1 << 16
+ALIGNMENT = 32
+
+STRING, ARRAY = 8, 9
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+LIKELY = "Likely cause: an interrupted download, or no GGUF file. Fix: fetch it again and compare its checksum."
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedList:
+    """A list that was not kept: the number of its items."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor: name, shape (slowest axis first), number of its type, offset in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata by key, and tensors in the order of the header."""
+
+    metadata: Mapping[str, Any]
+    tensors: tuple[StoredTensor, ...]
+
+
+class _Damaged(Exception):
+    pass
+
+
+class _Cursor:
+    """Reads a header from front to back, a block at a time."""
+
+    def __init__(self, read_at: Callable[[int, int], bytes], size: int) -> None:
+        self._read_at, self._size = read_at, size
+        self._start, self._block = 0, b""
+        self.position = 0
+
+    def take(self, length: int) -> bytes:
+        """The next bytes."""
+        self._check(length)
+        low = self.position - self._start
+        if low < 0 or low + length > len(self._block):
+            self._start = self.position
+            self._block = self._read_at(self._start, min(max(length, BLOCK), self._size - self._start))
+            low = 0
+        self.position += length
+        return self._block[low : low + length]
+
+    def skip(self, length: int) -> None:
+        """Go past bytes without reading them."""
+        self._check(length)
+        self.position += length
+
+    def number(self, code: str) -> Any:
+        """The next number, of a code of `struct`."""
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def text(self) -> str:
+        """The next text."""
+        return self.take(self.length(MOST_TEXT, "a text of")).decode("utf-8", "replace")
+
+    def length(self, most: int, what: str) -> int:
+        """The next length, at most `most`."""
+        found = int(self.number("Q"))
+        if found > most:
+            raise _Damaged(f"{what} {found}, more than {most}")
+        return found
+
+    def _check(self, length: int) -> None:
+        if length > self._size - self.position:
+            raise _Damaged(f"{length} bytes at {self.position}, and the file ends at {self._size}")
+
+
+def read_gguf_header(read_at: Callable[[int, int], bytes], size: int, *, file: str) -> GgufHeader:
+    """The header of a GGUF file, through `read_at(offset, length)`; no size of a tensor is checked here.
+
+    Raises:
+        CheckpointError: no GGUF file, damaged, or beyond the caps.
+    """
+    cursor = _Cursor(read_at, size)
+    try:
+        return _header(cursor)
+    except _Damaged as error:
+        raise CheckpointError(f"{file}: the header declares {error}. {LIKELY}") from None
+
+
+def _header(cursor: _Cursor) -> GgufHeader:
+    magic = cursor.take(4)
+    if magic != MAGIC:
+        raise _Damaged(f"the magic bytes {magic!r}, expected {MAGIC!r}")
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        raise _Damaged(f"version {version}, expected 2 or 3, little-endian")
+    n_tensors = cursor.length(MOST_TENSORS, "a number of tensors,")
+    n_entries = cursor.length(MOST_ENTRIES, "a number of entries,")
+    metadata: dict[str, Any] = {}
+    for _ in range(n_entries):
+        key = cursor.text()
+        if key in metadata:
+            raise _Damaged(f"the entry {key[:120]!r} twice")
+        metadata[key] = _value(cursor, cursor.number("I"))
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= BLOCK:
+        raise _Damaged(f"an alignment of {str(alignment)[:40]}")
+    found = [_tensor(cursor) for _ in range(n_tensors)]
+    start = -(-cursor.position // alignment) * alignment
+    names = {t.name for t in found}
+    if len(names) < len(found):
+        raise _Damaged("a tensor twice")
+    return GgufHeader(metadata, tuple(StoredTensor(t.name, t.shape, t.type, start + t.offset) for t in found))
+
+
+def _tensor(cursor: _Cursor) -> StoredTensor:
+    name = cursor.text()
+    axes = cursor.number("I")
+    if axes > MOST_AXES:
+        raise _Damaged(f"{axes} axes of tensor {name[:120]!r}")
+    shape = tuple(cursor.length(1 << 40, f"an axis of tensor {name[:120]!r},") for _ in range(axes))
+    return StoredTensor(name, shape[::-1], cursor.number("I"), cursor.number("Q"))
+
+
+def _value(cursor: _Cursor, kind: int) -> Any:
+    """The next value of this type."""
+    if kind in NUMBERS:
+        return cursor.number(NUMBERS[kind])
+    if kind == STRING:
+        return cursor.text()
+    if kind != ARRAY:
+        raise _Damaged(f"a value of the unknown type {kind}")
+    inner, count = cursor.number("I"), cursor.length(MOST_ITEMS, "a list of")
+    if inner in NUMBERS:
+        if count > MOST_LISTED:
+            cursor.skip(count * struct.calcsize(f"<{NUMBERS[inner]}"))
+            return SkippedList(count)
+        return [cursor.number(NUMBERS[inner]) for _ in range(count)]
+    if inner != STRING:
+        raise _Damaged(f"a list of the type {inner}")
+    for _ in range(count):
+        cursor.skip(cursor.length(MOST_TEXT, "a text of"))
+    return SkippedList(count)

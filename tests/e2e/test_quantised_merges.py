@@ -1,0 +1,179 @@
+"""Merges of quantised models are those of their dequantised copies, byte by byte, and load."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.helpers.quantised import Writer, compressed, fp8_blocks, mxfp4, save_model
+from torch import Tensor
+
+from actmat import merge, plan
+from actmat.errors import MergeError
+from actmat.report.verify import verify
+
+SIZE, INNER = 64, 96
+
+
+def llama(seed: int, near: dict[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and config of a tiny Llama in bfloat16; near another one if it is given."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=SIZE, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, vocab_size=80,
+        num_key_value_heads=2, dtype="bfloat16",
+    )  # fmt: skip
+    state = {n: t.to(torch.bfloat16) for n, t in LlamaForCausalLM(config).state_dict().items()}
+    if near is not None:
+        state = {n: (near[n].float() + 0.2 * t.float()).to(torch.bfloat16) for n, t in state.items()}
+    return state, config.to_dict() | {"dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]}
+
+
+def is_coded(name: str) -> bool:
+    return name.endswith("proj.weight")
+
+
+def family(folder: Path, writers: list[tuple[Writer, dict[str, Any]] | None]) -> tuple[list[Path], list[Path]]:
+    """Folders of base and experts, quantised by their writers, and of their dequantised copies."""
+    coded, plain = [], []
+    base, config = llama(0)
+    for k, given in enumerate(writers):
+        tensors = base if k == 0 else llama(k, base)[0]
+        stored, read, own = {}, {}, dict(config)
+        for name, tensor in tensors.items():
+            if given is None or not is_coded(name):
+                stored[name] = read[name] = tensor
+                continue
+            parts, read[name] = given[0](name, tensor)
+            stored |= parts
+        if given is not None:
+            own["quantization_config"] = given[1]
+        coded.append(save_model(folder / f"coded{k}", stored, own))
+        plain.append(save_model(folder / f"plain{k}", read, config))
+    return coded, plain
+
+
+def block_writer() -> tuple[Writer, dict[str, Any]]:
+    entry = {"quant_method": "fp8", "weight_block_size": [32, 48]}
+    return lambda name, weight: fp8_blocks(name, weight, (32, 48)), entry
+
+
+WRITERS: dict[str, Callable[[], tuple[Writer, dict[str, Any]]]] = {
+    "fp8 blocks": block_writer,
+    "fp8 channel": lambda: compressed(num_bits=8, type="float", symmetric=True, strategy="channel"),
+    "int4 group": lambda: compressed(num_bits=4, type="int", symmetric=False, strategy="group", group_size=32),
+}
+
+
+def same_tensors(one: Path, other: Path) -> None:
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert set(first) == set(second)
+    for name in first:
+        assert first[name].dtype == torch.bfloat16
+        assert torch.equal(first[name].view(torch.int16), second[name].view(torch.int16)), name
+
+
+@pytest.mark.parametrize("scheme", WRITERS)
+@pytest.mark.parametrize("method", ["actmat", "ties"])
+def test_output_is_that_of_dequantised_copies(scheme: str, method: str, tmp_path: Path) -> None:
+    coded, plain = family(tmp_path, [WRITERS[scheme]()] * 3)
+    report = merge(coded[0], coded[1:], out=tmp_path / "out", method=method, diagnose=True)
+    merge(plain[0], plain[1:], out=tmp_path / "expected", method=method, executor="threads", threads=1)
+    same_tensors(tmp_path / "out", tmp_path / "expected")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in written
+    assert written == json.loads((tmp_path / "expected" / "config.json").read_text())
+    row = next(r for r in report.manifest["tensors"] if is_coded(r["name"]))
+    assert "; decoded from " in row["reason"]
+    assert "in the base, expert 'coded1' and expert 'coded2'" in row["reason"]
+    assert any("not quantised" in note for note in report.manifest["notes"])
+    assert verify(tmp_path / "out").ok
+
+
+def test_the_merged_model_loads_and_runs(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    coded, plain = family(tmp_path, [WRITERS["int4 group"]()] * 2)
+    merge(coded[0], coded[1:], out=tmp_path / "out", method="average")
+    merge(plain[0], plain[1:], out=tmp_path / "expected", method="average")
+    tokens = torch.arange(12).view(1, -1)
+    outputs = []
+    for folder in ("out", "expected"):
+        model, info = LlamaForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        with torch.no_grad():
+            outputs.append(model(tokens).logits)
+    assert bool(outputs[0].isfinite().all())
+    assert torch.equal(*outputs)
+
+
+def test_schemes_may_differ(tmp_path: Path) -> None:
+    coded, plain = family(tmp_path, [None, WRITERS["fp8 blocks"](), WRITERS["int4 group"]()])
+    found = plan(coded[0], coded[1:], method="average")
+    assert any("quantised in different ways" in note for note in found.notes)
+    item = next(i for i in found.items if is_coded(i.name))
+    assert "float8_e4m3fn, one scale per block of 32x48 in expert 'coded1'" in item.reason
+    assert "int4 packed, one scale per 32 columns, zero points in expert 'coded2'" in item.reason
+    assert item.cost.read_bytes < 3 * item.numel * 2
+    merge(coded[0], coded[1:], out=tmp_path / "out", method="average")
+    merge(plain[0], plain[1:], out=tmp_path / "expected", method="average")
+    same_tensors(tmp_path / "out", tmp_path / "expected")
+
+
+def test_stacks_of_experts_in_mxfp4(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    config = {"model_type": "gpt_oss", "dtype": "bfloat16", "num_local_experts": 2}
+    entry = config | {"quantization_config": {"quant_method": "mxfp4"}}
+    folders: dict[str, list[Path]] = {"coded": [], "plain": []}
+    for k in range(2):
+        weight = torch.randn(2, SIZE, 24, generator=torch.Generator().manual_seed(k)).to(torch.bfloat16)
+        stored, read = mxfp4(name, weight)
+        folders["coded"].append(save_model(tmp_path / f"coded{k}", stored, entry))
+        folders["plain"].append(save_model(tmp_path / f"plain{k}", {name: read}, config))
+    for kind, (base, expert) in folders.items():
+        merge(base, [expert], out=tmp_path / kind, method="actmat")
+    same_tensors(tmp_path / "coded", tmp_path / "plain")
+
+
+def test_an_adapter_is_added_to_the_decoded_base(tmp_path: Path) -> None:
+    coded, plain = family(tmp_path, [WRITERS["int4 group"]()])
+    adapter = tmp_path / "adapter"
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    noise = torch.Generator().manual_seed(1)
+    factors = {f"{module}.lora_A.weight": torch.randn(4, SIZE, generator=noise),
+               f"{module}.lora_B.weight": torch.randn(SIZE, 4, generator=noise)}  # fmt: skip
+    save_model(adapter, factors, None)
+    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    for base, out in ((coded[0], "out"), (plain[0], "expected")):
+        merge(base, [adapter], out=tmp_path / out, method="average", to="model")
+    same_tensors(tmp_path / "out", tmp_path / "expected")
+
+
+def test_codes_are_never_cast(tmp_path: Path) -> None:
+    """Codes whose scales are gone, or whose scheme is unknown, are refused, whatever the output's dtype."""
+    coded, _ = family(tmp_path, [None, WRITERS["fp8 channel"]()])
+    file = coded[1] / "model.safetensors"
+    stored = load_file(file)
+    lost = next(n for n in stored if n.endswith("weight_scale"))
+    save_model(
+        coded[1], {n: t for n, t in stored.items() if n != lost}, json.loads((coded[1] / "config.json").read_text())
+    )
+    with pytest.raises(MergeError) as caught:
+        merge(coded[0], coded[1:], out=tmp_path / "out", dtype="bfloat16", method="average")
+    assert lost.removesuffix("_scale") in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_and_memory_limit_give_the_same_bytes(threads: int, tmp_path: Path) -> None:
+    coded, _ = family(tmp_path, [WRITERS["int4 group"]()] * 2)
+    merge(coded[0], coded[1:], out=tmp_path / "out", threads=threads, max_memory="2GB")
+    merge(coded[0], coded[1:], out=tmp_path / "again")
+    same_tensors(tmp_path / "out", tmp_path / "again")
