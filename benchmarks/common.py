@@ -57,6 +57,9 @@ class Run:
 def measure(command: Sequence[str | Path], output: Path | None = None, **environment: str) -> Run:
     """Run a command to its end.
 
+    A child may write bytecode of the modules that it imports, and reads it the next time, as an installed package does:
+    compiling the sources in every process would be half of a second, more in the tree with more files.
+
     Raises:
         RuntimeError: it failed; the message ends with its last lines.
     """
@@ -65,7 +68,7 @@ def measure(command: Sequence[str | Path], output: Path | None = None, **environ
         [str(c) for c in command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment},
     )
     peaks = dict.fromkeys(("RssAnon", "VmRSS"), 0)
     done = threading.Event()

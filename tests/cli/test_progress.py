@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from actmat.cli import streams
 from actmat.cli.screen import MergeProgress, showing_progress
 from actmat.progress import NoProgress, Progress
 
@@ -59,3 +60,25 @@ def test_no_progress_ignores_all_calls() -> None:
     nothing.started([], 0, 1)
     nothing.tensor("a", 1)
     nothing.finishing()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-b", "x"], True),
+        (["-b", "x", "--quiet"], False),
+        (["-qb", "x"], False),
+        (["--help"], False),
+        (["-h"], False),
+        (["--sequences", "-m", "x"], True),
+    ],
+)
+def test_quiet_merges_and_help_begin_silently(
+    arguments: list[str], *, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(streams, "say", lambda text, **_: messages.append(text))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.delitem(sys.modules, "torch")
+    streams.starting("merge", arguments)
+    assert bool(messages) is said

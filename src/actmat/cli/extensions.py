@@ -7,11 +7,13 @@ of its help, and when the command is invoked, so it must be as light as the modu
 from __future__ import annotations
 
 import functools
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer.core
 import typer.main
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["GROUP", "ExtensibleGroup"]
 
@@ -24,6 +26,8 @@ _DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experim
 @functools.cache
 def _extensions() -> dict[str, EntryPoint]:
     """Name of the command -> entry point, in the order of the names."""
+    from importlib.metadata import entry_points  # takes as long as a tenth of a short command
+
     return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
 
 

@@ -1,10 +1,12 @@
-"""`actmat`: the command line. Every command has a file of its own and imports the library when it runs."""
+"""`actmat`: the command line. Every command has a file of its own, imported when it is called or listed."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -12,43 +14,67 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
+import typer.main
 
-from actmat.cli.average import average
-from actmat.cli.calibrate import calibrate
-from actmat.cli.compare import compare
-from actmat.cli.demo import demo
-from actmat.cli.diagnose import diagnose
-from actmat.cli.export import export
 from actmat.cli.extensions import ExtensibleGroup
-from actmat.cli.finish import finish
-from actmat.cli.import_ import import_
-from actmat.cli.inspect import inspect
-from actmat.cli.merge import merge
-from actmat.cli.methods import methods
-from actmat.cli.plan import plan
-from actmat.cli.push import push
-from actmat.cli.report import report
-from actmat.cli.serve_command import serve_command
 from actmat.cli.signals import Stopped, stopped_by_signals
 from actmat.cli.signature import deferred, resolved
-from actmat.cli.statistics import statistics
-from actmat.cli.streams import checked_stdout, open_closed_streams, say
-from actmat.cli.try_ import try_
-from actmat.cli.tune import tune
-from actmat.cli.ui import ui
-from actmat.cli.verify import verify
+from actmat.cli.streams import checked_stdout, open_closed_streams, say, starting
 from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
 from actmat.version import __version__
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS = {
+    "merge": "merge",
+    "average": "average",
+    "plan": "plan",
+    "diagnose": "diagnose",
+    "try": "try_",
+    "tune": "tune",
+    "finish": "finish",
+    "push": "push",
+    "serve-command": "serve_command",
+    "report": "report",
+    "compare": "compare",
+    "methods": "methods",
+    "inspect": "inspect",
+    "import": "import_",
+    "export": "export",
+    "verify": "verify",
+    "calibrate": "calibrate",
+    "ui": "ui",
+    "demo": "demo",
+    "statistics": "statistics",
+}
+"""Name of a command -> its module in `actmat.cli`, which has a function or a `typer.Typer` of the module's name; in the
+order of `actmat --help`."""
+
+FROM_RECIPES = frozenset({"merge", "average", "plan", "diagnose", "try", "tune"})
+"""Commands whose flags come from the recipe's schema, which takes long to import: enough for their own help."""
+
+LONG = frozenset({"merge", "average", "try", "tune"})
+"""Commands that begin with importing torch, and say so."""
 
 
 class _Commands(ExtensibleGroup):
     """The commands. Deferred ones get their flags when they are called; an interruption says how to go on."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All commands: imports them."""
+        return [*COMMANDS, *(name for name in super().list_commands(ctx) if name not in COMMANDS)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, imported when it is asked for first."""
+        if cmd_name in COMMANDS and cmd_name not in self.commands:
+            self.commands[cmd_name] = _imported(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
+        if name in LONG:
+            starting(name, rest)
         return name, resolved(command), rest
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +90,17 @@ class _Commands(ExtensibleGroup):
             said = _notes(stop) or ("the same command goes on where it stopped.",)
             say("; ".join([f"actmat: stopped by {stop}" if by_signal else "actmat: interrupted", *said]))
             raise typer.Exit(128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)) from None
+
+
+def _imported(name: str) -> Any:
+    """The typer command of one of `COMMANDS`, or their group."""
+    module = COMMANDS[name]
+    found = getattr(importlib.import_module(f"actmat.cli.{module}"), module)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    alone.command(name)(deferred(found) if name in FROM_RECIPES else found)
+    return typer.main.get_command(alone)
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
@@ -106,14 +143,6 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
         raise typer.Exit
 
 
-for recipe_command in (merge, average, plan, diagnose, try_, tune):  # the recipe's schema takes long to import
-    app.command()(deferred(recipe_command))
-own = (finish, push, serve_command, report, compare, methods, inspect, import_, export, verify, calibrate, ui, demo)
-for command in own:
-    app.command()(command)
-app.add_typer(statistics, name="statistics")
-
-
 def _keep_pages_warm() -> None:
     """Ask for huge pages and let malloc keep freed pages: page faults would take a fifth of a merge's time.
 
@@ -140,6 +169,7 @@ def _allow_many_files() -> None:
 def main() -> None:
     """Run the command line; a `MergeError` becomes one message and its exit code, any other error a report."""
     gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
+    atexit.register(gc.freeze)  # a search through all objects at the end would take half a second
     _keep_pages_warm()
     _allow_many_files()
     open_closed_streams()

@@ -11,7 +11,7 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
-from actmat.cli.streams import optional_stdout, starting
+from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ def merge(
     tune' searches methods, too).
     'actmat plan' shows beforehand what will happen to every tensor.
     """
-    starting("merge", quiet=quiet)
     recipes = given.recipes(recipe)
     if (strict or run.exact) and not run.diagnose:
         raise typer.BadParameter("--strict and --exact go with --diagnose")

@@ -11,7 +11,6 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape as escape_markup
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 
@@ -20,6 +19,8 @@ from actmat.cli.wrapping import Hanging
 from actmat.foreign import terminal
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn, TaskID
+
     from actmat.plan import MergePlan
 
 
@@ -86,6 +87,8 @@ def first_to_last(names: Sequence[str]) -> str:
 
 def progress_bar(*columns: str | ProgressColumn, quiet: bool = False) -> Progress:
     """A bar on stderr that vanishes at its end; none if `quiet`, or where stderr is no terminal."""
+    from rich.progress import Progress
+
     return Progress(*columns, console=note_console, transient=True, disable=quiet or not note_console.is_terminal)
 
 
@@ -117,6 +120,8 @@ def showing_progress(doing: str = "merging", *, quiet: bool) -> Iterator[MergePr
     if quiet:
         yield None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+
     share, tensors = "{task.percentage:>3.0f}%", (MofNCompleteColumn(), "tensors")
     with progress_bar("{task.description}", BarColumn(24), share, *tensors, TimeRemainingColumn()) as bar:
         yield MergeProgress(bar, doing)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["collect", "merge", "show", "staged", "statistics"]
 
 statistics = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="Measure experts on data: Gram matrices of layer inputs (regmean, lot, cat), diagonal Fisher (fisher).",
 )

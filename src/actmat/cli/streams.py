@@ -8,7 +8,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 import typer
@@ -38,9 +38,11 @@ def say(message: str, **style: Any) -> None:
         _mute(sys.stderr)
 
 
-def starting(what: str, *, quiet: bool) -> None:
-    """Say on a terminal what begins, before torch is imported, which takes seconds."""
-    if not quiet and "torch" not in sys.modules and sys.stderr is not None and sys.stderr.isatty():
+def starting(what: str, arguments: Sequence[str]) -> None:
+    """Say on a terminal what begins, before torch is imported, which takes seconds; not with --quiet or --help."""
+    asked = {"--quiet", "--help"} & set(arguments)
+    short = any(a[:1] == "-" and a[:2] != "--" and not {"q", "h"}.isdisjoint(a) for a in arguments)
+    if not asked and not short and "torch" not in sys.modules and sys.stderr is not None and sys.stderr.isatty():
         say(f"{what}: loading torch ...", dim=True)
 
 

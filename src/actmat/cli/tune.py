@@ -13,7 +13,6 @@ from actmat.cli import flags
 from actmat.cli.agreement import DataFlags, pairs_of
 from actmat.cli.recipes import RecipeFlags, split_name
 from actmat.cli.signature import Fields
-from actmat.cli.streams import starting
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -156,7 +155,6 @@ def tune(
     recipe, all trials (tune.json) and a page (tune.html). The same command goes
     on after an interruption.
     """
-    starting("tune", quiet=quiet)
     from actmat.cli.searching import print_search, showing_search
     from actmat.tune import TuneSettings, tune_recipe
     from actmat.tune.search import parse_budget

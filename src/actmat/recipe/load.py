@@ -14,7 +14,6 @@ from actmat.bounds import is_url, local_path, read_bytes
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError
 from actmat.foreign import terminal
-from actmat.recipe.mergekit import convert, is_mergekit
 from actmat.recipe.schema import Recipe, make_recipe
 from actmat.recipe.text import UnreadableError, parse_yaml
 
@@ -42,6 +41,8 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
     """
+    from actmat.recipe.mergekit import convert, is_mergekit
+
     file = local_path(path, error=RecipeError)
     data, where = _parsed(file)
     if is_mergekit(data):
@@ -57,6 +58,8 @@ def import_recipe(path: str | Path) -> Recipe:
     Raises:
         RecipeError: unreadable, no such recipe, or what has no counterpart; every problem with `file:line`.
     """
+    from actmat.recipe.mergekit import convert, is_mergekit
+
     file = local_path(path, error=RecipeError)
     data, where = _parsed(file)
     if not is_mergekit(data):

@@ -19,7 +19,6 @@ from actmat.experts.base import Expert
 from actmat.plan.model import InputSummary, Item, MergePlan
 from actmat.report.contents import model_contents
 from actmat.report.rows import Rows, canonical_json, indented_json
-from actmat.report.schema import manifest_problems
 
 __all__ = [
     "build_manifest",
@@ -255,6 +254,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if manifest.get("actmat_manifest") != FORMAT:
         found = repr(manifest.get("actmat_manifest"))[:80]
         raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")
+    from actmat.report.schema import manifest_problems  # a merge that writes one needs no schema
+
     if problems := manifest_problems(manifest):
         raise CheckpointError(
             f"{path} is damaged: {len(problems)} problem{'s' * (len(problems) > 1)}. Likely cause: it was edited, or "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from actmat.checkpoints.remote.http import HttpStore
-from actmat.checkpoints.remote.objects import ObjectStore
 from actmat.checkpoints.remote.store import Store
 from actmat.errors import CheckpointError, MergeError
 
@@ -17,5 +15,9 @@ def open_store(url: str, *, error: type[MergeError] = CheckpointError) -> Store:
         MergeError: an unknown scheme, or its package is not installed; of the type `error`.
     """
     if url.startswith(("http://", "https://")):
+        from actmat.checkpoints.remote.http import HttpStore  # which imports the hub's client
+
         return HttpStore(url)
+    from actmat.checkpoints.remote.objects import ObjectStore
+
     return ObjectStore(url, error=error)
