@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from actmat_experiments.harness.experiment import Experiment
-from actmat_experiments.harness.merging import Candidate
+from actmat_experiments.harness.merging import Candidate, needs_statistics
 from actmat_experiments.harness.suite import Experiments, run_experiments, score_file
+from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.suites import RunRequest
 
-__all__ = ["ENCODER", "POSTPROCESSED", "ROWS", "SCALES", "copy_model", "run_pretrained"]
+__all__ = ["ENCODER", "POSTPROCESSED", "ROWS", "SCALES", "TOGETHER", "copy_model", "run_pretrained"]
 
-SCALES = (0.3, 0.5, 1.0, 1.5, 2.0, 3.0)
+SCALES = (0.3, 0.5, 1.0, 2.0, 3.0)
 """Factors of the merged delta that tuning tries."""
 
 ROWS = (
@@ -30,6 +31,9 @@ POSTPROCESSED = (
     Candidate("actmat+esm", "actmat", fields={"post": ["esm"]}),
 )
 """Rows with a step of post-processing, compared where the request names no rows."""
+
+TOGETHER = 3
+"""Models merged in one reading, and lost at most by an interruption."""
 
 ENCODER = "encoder"
 """Folder of the base in its stage of the cache."""
@@ -47,6 +51,8 @@ def run_pretrained(request: RunRequest, experiments: Experiments, n_tasks: int) 
     """See `run_experiments`; without rows of its own a request gets `ROWS` and `POSTPROCESSED`."""
 
     def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
+        if needs_statistics(rows):
+            store_gram(experiment, gram_file(request.cache, request.suite))
         if request.methods is None:
             experiment.compare(POSTPROCESSED, score_file(request.cache, request.suite))
 

