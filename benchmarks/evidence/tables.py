@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+from scipy.stats import spearmanr, t
+
 from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 from benchmarks.common import RESULTS
-from scipy.stats import spearmanr, t
 
 __all__ = ["FOLDER", "SUITES", "Group", "evidence_table", "groups", "over_tasks"]
 
@@ -176,7 +177,8 @@ def gram_table_rows(folder: Path) -> list[list[str]]:
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown: `references`, `divergence`, `gram`, or `methods_SUITE_REGIME`,
-    `tasks_SUITE_REGIME` of "vision" or "text", "full" or "lora"."""
+    `tasks_SUITE_REGIME` of "vision" or "text", "full" or "lora".
+    """
     some = groups(folder)
     if name == "references":
         head = ["experts", "tasks", "seeds", "tested per task", "base", "experts' own", "head-room"]

