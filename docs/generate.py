@@ -6,7 +6,7 @@
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `methods-short`, `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `settings SUITE`,
 `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `tune NAME` (measured tables of the
-search). Nothing outside the marks is touched.
+search), `evidence NAME` (of experiments on pretrained models). Nothing outside the marks is touched.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.tables import evidence_table
 from benchmarks.tune.tables import tune_table
 from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
@@ -303,6 +304,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "fuzz": lambda _: fuzz_table(table),
     "chaos": lambda _: chaos_table(table),
     "tune": lambda name: tune_table(name, table),
+    "evidence": lambda name: evidence_table(name, table),
 }
 
 

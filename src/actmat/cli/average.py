@@ -8,7 +8,7 @@ import typer
 
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
-from actmat.cli.streams import optional_stdout, starting
+from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
 __all__ = ["average"]
@@ -40,7 +40,6 @@ def average(
     files of the last one. One chunk of each is read after the other, so that
     memory does not grow with their number.
     """
-    starting("average", quiet=quiet)
     from actmat.api import average_recipe, plan_recipe, run_recipes
 
     fields = {name: value for name, value in given.values.items() if name in given}

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from actmat.cli.streams import optional_stdout, starting
+from actmat.cli.streams import optional_stdout
 
 __all__ = ["Form", "export"]
 
@@ -36,7 +36,6 @@ def export(
     DIR is what torch.distributed.checkpoint.load reads, with any number of
     processes. One tensor is in memory at a time.
     """
-    starting("export", quiet=False)
     from actmat.api.exporting import export as write
     from actmat.cli.screen import console, escape
 

@@ -54,7 +54,7 @@ order of `actmat --help`."""
 FROM_RECIPES = frozenset({"merge", "average", "plan", "diagnose", "try", "tune"})
 """Commands whose flags come from the recipe's schema, which takes long to import: enough for their own help."""
 
-LONG = frozenset({"merge", "average", "try", "tune"})
+LONG = frozenset({"merge", "average", "try", "tune", "export"})
 """Commands that begin with importing torch, and say so."""
 
 

@@ -11,7 +11,6 @@ import typer
 from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
-from actmat.cli.streams import starting
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -110,7 +109,6 @@ def try_(
     expert, too. Answers are not sampled: the same command gives the same text.
     """
     question.check()
-    starting("try", quiet=quiet or json)
     recipes = given.recipes(recipe)
     ask = question.asker(recipes[0])
     results = []

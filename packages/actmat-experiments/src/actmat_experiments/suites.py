@@ -113,6 +113,12 @@ SUITES: tuple[Suite, ...] = (
         "three experts by reinforcement learning on a small decoder, on two cores",
         "reasoning.small.suite",
     ),
+    Suite("text-minilm", "text tasks on a pretrained MiniLM that pip can fetch; local texts", "pretrained.text"),
+    Suite(
+        "vision-vits14",
+        "seven image tasks on a pretrained ViT-S/14 that pip can fetch; local images",
+        "pretrained.vision",
+    ),
     Suite("forecast", "which numbers forecast what an expert loses? Tried on small models of digits", "forecast.suite"),
 )
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
-from actmat.checkpoints.writing.sidecars import copy_sidecars
+from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.staging import check_output_path, disk_errors
 from actmat.errors import OutputError
 
@@ -49,7 +49,8 @@ def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
         try:
             building.chmod(0o777 & ~_umask())
             _save(checkpoint, building, under)
-            sidecars = checkpoint.fetch_sidecars()
+            folder = checkpoint.fetch_sidecars()
+            sidecars = None if folder is None else SideFolder(folder, checkpoint.side_files())
             copy_sidecars(sidecars, sidecars, building, None, checkpoint.written_config)
             os.replace(building, out)  # an empty folder may be there
         except BaseException:

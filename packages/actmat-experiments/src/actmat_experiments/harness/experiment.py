@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from actmat.demo.training import side_by_side
-from actmat_experiments.harness.cache import Cache, code_digest, library_versions
+from actmat_experiments.harness.cache import Cache, code_digest, file_digest, library_versions
 from actmat_experiments.harness.merging import (
     SCALES,
     Candidate,
@@ -31,8 +31,10 @@ from actmat_experiments.harness.study import Answers, Subject
 
 __all__ = ["Counts", "Experiment", "Made", "Share"]
 
-_VERSION = 2
+_VERSION = 3
 _STATISTICS_VERSION = 2
+_VERSIONS = ("actmat", "torch", "transformers", "peft")
+"""Libraries whose versions are noted with every score of a merge."""
 
 Counts = Mapping[str, Any]
 """Results of a model on one task: `correct`, `total`, and further values of a suite, as plain data."""
@@ -138,15 +140,26 @@ class Experiment(abc.ABC):
         return {}
 
     def lines(
-        self, method: str, kind: ScaleKind, found: Mapping[str, Counts], detail: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        kind: ScaleKind,
+        found: Mapping[str, Counts],
+        detail: Mapping[str, Any] | None = None,
+        validation: Mapping[str, Counts] | None = None,
     ) -> list[Score]:
-        """Lines of the results of one model."""
+        """Lines of the results of one model.
+
+        Args:
+            validation: its answers to validation data, where they are known; noted beside.
+        """
         return [
             Score(
                 *(self.suite, self.regime, method, kind, task, self.seed, counts["correct"], counts["total"]),
                 model=self.model,
                 settings=self.digest,
-                detail={n: v for n, v in counts.items() if n not in ("correct", "total")} | dict(detail or {}),
+                detail={n: v for n, v in counts.items() if n not in ("correct", "total")}
+                | dict(detail or {})
+                | ({"validation": dict(validation[task])} if task in (validation or {}) else {}),
             )
             for task, counts in found.items()
         ]
@@ -159,7 +172,7 @@ class Experiment(abc.ABC):
         append_scores(path, scores)
         for some in self._groups(rows):
             found = self.merges(some, tune=bool(self.scales))
-            new = [line for row, result in found.items() for line in self.row_scores(row, result)]
+            new = [line for row in some for line in self.row_scores(row, found[row.name])]
             append_scores(path, new)
             scores += new
         return scores
@@ -171,11 +184,16 @@ class Experiment(abc.ABC):
         found["experts"] = self.own_answers("test")
         return [line for row, counts in found.items() for line in self.lines(row, "default", counts)]
 
-    def row_scores(self, row: str, found: Mapping[str, Any]) -> list[Score]:
-        """Scores of a result of `merges`, at the default scale and the tuned one."""
-        lines = self.lines(row, "default", found["test"], {"scale": found["default"]})
-        if "tuned" in found:
-            lines += self.lines(row, "tuned", found["tuned"], {"scale": found["scale"]})
+    def row_scores(self, row: Candidate, found: Mapping[str, Any]) -> list[Score]:
+        """Scores of a result of `merges`, at the default scale and the tuned one, with what was merged how."""
+        how = {"rule": row.method, "options": dict(row.options), **row.fields, "split": "test"}
+        how |= {"versions": library_versions(*_VERSIONS)}
+        lines = []
+        for kind, answers, scale in (("default", "test", "default"), ("tuned", "tuned", "scale")):
+            if answers in found:
+                about = how | {"scale": found[scale], "merge": found["hashes"][kind]}
+                seen = found["validation"].get(str(found[scale]), {})
+                lines += self.lines(row.name, kind, found[answers], about, seen)
         return lines
 
     def statistics(self, samples: int | None = None) -> dict[str, Made]:
@@ -306,6 +324,7 @@ class Experiment(abc.ABC):
             )
 
         acted = merge(rows, "default")
+        hashes = {row.name: {"default": _weights_digest(folders[row.name] / "default")} for row in rows}
 
         def score(some: Sequence[Candidate]) -> list[dict[str, Any]]:
             return self._scored(some, folders, acted if tune else None, tasks, stage)
@@ -321,14 +340,16 @@ class Experiment(abc.ABC):
             moved = [row.at(found[row.name]["scale"]) for row in rows if found[row.name]["scale"] != row.scale]
             if moved:
                 merge(moved, "tuned")
-            for result in found.values():
+            for name, result in found.items():
                 result["tuned"] = result["test"]
+                hashes[name]["tuned"] = hashes[name]["default"]
             with self._alone():
                 for row in moved:
+                    hashes[row.name]["tuned"] = _weights_digest(folders[row.name] / "tuned")
                     model = self.load(folders[row.name] / "tuned")
                     (found[row.name]["tuned"],) = self._answers([model], tasks, "test")
         for name, result in found.items():
-            _write(folders[name], result)
+            _write(folders[name], result | {"hashes": hashes[name]})
             for kind in () if self.keep else ("default", "tuned"):
                 shutil.rmtree(folders[name] / kind, ignore_errors=True)
 
@@ -392,6 +413,11 @@ class Experiment(abc.ABC):
             "device": self.device.split(":")[0],
             "libraries": library_versions("torch", "transformers", "peft"),
         }
+
+
+def _weights_digest(folder: Path) -> str:
+    """SHA-256 of a model's weight files."""
+    return file_digest(folder.glob("*.safetensors"))
 
 
 def _pairs(found: Mapping[str, Counts]) -> dict[str, list[float]]:

@@ -1,6 +1,7 @@
 """Encoders: images to features, behind frozen heads. A checkpoint of one is a folder that `from_pretrained` loads.
 
 * `vit`: `ViTModel`; the feature is the class token after the last norm; the head is linear.
+* `dinov2`: `Dinov2Model`; the same feature and head.
 * `clip`: `CLIPVisionModel`; the feature is the class token after `post_layernorm`; the head projects it into the joint
   space with the base's projection, normalises it there, and compares it with the texts of the classes.
 
@@ -26,6 +27,7 @@ from actmat_experiments.vision.images import Examples, PixelScale
 
 __all__ = [
     "CLIP_SCALE",
+    "IMAGENET_SCALE",
     "PLAIN_SCALE",
     "Backbone",
     "ClipHead",
@@ -43,7 +45,10 @@ __all__ = [
 Precision = Literal["float32", "bfloat16", "float16"]
 
 CLIP_SCALE = PixelScale((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+IMAGENET_SCALE = PixelScale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 PLAIN_SCALE = PixelScale((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+_MODEL_TYPES = {"vit": "ViTModel", "dinov2": "Dinov2Model", "clip": "CLIPVisionModel"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Backbone:
         size: pixels a side of its images.
     """
 
-    kind: Literal["vit", "clip"]
+    kind: Literal["vit", "dinov2", "clip"]
     size: int
     scale: PixelScale
 
@@ -74,13 +79,13 @@ class Backbone:
     def features(self, model: Any, images_N3SS: Tensor) -> Tensor:
         """`N 3 S S -> N D`."""
         output = model(pixel_values=images_N3SS)
-        features_ND: Tensor = output.last_hidden_state[:, 0] if self.kind == "vit" else output.pooler_output
+        features_ND: Tensor = output.pooler_output if self.kind == "clip" else output.last_hidden_state[:, 0]
         return features_ND
 
     def _model_type(self) -> Any:
         import transformers
 
-        return transformers.ViTModel if self.kind == "vit" else transformers.CLIPVisionModel
+        return getattr(transformers, _MODEL_TYPES[self.kind])
 
     def _extra(self) -> dict[str, Any]:
         return {"add_pooling_layer": False} if self.kind == "vit" else {}

@@ -1,0 +1,59 @@
+"""What the suites on pretrained models have in common: their rows, and how they are run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from actmat_experiments.harness.experiment import Experiment
+from actmat_experiments.harness.merging import Candidate, needs_statistics
+from actmat_experiments.harness.suite import Experiments, run_experiments, score_file
+from actmat_experiments.pretrained.gram import gram_file, store_gram
+from actmat_experiments.suites import RunRequest
+
+__all__ = ["ENCODER", "POSTPROCESSED", "ROWS", "SCALES", "TOGETHER", "copy_model", "run_pretrained"]
+
+SCALES = (0.3, 0.5, 1.0, 2.0, 3.0)
+"""Factors of the merged delta that tuning tries."""
+
+ROWS = (
+    *("average", "task_arithmetic", "ties", "tsv", "iso_c", "actmat", "actmat_ridge", "actmat_bounded", "regmean"),
+    *("tact", "wudi", "swudi", "aswudi", "ace", "centred", "cart", "dc_merge", "resmerge", "orthomerge", "knots"),
+    *("iso_cts", "ctm", "sce", "model_stock", "karcher", "dare", "della", "breadcrumbs", "cat", "lot", "fisher"),
+)
+"""Rows that are compared unless a request names others."""
+
+POSTPROCESSED = (
+    Candidate("average+isotropise", "average", fields={"post": ["isotropise"]}),
+    Candidate("actmat+svc", "actmat", fields={"post": ["svc"]}),
+    Candidate("actmat+esm", "actmat", fields={"post": ["esm"]}),
+)
+"""Rows with a step of post-processing, compared where the request names no rows."""
+
+TOGETHER = 3
+"""Models merged in one reading, and lost at most by an interruption."""
+
+ENCODER = "encoder"
+"""Folder of the base in its stage of the cache."""
+
+
+def copy_model(folder: Path, out: Path) -> None:
+    """Copy config, weights and tokenizer of a model into `out/encoder`."""
+    (out / ENCODER).mkdir(parents=True)
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in (".json", ".txt", ".safetensors"):
+            shutil.copyfile(path, out / ENCODER / path.name)
+
+
+def run_pretrained(request: RunRequest, experiments: Experiments, n_tasks: int) -> None:
+    """See `run_experiments`; without rows of its own a request gets `ROWS` and `POSTPROCESSED`."""
+
+    def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
+        if needs_statistics(rows):
+            store_gram(experiment, gram_file(request.cache, request.suite))
+        if request.methods is None:
+            experiment.compare(POSTPROCESSED, score_file(request.cache, request.suite))
+
+    run_experiments(replace(request, methods=request.methods or ROWS), experiments, n_tasks, more)

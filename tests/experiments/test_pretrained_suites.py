@@ -1,0 +1,213 @@
+"""`text-minilm` and `vision-vits14` rehearsed with tiny bases: from local files to scores, cosines and tables."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from benchmarks.evidence.__main__ import collect
+from benchmarks.evidence.tables import groups
+from safetensors.torch import load_file
+from tests.helpers.pretrained import write_bert, write_texts, write_vit
+from tests.helpers.vision import write_tasks
+
+from actmat.errors import CheckpointError, RecipeError
+from actmat_experiments.harness import experiment as driver
+from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.results import read_scores
+from actmat_experiments.harness.suite import score_file
+from actmat_experiments.pretrained import text, vision
+from actmat_experiments.pretrained.gram import gram_file
+from actmat_experiments.pretrained.text_tasks import TASKS, load_texts
+from actmat_experiments.suites import RunRequest, get_suite
+
+METHODS = ("average", "actmat", "regmean")
+TINY = {
+    "train": "32",
+    "validation": "4",
+    "test": "10",
+    "head_examples": "24",
+    "epochs": "1",
+    "lora_epochs": "1",
+    "rate": "1e-3",
+    "batch_size": "16",
+    "ranks": "2",
+    "samples": "8",
+    "scales": "0.5,1",
+}
+CHOSEN = {"text-minilm": ("trec", "mr", "order"), "vision-vits14": ("one", "two")}
+
+
+@pytest.fixture(scope="module")
+def requests(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pretrained")
+    write_bert(root / "bert")
+    write_vit(root / "vit")
+    data = {"text-minilm": write_texts(root / "texts"), "vision-vits14": write_tasks(root / "images", ("one", "two"))}
+    more = {
+        "text-minilm": {"base": str(root / "bert"), "length": "16"},
+        "vision-vits14": {"base": str(root / "vit"), "size": "16"},
+    }
+
+    def made(suite, **changes):
+        settings = TINY | more[suite] | changes.pop("settings", {})
+        fields = {"data": data[suite], "tasks": CHOSEN[suite], "methods": METHODS, "threads": 1}
+        return RunRequest(suite, root / "cache", settings=settings, **fields | changes)
+
+    return made
+
+
+@pytest.fixture(scope="module", params=sorted(CHOSEN))
+def finished(requests, request):
+    asked = requests(request.param, regimes=("full", "lora"))
+    get_suite(request.param).run(asked)
+    return asked
+
+
+def test_every_row_says_what_was_merged_how(finished):
+    scores = read_scores(score_file(finished.cache, finished.suite))
+    found = {(s.regime, s.method, s.scale, s.task) for s in scores}
+    merged = {
+        (r, m, k, t) for r in ("full", "lora") for m in METHODS for k in ("default", "tuned") for t in finished.tasks
+    }
+    own = {
+        (r, m, "default", t) for r in ("full", "lora") for m in ("majority", "base", "experts") for t in finished.tasks
+    }
+    assert found == merged | own
+    assert {s.model for s in scores if s.regime == "lora"} == {next(s.model for s in scores) + ", r = 2"}
+    for score in (s for s in scores if s.method in METHODS):
+        detail = score.detail
+        assert (detail["rule"], detail["options"], detail["split"]) == (score.method, {}, "test")
+        assert set(detail["versions"]) == {"actmat", "torch", "transformers", "peft"}
+        assert len(bytes.fromhex(detail["merge"])) == 32
+        assert detail["validation"]["divergence"] >= 0
+        assert detail["scale"] in ((1.0,) if score.scale == "default" else (0.5, 1.0))
+
+
+def test_the_hash_is_that_of_the_merged_weights(finished, monkeypatch):
+    seen = {}
+    real = driver.merge_candidates
+
+    def watched(base, experts, rows, outs, **more):
+        acted = real(base, experts, rows, outs, **more)
+        for row in rows:
+            (file,) = outs[row.name].glob("*.safetensors")
+            header = f"{file.name}\0{file.stat().st_size}\0".encode()
+            seen[row.name, row.scale] = hashlib.sha256(header + file.read_bytes()).hexdigest()
+        return acted
+
+    monkeypatch.setattr(driver, "merge_candidates", watched)
+    module = {"text-minilm": text, "vision-vits14": vision}[finished.suite]
+    made = next(iter(module.experiments(finished, Watch())))
+    row = driver.Candidate("again", "actmat")
+    assert made.merges([row], tune=False)["again"]["hashes"] == {"default": seen["again", 1.0]}
+    scores = read_scores(score_file(finished.cache, finished.suite))
+    stored = {s.detail["merge"] for s in scores if (s.regime, s.method, s.scale) == ("full", "actmat", "default")}
+    assert stored == {seen["again", 1.0]}
+
+
+def test_a_second_run_computes_nothing(finished, monkeypatch):
+    before = read_scores(score_file(finished.cache, finished.suite))
+    cosines = gram_file(finished.cache, finished.suite).read_text()
+
+    def forbidden(*args, **more):
+        raise AssertionError("this was done already")
+
+    monkeypatch.setattr(driver, "merge_candidates", forbidden)
+    monkeypatch.setattr(text, "finetune", forbidden)
+    monkeypatch.setattr("actmat_experiments.vision.experiment.finetune", forbidden)
+    get_suite(finished.suite).run(finished)
+    assert read_scores(score_file(finished.cache, finished.suite)) == before
+    assert gram_file(finished.cache, finished.suite).read_text() == cosines
+
+
+def test_cosines_are_those_of_the_definition(finished):
+    rows = [json.loads(line) for line in gram_file(finished.cache, finished.suite).read_text().splitlines()]
+    assert {(r["regime"], r["task"]) for r in rows} == {(r, t) for r in ("full", "lora") for t in finished.tasks}
+    assert len({r["tensor"] for r in rows}) == {"text-minilm": 6, "vision-vits14": 12}[finished.suite]
+    assert all(0 <= r["estimate"] <= 1 and 0 < r["identity"] <= 1 and r["change"] > 0 for r in rows)
+    module = {"text-minilm": text, "vision-vits14": vision}[finished.suite]
+    made = next(iter(module.experiments(finished, Watch())))
+    task, row = finished.tasks[0], rows[0]
+    from actmat.statistics import open_statistics
+
+    with open_statistics(made.statistics()[task].path) as statistics:
+        gram = statistics.gram(statistics.find(row["tensor"]), dtype=torch.float64)
+    base, expert = (load_file(p / "model.safetensors") for p in (made.base.path, made.experts()[task].path))
+    delta = (expert[row["tensor"]] - base[row["tensor"]]).double()
+    estimate = delta.mT @ delta
+    assert row["estimate"] == pytest.approx(float((estimate * gram).sum() / estimate.norm() / gram.norm()), abs=1e-4)
+    assert row["identity"] == pytest.approx(float(gram.trace() / len(gram) ** 0.5 / gram.norm()), abs=1e-4)
+
+
+def test_results_are_collected_once_and_make_tables(finished, tmp_path):
+    assert tmp_path / f"{finished.suite}.jsonl" in collect(finished.cache, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    collect(finished.cache, tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    (full,) = [g for g in groups(tmp_path) if (g.suite, g.regime) == (finished.suite, "full")]
+    assert sorted(full.rows()) == sorted(METHODS)
+    assert list(full.values("base")) == list(finished.tasks)
+
+
+def test_full_fine_tuning_of_texts_leaves_the_embeddings(requests):
+    made = next(iter(text.experiments(requests("text-minilm"), Watch())))
+    base = load_file(made.base.path / "model.safetensors")
+    expert = load_file(made.experts()["mr"].path / "model.safetensors")
+    assert set(base) == set(expert)
+    assert not any("pooler" in name for name in base)
+    changed = {name for name in base if not torch.equal(base[name], expert[name])}
+    assert changed
+    assert all(name.startswith("encoder.") for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("suite", "changes", "error", "message"),
+    [
+        ("text-minilm", {"data": None}, RecipeError, "--data DIR"),
+        ("text-minilm", {"tasks": ("mrr",)}, RecipeError, "Did you mean 'mr'"),
+        ("text-minilm", {"models": ("x",)}, RecipeError, "--set base=FOLDER"),
+        ("vision-vits14", {"data": None}, RecipeError, "--data DIR"),
+        ("vision-vits14", {"models": ("x",)}, RecipeError, "--set base=FOLDER"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(requests, suite, changes, error, message):
+    with pytest.raises(error, match=message):
+        get_suite(suite).run(requests(suite, **changes))
+
+
+def test_no_text_that_is_tested_is_trained_on_and_draws_are_the_same(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    sizes = {"train": 30, "validation": 6, "test": 10}
+    found, again = (load_texts(folder, tuple(TASKS), **sizes) for _ in range(2))
+    assert [t.content for t in found] == [t.content for t in again]
+    for task in found:
+        held = {e.text for e in (*task.validation, *task.test)}
+        assert not held & {e.text for e in task.train}
+        assert len(task.test) == 10
+        assert {e.label for e in task.train} == {0, 1}
+
+
+def test_transformed_texts(tmp_path):
+    lines = [{"text": "the quick brown fox jumps over one lazy dog", "label": 0}] * 2
+    for read, check in ((TASKS["order"].read, "order"), (TASKS["agnews_letters"].read, "letters")):
+        first, second = (row[0].split() for row in read(lines))
+        if check == "order":
+            assert first == lines[0]["text"].split()
+            assert sorted(first) == sorted(second) != second
+        else:
+            assert [(w[0], w[-1], len(w)) for w in first] == [(w[0], w[-1], len(w)) for w in lines[0]["text"].split()]
+            assert first != lines[0]["text"].split()
+    assert TASKS["trec_backwards"].read(lines)[0][0].startswith("eht kciuq")
+
+
+def test_missing_texts_are_named_together(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    (folder / "trec.test.jsonl").unlink()
+    (folder / "mpqa.train.jsonl").write_text('{"words": 1}\n')
+    with pytest.raises(CheckpointError) as caught:
+        load_texts(folder, tuple(TASKS), train=8, validation=2, test=4)
+    for part in ("trec: trec.test.jsonl is not there", "mpqa: mpqa.train.jsonl does not hold"):
+        assert part in str(caught.value)

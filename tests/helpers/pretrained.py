@@ -1,0 +1,108 @@
+"""Small stand-ins for the pretrained checkpoints: a ViT as an exporter of ONNX leaves it, a BERT, wheels, and texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actmat_experiments.pretrained.wheels import Wheel
+
+TEXTS = ("trec", "agnews", "mr", "custrev", "mpqa", "subj")
+WORDS = ("river", "stone", "bridge", "window", "garden", "music", "paper", "winter", "orange", "silver")
+
+
+def write_vit(folder: Path) -> Any:
+    """A tiny `Dinov2Model` as a checkpoint."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    torch.manual_seed(0)
+    model = Dinov2Model(
+        Dinov2Config(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            mlp_ratio=2,
+            image_size=24,
+            patch_size=8,
+            use_mask_token=False,
+        )
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def write_graph(checkpoint: Path, path: Path, *, without: str = "") -> None:
+    """The tensors of a checkpoint as an ONNX graph with the names that PyTorch's exporter gives them.
+
+    Args:
+        without: part of the name of tensors that are left out.
+    """
+    import onnx
+    from onnx import helper, numpy_helper
+    from safetensors.torch import load_file
+
+    constants, nodes = [], []
+    for number, (name, tensor) in enumerate(load_file(checkpoint / "model.safetensors").items()):
+        if without and without in name:
+            continue
+        if name == "embeddings.position_embeddings":
+            for kind, part in (("Concat", tensor[:, :1]), ("Reshape", tensor[:, 1:])):
+                constants.append(numpy_helper.from_array(part.contiguous().numpy(), f"onnx::{kind}_{number}"))
+                node = f"/backbone/embeddings/{kind}"
+                nodes.append(helper.make_node(kind, [f"onnx::{kind}_{number}", "x"], [f"{kind}"], name=node, axis=1))
+        elif name.endswith(".weight") and tensor.dim() == 2:
+            anonymous, module = f"onnx::MatMul_{number}", name.removesuffix(".weight").replace(".", "/")
+            constants.append(numpy_helper.from_array(tensor.mT.contiguous().numpy(), anonymous))
+            node = f"/backbone/{module}/MatMul"
+            nodes.append(helper.make_node("MatMul", [f"in{number}", anonymous], [f"out{number}"], name=node))
+        else:
+            constants.append(numpy_helper.from_array(tensor.numpy(), f"backbone.{name}"))
+    constants.append(numpy_helper.from_array(torch.zeros(3).numpy(), "decoder.bias"))
+    onnx.save(helper.make_model(helper.make_graph(nodes, "encoder", [], [], constants)), str(path))
+
+
+def write_bert(folder: Path) -> Path:
+    """A tiny BERT with a pooler and its tokenizer."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder.mkdir(parents=True)
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters), *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    BertModel(BertConfig(vocab_size=len(tokens), max_position_embeddings=48, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def write_texts(folder: Path, n: int = 60) -> Path:
+    """Files of all text tasks: a label has a word of its own among others."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for file in TEXTS:
+        for part, size in (("train", n), ("test", n // 2)):
+            lines = []
+            for i in range(size):
+                words = [WORDS[k] for k in torch.randint(2, len(WORDS), (9,), generator=generator).tolist()]
+                words[i % 9] = WORDS[i % 2]
+                lines.append(json.dumps({"text": " ".join([*words, f"{part[1]}" * (i % 7)]).strip(), "label": i % 2}))
+            (folder / f"{file}.{part}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def write_wheel(path: Path, files: dict[str, bytes], folder: str) -> Wheel:
+    """A wheel of these files."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Wheel("stand-in", "1.0", path.name, sha256, folder, "none")
