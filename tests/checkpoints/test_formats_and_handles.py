@@ -89,16 +89,17 @@ def test_refusals_list_the_formats_of_the_registry(tmp_path: Path, monkeypatch: 
     (tmp_path / "weights.hex").write_text("{}")
     with pytest.raises(CheckpointError) as before:
         open_checkpoint(tmp_path)
-    assert r"expected weights (*.safetensors, pytorch_model.bin, *.pt, *.pth), found weights.hex" in str(before.value)
+    listed = ", ".join(pattern for f in formats.FORMATS for pattern in f.patterns)
+    assert f"expected weights ({listed}), found weights.hex" in str(before.value)
     with pytest.raises(CheckpointError) as single:
         open_checkpoint(tmp_path / "weights.hex")
-    said = "expected a file ending in .safetensors, .bin, .pt, .pth or .index.json, found 'weights.hex'"
-    assert said in str(single.value)
+    assert "expected a file ending in .safetensors, " in str(single.value)
+    assert " or .index.json, found 'weights.hex'" in str(single.value)
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, HEX))
     (tmp_path / "weights.hex").rename(tmp_path / "weights.txt")
     with pytest.raises(CheckpointError) as after:
         open_checkpoint(tmp_path)
-    assert r"expected weights (*.safetensors, pytorch_model.bin, *.pt, *.pth, *.hex)" in str(after.value)
+    assert f"expected weights ({listed}, *.hex)" in str(after.value)
 
 
 def test_the_first_format_that_claims_a_folder_opens_it(tmp_path: Path, with_hex: None) -> None:
@@ -147,7 +148,9 @@ def test_tensors_in_memory_have_no_handle() -> None:
 
 def test_a_handle_of_a_format_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="one of the formats safetensors, torch, found 'hex'"):
+    with pytest.raises(
+        CheckpointError, match=rf"one of the formats {', '.join(f.name for f in formats.FORMATS)}, found 'hex'"
+    ):
         open_handle(CheckpointHandle(str(tmp_path), "hex", "model"))
 
 

@@ -15,6 +15,7 @@ LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
 LAYER_CODE = 4_500
+FORMATS_CODE = 6_000
 EXPERIMENTS_CODE = 12_500
 TESTS_PER_SOURCE = 0.65
 
@@ -143,12 +144,18 @@ def documentation(tree: ast.Module) -> Iterator[int]:
 
 
 def test_layers_have_bounded_sizes() -> None:
-    """A layer that outgrows its bound is two layers; how many there are is a matter of what the tool can do."""
+    """A layer that outgrows its bound is two layers; how many there are is a matter of what the tool can do.
+
+    Formats and codecs stand beside one another behind one protocol, so that there may be more of them.
+    """
     sizes: Counter[str] = Counter()
     for path in modules():
         layer = path.relative_to(PACKAGE).parts[0] if path.is_relative_to(PACKAGE) else "experiments"
+        if {"formats", "codecs"} & set(path.parts) and layer == "checkpoints":
+            layer = "checkpoints: formats and codecs"
         sizes[layer] += code_lines(ast.parse(path.read_text()))
     assert sizes.pop("experiments") <= EXPERIMENTS_CODE
+    assert sizes.pop("checkpoints: formats and codecs") <= FORMATS_CODE
     large = {name: lines for name, lines in sizes.items() if lines > LAYER_CODE}
     assert not large, f"more than {LAYER_CODE} lines of code: {large}"
 

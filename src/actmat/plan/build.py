@@ -12,6 +12,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import commit_of
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.experts.base import Expert
+from actmat.experts.lora.adapter import Adapter
 from actmat.methods import get_method
 from actmat.methods.user import is_user_method, user_method_hash
 from actmat.plan.adapter.modules import plan_modules
@@ -54,10 +55,7 @@ def build_plan(
     if base is not None:
         draft = plan_tensors(recipe, base, experts, statistics, room)
     else:
-        adapters = [e.adapter for e in experts if e.adapter is not None]
-        if len(adapters) < len(experts):
-            raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
-        draft = plan_modules(recipe, adapters, base_config, statistics)
+        draft = plan_modules(recipe, _adapters(experts), base_config, statistics)
     left_out = files_left_out(recipe, base, experts)
     ignored = draft.ignored or ((),) * len(experts)
     return MergePlan(
@@ -91,6 +89,14 @@ def build_plan(
         statistics=tuple(statistics.to_json()),
         statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
+
+
+def _adapters(experts: Sequence[Expert]) -> list[Adapter]:
+    """The experts as adapters, if all of them are."""
+    adapters = [e.adapter for e in experts if e.adapter is not None]
+    if len(adapters) < len(experts):
+        raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
+    return adapters
 
 
 def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequence[Expert]) -> list[str]:

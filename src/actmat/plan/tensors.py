@@ -45,15 +45,7 @@ def plan_tensors(
     Raises:
         AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
     """
-    problems: list[str] = []
-    inputs: list[tuple[str, Checkpoint | Expert]] = [
-        ("base", base),
-        *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True)),
-    ]
-    for label, checkpoint in inputs:
-        problems += [f"{label}: {p}" for p in quantisation_problems(checkpoint.specs, checkpoint.config)]
-        if not checkpoint.specs:
-            problems.append(f"{label} ({checkpoint.location}) holds no tensors")
+    problems = _input_problems(recipe, base, experts)
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
     problems += statistics.kind_problems([e.kind == "adapter" for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
@@ -106,6 +98,20 @@ def plan_tensors(
             *_adapter_notes(recipe.labels, experts, items),
         ),
     )
+
+
+def _input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+    """Signs that an input holds codes and no weights, and inputs that hold nothing."""
+    inputs: list[tuple[str, Checkpoint | Expert]] = [
+        ("base", base),
+        *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True)),
+    ]
+    problems = []
+    for label, checkpoint in inputs:
+        problems += [f"{label}: {p}" for p in quantisation_problems(checkpoint.specs, checkpoint.config)]
+        if not checkpoint.specs:
+            problems.append(f"{label} ({checkpoint.location}) holds no tensors")
+    return problems
 
 
 def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapping[str, str]) -> Decision:
