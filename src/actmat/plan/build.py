@@ -50,8 +50,7 @@ def build_plan(
     Raises:
         AlignmentError: the inputs do not fit together or the recipe does not fit them; carries all problems.
     """
-    labels = recipe.labels
-    statistics = statistics or ExpertStatistics.none(labels)
+    statistics = statistics or ExpertStatistics.none(recipe.labels)
     if base is not None:
         draft = plan_tensors(recipe, base, experts, statistics, room)
     else:
@@ -63,7 +62,7 @@ def build_plan(
         output="adapter" if base is None else "model",
         base=None if base is None else _summary("base", base, "model"),
         experts=tuple(
-            _summary(label, e, e.kind, names) for label, e, names in zip(labels, experts, ignored, strict=True)
+            _summary(label, e, e.kind, names) for label, e, names in zip(recipe.labels, experts, ignored, strict=True)
         ),
         items=draft.items,
         specs=draft.specs,
@@ -75,7 +74,7 @@ def build_plan(
         kept=draft.kept,
         notes=(
             *recipe.notes,
-            *_input_notes(labels, base, experts),
+            *_input_notes(recipe.labels, base, experts),
             *draft.notes,
             *_method_notes(draft.items),
             *statistics.notes_on(draft.items),
