@@ -97,7 +97,9 @@ def _imported(name: str) -> Any:
     module = COMMANDS[name]
     found = getattr(importlib.import_module(f"actmat.cli.{module}"), module)
     if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)
+        group = typer.main.get_command(found)
+        group.name = name
+        return group
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     alone.command(name)(deferred(found) if name in FROM_RECIPES else found)
     return typer.main.get_command(alone)
