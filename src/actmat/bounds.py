@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from actmat.errors import CheckpointError, MergeError
+from actmat.system import BINARY, NONBLOCK
 
 __all__ = [
     "MAX_BYTES",
@@ -132,7 +133,7 @@ def open_regular(path: Path, *, error: type[MergeError] = CheckpointError) -> It
         MergeError: missing, unreadable, or no regular file; of the type `error`.
     """
     with _explained(path, "read", error):
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | NONBLOCK | BINARY)
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)

@@ -24,6 +24,7 @@ from actmat.output import JournalRecords, StagedOutput, intact_items
 from actmat.parts import PartStage
 from actmat.plan import MergePlan
 from actmat.report import Totals, sum_records, verify
+from actmat.system import usable_cores
 
 __all__ = ["FinishReport", "finish_parts"]
 
@@ -94,7 +95,7 @@ def finish_parts(
             _check_unchanged(plan, inputs, stage)
             writer = ShardWriter(stage.path, plan.shards, durable=durable, attach="cached")
             stack.callback(writer.close)
-            workers = len(os.sched_getaffinity(0)) if threads is None else threads
+            workers = usable_cores() if threads is None else threads
             records = JournalRecords(_Gathered(_gather(stage, head, plan, writer if check else None, workers)))
             output = StagedOutput(plan, writer, records, PartStage(stage))
             if head.get("diagnose"):

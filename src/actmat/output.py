@@ -30,6 +30,7 @@ from actmat.recipe import Recipe
 from actmat.report import build_manifest, model_card, write_manifest
 from actmat.report.write import write_report
 from actmat.settings import RunSettings
+from actmat.system import stored_bytes
 from actmat.touched import has_same_inputs
 
 __all__ = ["JournalRecords", "StagedOutput", "check_outputs", "check_room", "intact_items", "staged_outputs"]
@@ -331,7 +332,7 @@ def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) 
     for (out, folder), plan in zip(places, plans, strict=True):
         by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, plan.write_bytes))
     for rows in by_disk.values():
-        there = sum(f.stat().st_blocks * 512 for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())
+        there = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())
         folder = rows[0][1]
         with disk_errors(folder):
             free = shutil.disk_usage(folder).free

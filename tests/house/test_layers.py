@@ -24,6 +24,7 @@ from tests.helpers.repository import (
 
 LAYERS = (
     "version",
+    "system",
     "foreign",
     "errors",
     "bounds",

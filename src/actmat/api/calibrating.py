@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from actmat.system import load_average, usable_cores
 from actmat.timing.measure import Effort, busy_shares, compute_rates, device_rates, entry_rates, storage_rates
 from actmat.timing.rates import HostRates, Rates
 from actmat.version import __version__
@@ -40,7 +41,7 @@ def calibrate(
 
     from actmat.engine.resources import one_thread
 
-    effort, cores, load = effort or Effort(), len(os.sched_getaffinity(0)), round(os.getloadavg()[0], 2)
+    effort, cores, load = effort or Effort(), usable_cores(), round(load_average(), 2)
     with one_thread(), torch.no_grad():
         compute = compute_rates(effort, note)
         note("elementwise operations and hashing")

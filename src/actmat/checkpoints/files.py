@@ -16,6 +16,7 @@ from pathlib import Path
 
 from actmat.checkpoints.base import FileIdentity
 from actmat.errors import CheckpointError
+from actmat.system import BINARY, read_at
 
 __all__ = ["FileReader", "file_identity"]
 
@@ -87,7 +88,7 @@ class FileReader:
         try:
             done, total = 0, len(out)
             while done < total:
-                count = os.preadv(opened.fd, [out[done : done + MAX_READ]], offset + done)
+                count = read_at(opened.fd, out[done : done + MAX_READ], offset + done)
                 if count == 0:
                     raise CheckpointError(
                         f"{_subject(tensor, label)}: expected {total} bytes at {offset}, the file ended after {done}. "
@@ -154,7 +155,7 @@ class FileReader:
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
                 raise CheckpointError(f"{label}: expected a file, found something else at {path}")
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | BINARY)
         except OSError as error:
             raise CheckpointError(f"{label}: cannot be opened at {path}: {error.strerror}") from error
         now = _state(os.fstat(fd))

@@ -152,7 +152,7 @@ def _keep_pages_warm() -> None:
     of a process, so the library does not make them. Without glibc this does nothing.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch when it is imported
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: Windows
         mallopt = ctypes.CDLL(None).mallopt
         trim_threshold, mmap_threshold = -1, -3
         mallopt(trim_threshold, 32 << 20)

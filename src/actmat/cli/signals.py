@@ -26,7 +26,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Raise `Stopped` on SIGTERM and SIGHUP, unless they are ignored (`nohup`) or handled already."""
-    names = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
+    names = known if threading.current_thread() is threading.main_thread() else []
     taken = [n for n in names if signal.getsignal(n) is signal.SIG_DFL]
     for number in taken:
         signal.signal(number, _stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import resource
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from actmat.diagnostics.model import (
 from actmat.engine.task import Record
 from actmat.layout.types import Role
 from actmat.plan.model import Item, MergePlan
+from actmat.system import peak_memory
 
 __all__ = ["build_diagnosis", "is_observation", "storage_dtypes"]
 
@@ -89,7 +89,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
             parameters=sum(math.prod(s.shape) for s in plan.specs),
             measured=len(measures),
             seconds=round(seconds, 3),
-            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_bytes=peak_memory(),
             bytes_read=plan.read_bytes,
             bytes_written=plan.write_bytes if out is not None else 0,
             stages=Stages(measure=round(measuring, 3)),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from actmat.system import free_memory
 
 __all__ = ["Budget", "Room", "Scratch", "available_memory"]
 
@@ -154,7 +155,7 @@ class Budget:
 
 def available_memory() -> int:
     """Bytes of memory that could be used now without swapping: what the kernel says, within the cgroup's limit."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = free_memory()
     with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as file:
         line = next(x for x in file if x.startswith("MemAvailable:"))
         available = int(line.split()[1]) * 1024

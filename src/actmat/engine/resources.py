@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from actmat.engine.observer import ObserverFactory
 from actmat.errors import RecipeError, format_size
 from actmat.plan.cost import BASELINE_BYTES
 from actmat.plan.model import MergePlan
+from actmat.system import usable_cores
 
 __all__ = ["Resources", "check_device", "check_device_name", "one_thread", "share_resources"]
 
@@ -68,7 +68,7 @@ def share_resources(
     Raises:
         RecipeError: the largest tensor alone does not fit.
     """
-    workers = len(os.sched_getaffinity(0)) if threads is None else threads
+    workers = usable_cores() if threads is None else threads
     if workers < 1:
         raise RecipeError(f"--threads must be at least 1; got {threads}.")
     width = torch_dtype(plans[0].recipe.compute_dtype).itemsize

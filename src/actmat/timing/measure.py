@@ -25,6 +25,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.linalg import operations
 from actmat.linalg.operations import Operation
 from actmat.plan.regions import CHUNK
+from actmat.system import read_at, write_at
 from actmat.timing.rates import Compute, DeviceRates
 
 __all__ = ["QUICK", "Effort", "busy_shares", "compute_rates", "device_rates", "entry_rates", "storage_rates"]
@@ -132,18 +133,18 @@ def busy_shares(effort: Effort, cores: int) -> dict[str, float]:
 def storage_rates(effort: Effort, folder: Path | None) -> dict[str, float]:
     """Bytes per second of writing (synced), of reading from storage and of reading what the system holds in memory."""
     block = memoryview(os.urandom(1 << 22))
-    buffer = bytearray(1 << 22)
+    buffer = memoryview(bytearray(1 << 22))
     with tempfile.NamedTemporaryFile(dir=folder, prefix="actmat-calibrate-") as file:
         handle, blocks = file.fileno(), max(1, effort.file_bytes // len(block))
 
         def write() -> None:
             for k in range(blocks):
-                os.pwrite(handle, block, k * len(block))
+                write_at(handle, block, k * len(block))
             os.fsync(handle)
 
         def read() -> None:
             for k in range(blocks):
-                os.preadv(handle, [buffer], k * len(block))
+                read_at(handle, buffer, k * len(block))
 
         total = blocks * len(block)
         written = total / _once(write)

@@ -33,6 +33,7 @@ from actmat.checkpoints.joining import join_shards
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
+from actmat.system import total_memory
 
 __all__ = ["TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint", "load_torch"]
 
@@ -167,7 +168,7 @@ def load_torch(path: Path, label: str, location: str) -> Any:
                 f"{location}: {label} is not a readable torch file: it has {error}. Likely cause: a hostile file, or "
                 "a damaged one. Fix: fetch the file again, or save the state dict as safetensors."
             ) from None
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = total_memory()
     if not is_zip and size > memory:
         raise CheckpointError(
             f"{location}: {label} is a legacy torch file of {size} bytes, which cannot be mapped and does not fit the "

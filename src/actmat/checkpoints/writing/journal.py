@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from actmat.bounds import open_regular, parse_object
 from actmat.errors import OutputError
+from actmat.system import BINARY, NOFOLLOW, read_at
 
 __all__ = ["Journal"]
 
@@ -52,7 +53,7 @@ class Journal(Mapping[str, dict[str, Any]]):
         Raises:
             OSError: it cannot be written; FileExistsError, it exists.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | BINARY | NOFOLLOW
         self._file = os.fdopen(os.open(self.path, flags, 0o644), "rb+", 0)  # a buffer would fail again when closed
         self.head = dict(head)
         self._write(head)
@@ -71,7 +72,7 @@ class Journal(Mapping[str, dict[str, Any]]):
 
     def resume(self) -> None:
         """Open for appending, after the damaged end is cut off."""
-        self._file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW), "rb+", 0)
+        self._file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_APPEND | BINARY | NOFOLLOW), "rb+", 0)
         if os.fstat(self._file.fileno()).st_size > self._good:  # cut, not written again: the disk may be full
             os.ftruncate(self._file.fileno(), self._good)
 
@@ -107,12 +108,13 @@ class Journal(Mapping[str, dict[str, Any]]):
     def __getitem__(self, name: str) -> dict[str, Any]:
         place = self._places[name]
         offset, length = place >> LENGTH_BITS, place & (1 << LENGTH_BITS) - 1
+        line = memoryview(bytearray(length))
         if self._file is not None:
-            line = os.pread(self._file.fileno(), length, offset)
+            read_at(self._file.fileno(), line, offset)
         else:
             with open_regular(self.path, error=OutputError) as file:
-                line = os.pread(file.fileno(), length, offset)
-        return parse_object(line, self.path.name, error=OutputError)
+                read_at(file.fileno(), line, offset)
+        return parse_object(bytes(line), self.path.name, error=OutputError)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

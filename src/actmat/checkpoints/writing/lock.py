@@ -1,18 +1,26 @@
-"""The lock of the process that builds or renames an output: `flock` on a hidden file beside it."""
+"""The lock of the process that builds or renames an output, on a hidden file beside it.
+
+`flock`; `msvcrt.locking` on Windows; on a system with neither, the file itself is the lock, which a killed process
+leaves behind.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import os
 from pathlib import Path
 from typing import IO
 
 from actmat.errors import OutputError
+from actmat.system import BINARY, NOFOLLOW, NONBLOCK, optional_module
 
 __all__ = ["OutputLock"]
 
-LOCK_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+LOCK_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NOFOLLOW | NONBLOCK | BINARY
+
+_FCNTL, _MSVCRT = optional_module("fcntl"), optional_module("msvcrt")
+_LOCKS = _FCNTL is not None or _MSVCRT is not None
 
 WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 """Errors of file systems that offer no locks."""
@@ -47,9 +55,15 @@ class OutputLock:
             OSError: the file system offers no locks.
         """
         while self._file is None:
-            file = os.fdopen(os.open(self.path, LOCK_FLAGS, 0o644), "ab")
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file = os.fdopen(os.open(self.path, LOCK_FLAGS | (0 if _LOCKS else os.O_EXCL), 0o644), "ab")
+            except FileExistsError:
+                raise OutputError(
+                    f"Another actmat is writing {self.out} right now, or was killed: this system has no locks, and "
+                    f"{self.path} is there. If none runs, remove that file."
+                ) from None
+            try:
+                _lock(file)
             except BlockingIOError:
                 file.close()
                 raise OutputError(
@@ -70,9 +84,27 @@ class OutputLock:
     def release(self) -> None:
         """Release the lock and remove its file. May be called twice."""
         if self._file is not None:
-            self.path.unlink(missing_ok=True)  # while locked: later it may be of another process
+            with contextlib.suppress(PermissionError):  # Windows removes no open file; it stays, unlocked
+                self.path.unlink(missing_ok=True)  # while locked: later it may be of another process
             self._file.close()
             self._file = None
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock an open file.
+
+    Raises:
+        BlockingIOError: another process has it.
+        OSError: the file system offers no locks.
+    """
+    if _FCNTL is not None:
+        _FCNTL.flock(file, _FCNTL.LOCK_EX | _FCNTL.LOCK_NB)
+    elif _MSVCRT is not None:
+        file.seek(0)
+        try:
+            _MSVCRT.locking(file.fileno(), _MSVCRT.LK_NBLCK, 1)
+        except PermissionError as error:  # held by another process
+            raise BlockingIOError(*error.args) from None
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

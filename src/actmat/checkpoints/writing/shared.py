@@ -28,9 +28,10 @@ from actmat.bounds import kind_of_file, read_object
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.shards import Shard
-from actmat.checkpoints.writing.staging import disk_errors, occupied, sibling, sync_directory
+from actmat.checkpoints.writing.staging import disk_errors, occupied, sibling
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
+from actmat.system import rename_folder, sync_directory
 
 __all__ = ["SharedStage"]
 
@@ -138,7 +139,7 @@ class SharedStage:
                 if self._previous.exists():
                     shutil.rmtree(self._previous)
                 os.rename(self.out, self._previous)
-            os.rename(self.path, self.out)
+            rename_folder(self.path, self.out)
             sync_directory(self.out.parent)
         self.sweep()
 

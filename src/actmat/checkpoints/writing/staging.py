@@ -26,6 +26,7 @@ from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError, format_size
+from actmat.system import rename_folder, sync_directory
 
 __all__ = [
     "JOURNAL_NAME",
@@ -35,7 +36,6 @@ __all__ = [
     "disk_errors",
     "occupied",
     "sibling",
-    "sync_directory",
 ]
 
 JOURNAL_NAME = "journal.jsonl"
@@ -245,7 +245,7 @@ class Staging:
                 if self._previous.exists():
                     shutil.rmtree(self._previous)
                 os.rename(self.out, self._previous)
-            os.rename(self.path, self.out)
+            rename_folder(self.path, self.out)
             self.committed = self._gone = True
             sync_directory(self.out.parent)
             self._journal_aside.unlink()
@@ -308,12 +308,3 @@ def _foreign(folder: Path) -> bool:
     folders = [e for e in entries if e.is_dir(follow_symlinks=False)]
     files = [e for e in entries if e.is_file(follow_symlinks=False)]
     return len(folders) + len(files) < len(entries) or any(_foreign(Path(e.path)) for e in folders)
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,14 +14,15 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.writing.shards import Extent, Shard, index_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import OutputError
+from actmat.system import BINARY, DSYNC, NOFOLLOW, read_at, sync_data, write_at
 
 __all__ = ["ShardWriter", "TensorSink"]
 
 _CHECK_BYTES = 1 << 22
 _FLUSH_BYTES = 1 << 26
-READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-SHARD_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-ATTACH_FLAGS = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+READ_FLAGS = os.O_RDONLY | NOFOLLOW | BINARY
+SHARD_FLAGS = os.O_RDWR | os.O_CREAT | NOFOLLOW | BINARY
+ATTACH_FLAGS = os.O_WRONLY | NOFOLLOW | BINARY
 """Shards that several machines write are opened for writing only: of a file that can be read too, a network file system
 may read the page around a tensor's edge, and later write all of it back, with old bytes of the neighbour."""
 
@@ -98,7 +99,7 @@ class ShardWriter:
                 (self.directory / shard.file).parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.directory / shard.file, SHARD_FLAGS, 0o644)
             self._handles[shard.file] = handle
-            if os.fstat(handle).st_size != shard.size or os.pread(handle, len(shard.header), 0) != shard.header:
+            if os.fstat(handle).st_size != shard.size or _start(handle, len(shard.header)) != shard.header:
                 os.ftruncate(handle, 0)
                 os.ftruncate(handle, shard.size)
                 self.pwrite(shard.file, memoryview(shard.header), 0)
@@ -111,7 +112,7 @@ class ShardWriter:
         """
         path = self.directory / shard.file
         with disk_errors(self.directory), _read_handle(path) as handle:
-            size, header = os.fstat(handle).st_size, os.pread(handle, len(shard.header), 0)
+            size, header = os.fstat(handle).st_size, _start(handle, len(shard.header))
             _forget_pages(handle, 0, 0)
         if size != shard.size or header != shard.header:
             built = self.directory if ".actmat-" in self.directory.name else self.directory.parent
@@ -122,7 +123,7 @@ class ShardWriter:
                 "again, and write to storage that all workers share."
             )
         with disk_errors(self.directory):
-            self._handles[shard.file] = os.open(path, ATTACH_FLAGS | (os.O_DSYNC if synchronous else 0))
+            self._handles[shard.file] = os.open(path, ATTACH_FLAGS | (DSYNC if synchronous else 0))
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> TensorSink:
         """Sink of tensor `name`, which also writes the tensors tied to it."""
@@ -139,7 +140,7 @@ class ShardWriter:
             _forget_pages(handle, extent.offset, extent.nbytes)
             while seen.size < extent.nbytes:
                 chunk = buffer[: min(len(buffer), extent.nbytes - seen.size)]
-                if os.preadv(handle, [chunk], extent.offset + seen.size) != len(chunk):
+                if read_at(handle, chunk, extent.offset + seen.size) != len(chunk):
                     return False
                 seen.update(chunk)
             if self.is_attached:
@@ -152,7 +153,7 @@ class ShardWriter:
         with disk_errors(self.directory):
             done = 0
             while done < len(data):
-                done += os.pwrite(handle, data[done:], offset + done)
+                done += write_at(handle, data[done:], offset + done)
         self._unflushed += len(data)  # only paces the flusher: a lost update between threads does no harm
         if self._unflushed >= _FLUSH_BYTES:
             self._unflushed = 0
@@ -199,7 +200,7 @@ class ShardWriter:
             self._wake.clear()
             for handle in tuple(self._handles.values()):
                 try:
-                    os.fdatasync(handle)
+                    sync_data(handle)
                 except OSError as error:
                     # the system reports a lost write only once: the fsync in `finish` would succeed
                     self._flush_error = error
@@ -219,6 +220,12 @@ def _read_handle(path: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+def _start(handle: int, length: int) -> bytes:
+    """The first bytes of a file, fewer where it is shorter."""
+    start = bytearray(length)
+    return bytes(start[: read_at(handle, memoryview(start), 0)])
 
 
 def _forget_pages(handle: int, offset: int, nbytes: int) -> None:

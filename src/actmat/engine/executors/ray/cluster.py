@@ -13,6 +13,7 @@ from typing import Any
 
 from actmat.engine.executors.ray.batches import Node
 from actmat.errors import MergeError, RecipeError
+from actmat.system import usable_cores
 
 __all__ = ["check_address", "cluster_nodes", "connect", "driver_node", "node_name"]
 
@@ -84,7 +85,7 @@ def _start(wanted: str) -> bool:
                     "'ray start --address HOST:PORT' on the others, and the address that the first printed."
                 ) from error
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for reports to Ray's makers
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
     return True
 

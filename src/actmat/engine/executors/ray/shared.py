@@ -13,6 +13,7 @@ from actmat.checkpoints.writing.staging import disk_errors
 from actmat.engine.inputs import Inputs
 from actmat.engine.session import SessionSpec
 from actmat.experts.base import Expert
+from actmat.system import BINARY, NOFOLLOW
 
 __all__ = ["input_problems", "prepared_storage", "storage_problems"]
 
@@ -88,7 +89,7 @@ def _content(files: Sequence[FileIdentity]) -> list[tuple[str, int, int, str]]:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    handle = os.open(path, os.O_RDONLY | NOFOLLOW | BINARY)
     try:
         os.fsync(handle)
     finally:

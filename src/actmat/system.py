@@ -1,0 +1,182 @@
+"""Calls of the operating system that are not on every one, each with a way to do without it.
+
+Linux is the system that is tested. A test takes these calls away and merges without them; on macOS and on Windows
+nothing has been run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = [
+    "BINARY",
+    "DSYNC",
+    "NOFOLLOW",
+    "NONBLOCK",
+    "free_memory",
+    "load_average",
+    "optional_module",
+    "peak_memory",
+    "read_at",
+    "rename_folder",
+    "stored_bytes",
+    "sync_data",
+    "sync_directory",
+    "total_memory",
+    "usable_cores",
+    "write_at",
+]
+
+BINARY: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Flags of every file that is opened: bytes as they are (Windows), not for child processes."""
+NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
+NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
+DSYNC: int = getattr(os, "O_DSYNC", getattr(os, "O_SYNC", 0))
+
+UNKNOWN_MEMORY = 2 << 30
+"""Bytes that are taken for free where no call tells; --max-memory says better."""
+
+_position = threading.Lock()
+"""Held while a file's position is moved, where reading at a place is no call of its own."""
+
+
+def optional_module(name: str) -> Any:
+    """A module of the standard library, or None on a system that has none of that name."""
+    try:
+        found: ModuleType = importlib.import_module(name)
+    except ImportError:
+        return None
+    return found
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load_average() -> float:
+    """Processes that wait for a core, over the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def read_at(handle: int, out: memoryview, offset: int) -> int:
+    """Fill the start of `out` with bytes of a file from `offset` on; their number, 0 at the end of the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(handle, [out], offset)
+    if hasattr(os, "pread"):
+        found = os.pread(handle, len(out), offset)
+    else:
+        with _position:
+            os.lseek(handle, offset, os.SEEK_SET)
+            found = os.read(handle, len(out))
+    out[: len(found)] = found
+    return len(found)
+
+
+def write_at(handle: int, data: memoryview, offset: int) -> int:
+    """Write the start of `data` to a file at `offset`; the number of bytes that were taken."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(handle, data, offset)
+    with _position:
+        os.lseek(handle, offset, os.SEEK_SET)
+        return os.write(handle, data)
+
+
+def sync_data(handle: int) -> None:
+    """Wait until a file's bytes are on the disk."""
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(handle)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a folder are on the disk; Windows opens no folders, and orders renames itself."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def rename_folder(source: Path, target: Path) -> None:
+    """Rename a folder to a name that is free, or that an empty folder has."""
+    try:
+        os.rename(source, target)
+    except FileExistsError:  # Windows replaces no folder
+        target.rmdir()
+        os.rename(source, target)
+
+
+def stored_bytes(status: os.stat_result) -> int:
+    """Bytes that a file takes on the disk; its size where the system does not say."""
+    blocks: int | None = getattr(status, "st_blocks", None)
+    return status.st_size if blocks is None else blocks * 512
+
+
+def peak_memory() -> int:
+    """Most bytes of memory that this process had; 0 where the system does not say."""
+    resource = optional_module("resource")
+    if resource is None:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free, before caches are given back and limits of containers counted.
+
+    Without a call that tells it is half of the machine's memory, or `UNKNOWN_MEMORY`.
+    """
+    status = _windows_memory()
+    if status is not None:
+        return int(status.free)
+    return _pages("SC_AVPHYS_PAGES") or _pages("SC_PHYS_PAGES") // 2 or UNKNOWN_MEMORY
+
+
+def total_memory() -> int:
+    """Bytes of memory of the machine; `UNKNOWN_MEMORY` without a call that tells."""
+    status = _windows_memory()
+    return _pages("SC_PHYS_PAGES") or (UNKNOWN_MEMORY if status is None else int(status.total))
+
+
+def _pages(name: str) -> int:
+    """Bytes of so many pages as the system states under a name; 0 where it does not."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        pages, size = os.sysconf(name), os.sysconf("SC_PAGE_SIZE")
+        return int(pages) * int(size)
+    return 0
+
+
+class _MemoryStatus(ctypes.Structure):
+    """`MEMORYSTATUSEX` of Windows."""
+
+    _fields_ = (
+        ("length", ctypes.c_ulong),
+        ("load", ctypes.c_ulong),
+        *(
+            (name, ctypes.c_ulonglong)
+            for name in ("total", "free", "page_total", "page_free", "virtual", "virtual_free")
+        ),
+        ("extended", ctypes.c_ulonglong),
+    )
+
+
+def _windows_memory() -> _MemoryStatus | None:
+    """The memory as Windows states it; None on other systems."""
+    windows = getattr(ctypes, "windll", None)
+    if windows is None:
+        return None
+    status = _MemoryStatus()
+    status.length = ctypes.sizeof(status)
+    windows.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+    return status
