@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FL
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test examples fuzz lint chaos clean
+.PHONY: help demo test examples fuzz lint chaos site clean
 
 help:  ## this list
 	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ lint: $(VENV)/dev.stamp  ## only style and types
 
 chaos: $(VENV)/dev.stamp  ## kill and disturb merges at random      make chaos RUNS=500
 	OMP_NUM_THREADS=1 $(BIN)/python -m chaos --runs $(RUNS)
+
+site: $(VENV)/dev.stamp  ## build the documentation as a site in build/site
+	$(BIN)/python -m docs.site
 
 clean:  ## remove .venv and the caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

@@ -4,8 +4,8 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `methods-short`, `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `settings SUITE`,
-`recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `tune NAME` (measured tables of the
+overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `settings SUITE`,
+`recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `api`, `tune NAME` (measured tables of the
 search), `evidence NAME` (of experiments on pretrained models). Nothing outside the marks is touched.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.tune.tables import tune_table
+from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
@@ -80,12 +81,6 @@ def methods(_: str) -> str:
     """What every method needs, does and costs."""
     rows = [[f"[`{m.name}`]({m.name}.md)", m.summary, *_facts(m)] for m in METHODS]
     return table(["method", "idea", "data", "LoRA", "weights", "random", "acts on", "FLOPs"], rows)
-
-
-def methods_short(_: str) -> str:
-    """The table of the README."""
-    rows = [[f"[`{m.name}`](docs/methods/{m.name}.md)", m.summary, _data(m), _lowrank(m), m.flops] for m in METHODS]
-    return table(["method", "idea", "data", "LoRA", "FLOPs"], rows)
 
 
 def _facts(m: MergeMethod) -> list[str]:
@@ -290,9 +285,21 @@ def families(_: str) -> str:
     return ", ".join(f"`{f}`" for f in sorted({*FAMILIES, *PLAIN}, key=str.lower)) + ".\n"
 
 
+def versions(_: str) -> str:
+    """Outcomes of `benchmarks.versions`."""
+    place = ROOT / "benchmarks" / "results" / "versions.json"
+    runs = json.loads(place.read_text(encoding="utf-8"))["runs"] if place.exists() else []
+    shown = ("torch", "safetensors", "huggingface_hub", "pydantic", "typer")
+    rows = []
+    for run in runs:
+        found = run.get("versions", {})
+        tests = ", ".join(f"{n} {kind}" for kind, n in run.get("tests", {}).items()) or "not installed"
+        rows.append([run["python"], run["which"], *(found.get(n, "") for n in shown), tests])
+    return table(["Python", "dependencies", *shown, "tests"], rows)
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "methods": methods,
-    "methods-short": methods_short,
     "method": method,
     "steps": steps,
     "step": step,
@@ -303,6 +310,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "families": families,
     "fuzz": lambda _: fuzz_table(table),
     "chaos": lambda _: chaos_table(table),
+    "versions": versions,
+    "api": api,
     "tune": lambda name: tune_table(name, table),
     "evidence": lambda name: evidence_table(name, table),
 }

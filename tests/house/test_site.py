@@ -1,0 +1,103 @@
+"""The documentation builds as a site: every link leads somewhere, every page is in the navigation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from docs.site import DOCS, ROOT, build, navigation, notebook_page, places, relinked, run_mkdocs
+
+from actmat.methods import METHODS
+
+README_LINES = 100
+"""Two screens."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    root = tmp_path_factory.mktemp("site")
+    (root / "work").mkdir()
+    return root / "out", build(root / "out", root / "work")
+
+
+def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None:
+    out, warnings = site
+    assert warnings == []
+    assert (out / "index.html").is_file()
+    for page in DOCS.rglob("*.md"):
+        name = page.relative_to(DOCS).with_suffix(".html")
+        assert (out / {"README.html": "pages.html"}.get(str(name), name.with_name(
+            "index.html" if name.stem == "README" else name.name))).is_file(), name  # fmt: skip
+    assert all((out / "methods" / f"{m.name}.html").is_file() for m in METHODS)
+
+
+def test_the_notebook_is_a_page_with_what_it_showed(site: tuple[Path, list[str]]) -> None:
+    text = (site[0] / "tutorial.html").read_text()
+    assert "MergePlan: actmat over 2 experts" in text
+    assert "experts/parity" in text
+
+
+def test_code_and_marks_stay_out_of_the_text(site: tuple[Path, list[str]]) -> None:
+    text = (site[0] / "install.html").read_text()
+    assert "<!-- not run" not in text
+    assert "<!-- generated" not in (site[0] / "api.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "said"), [("[a](gone.md)", "gone.md"), ("[a](#gone)", "gone"), ("![a](gone.png)", "gone.png")]
+)
+def test_a_broken_link_is_a_warning(tmp_path: Path, page: str, said: str) -> None:
+    given = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text(f"# Title\n{page}\n")
+    config = {"site_name": "x", "docs_dir": "pages", "site_dir": str(tmp_path / "out"), "plugins": [],
+              "theme": "mkdocs", "validation": given["validation"]}  # fmt: skip
+    (warning,) = run_mkdocs(config, tmp_path)
+    assert said in warning
+
+
+def test_links_are_those_of_the_site() -> None:
+    sites = places()
+    page = ROOT / "README.md"
+    text = (
+        "[a](docs/methods/ties.md#trap) [`b`](docs/tour.md) [c](CONTRIBUTING.md) [d](https://x.org) [e](#one)\n"
+        "[code](src/actmat/run.py) `[f](docs/tour.md)`\n```text\n[g](docs/tour.md)\n```\n"
+    )
+    assert relinked(text, page, sites) == (
+        "[a](methods/ties.md#trap) [`b`](tour.md) [c](project/contributing.md) [d](https://x.org) [e](#one)\n"
+        "code (`src/actmat/run.py`) `[f](docs/tour.md)`\n```text\n[g](docs/tour.md)\n```\n"
+    )
+    deep = relinked("[a](../README.md) [b](../../README.md)", DOCS / "methods" / "ties.md", sites)
+    assert deep == "[a](../pages.md) [b](../index.md)"
+
+
+def test_a_folder_stands_for_its_pages_that_are_not_named() -> None:
+    nav = ["index.md", {"Methods": ["m/README.md", {"...": "m"}]}, {"M": "m/special.md"}]
+    pages = ["index.md", "m/README.md", "m/b.md", "m/a.md", "m/special.md", "m/deep/c.md"]
+    assert navigation(nav, pages) == [
+        "index.md",
+        {"Methods": ["m/README.md", "m/a.md", "m/b.md"]},
+        {"M": "m/special.md"},
+    ]
+
+
+def test_cells_of_a_notebook() -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# T\n", "x"]},
+        {"cell_type": "code", "source": ["1"], "outputs": [{"output_type": "stream", "text": ["one\n"]}]},
+        {"cell_type": "code", "source": ["2"], "outputs": [{"data": {"text/html": ["<b>", "2</b>"]}}]},
+    ]
+    assert notebook_page(json.loads(json.dumps({"cells": cells}))) == (
+        "# T\nx\n\n```python\n1\n```\n\n```text\none\n```\n\n```python\n2\n```\n\n<b>2</b>\n"
+    )
+
+
+def test_the_readme_is_two_screens_and_its_commands_are_of_the_makefile() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= README_LINES
+    makefile = (ROOT / "Makefile").read_text()
+    for command in ("demo", "test"):
+        assert f"make {command} " in text
+        assert f"\n{command}: " in makefile
