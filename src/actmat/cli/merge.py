@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +16,7 @@ from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.api import MergeReport
+    from actmat.cli.screen import MergeProgress
     from actmat.recipe import Recipe
 
 __all__ = ["merge"]
@@ -69,10 +70,8 @@ def merge(
         _end(_merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet), strict=strict)
         return
     from actmat.api import run_recipes
-    from actmat.cli.screen import hub_bars, showing_progress
 
-    to_hub = any(str(r.out).startswith("hf://") for r in recipes)
-    with hub_bars(quiet=quiet) if to_hub else nullcontext(), showing_progress(quiet=quiet) as progress:
+    with _showing(recipes, quiet=quiet) as progress:
         reports = run_recipes(recipes, run, progress)
     if not quiet:
         from actmat.cli.summary import print_summary
@@ -81,6 +80,16 @@ def merge(
             for report in reports:
                 print_summary(report)
     _end(reports, strict=strict)
+
+
+@contextmanager
+def _showing(recipes: Sequence[Recipe], *, quiet: bool) -> Iterator[MergeProgress | None]:
+    """A bar over the tensors; bars of the hub's library where an output goes there."""
+    from actmat.cli.screen import hub_bars, showing_progress
+
+    to_hub = any(str(r.out).startswith("hf://") for r in recipes)
+    with hub_bars(quiet=quiet) if to_hub else nullcontext(), showing_progress(quiet=quiet) as progress:
+        yield progress
 
 
 def _end(reports: Sequence[MergeReport], *, strict: bool) -> None:
