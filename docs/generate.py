@@ -295,7 +295,7 @@ def versions(_: str) -> str:
         found = run.get("versions", {})
         tests = ", ".join(f"{n} {kind}" for kind, n in run.get("tests", {}).items()) or "not installed"
         rows.append([run["python"], run["which"], *(found.get(n, "") for n in shown), tests])
-    return table(["Python", "dependencies", *shown, "tests"], rows)
+    return table(["Python", "dependencies", *shown, "tests"], rows) if rows else "No run is recorded.\n"
 
 
 KINDS: dict[str, Callable[[str], str]] = {

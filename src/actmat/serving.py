@@ -55,6 +55,12 @@ def serving_commands(out: str) -> Serving:
     place = out.removeprefix("hf://")
     if "adapter_config.json" in source.names:
         return _of_adapter(place, read_object(source.fetch("adapter_config.json")))
+    if "model_index.json" in source.names:
+        python = (
+            "from diffusers import DiffusionPipeline",
+            f'pipeline = DiffusionPipeline.from_pretrained({place!r}, torch_dtype="auto")',
+        )
+        return Serving(python, "", ("vLLM writes text with decoder models; this is a pipeline of diffusion models",))
     if "config.json" not in source.names:
         raise CheckpointError(
             f"{out} has no config.json, because its base has none: load the tensors with safetensors, into the model's "

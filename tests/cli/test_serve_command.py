@@ -87,6 +87,14 @@ def test_other_models(outputs: Path, tmp_path: Path, fields: dict[str, Any], pyt
     assert bool(found.vllm) is bool(vllm)
 
 
+def test_a_pipeline_of_diffusion_models_is_loaded_by_its_library(tmp_path: Path) -> None:
+    for name in ("actmat_manifest.json", "model_index.json"):
+        (tmp_path / name).write_text("{}")
+    found = serving_commands(str(tmp_path))
+    assert "DiffusionPipeline.from_pretrained" in found.python[1]
+    assert found.vllm == ""
+
+
 def test_the_command_prints_lines_json_or_the_one_command(outputs: Path, tmp_path: Path) -> None:
     out = str(outputs / "adapter")
     text = run(["serve-command", out]).out

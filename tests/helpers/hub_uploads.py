@@ -136,6 +136,7 @@ class Uploads:
         shutil.copytree(_head(hub, repo), folder, dirs_exist_ok=True)
         for line in rest:
             value, path = line["value"], folder / line["value"]["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
             if line["key"] == "deletedFile":
                 path.unlink()
             elif line["key"] == "lfsFile":

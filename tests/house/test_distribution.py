@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from benchmarks.versions import TESTS, pinned, summary
 from tests.helpers.repository import PACKAGE, ROOT, tracked_files
 
 from actmat.version import __version__
@@ -85,8 +86,18 @@ def test_every_command_of_the_pages_on_installing_names_an_extra_that_there_is()
     assert {"statistics", "remote", "ray"} <= named
 
 
+@pytest.mark.parametrize("which", ["minimum", "latest"])
+def test_requirements_of_a_try(which: str) -> None:
+    found = pinned(PROJECT["dependencies"], which)
+    assert len(found) == len(PROJECT["dependencies"])
+    assert all(("==" in d) is (which == "minimum") for d in found)
+    assert all((ROOT / test).is_file() for test in TESTS)
+    assert summary("12 passed, 1 skipped in 3s") == {"passed": 12, "skipped": 1}
+
+
 def test_python_versions_that_are_claimed_were_tried() -> None:
-    runs = json.loads((ROOT / "benchmarks" / "results" / "versions.json").read_text())["runs"]
+    results = ROOT / "benchmarks" / "results" / "versions.json"
+    runs = json.loads(results.read_text())["runs"] if results.exists() else []
     tried = {r["python"].rpartition(".")[0] for r in runs if r["passed"]} | {"3.11"}  # the test-suite's own
     claimed = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c}
     assert claimed == tried

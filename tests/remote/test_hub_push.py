@@ -240,5 +240,19 @@ def test_names_that_are_no_repository_are_refused(text: str) -> None:
 
 
 def test_a_damaged_manifest_names_no_file_outside_of_its_folder() -> None:
-    found = {"output": {"files": {"../a": 1, "b": 2, 3: 4}, "side_files": ["c"]}, "timing": "x"}
-    assert listed_files(found) == ["b"]
+    found = {"output": {"files": {"../a": 1, "b": 2, 3: 4, "c/../d": 5, "e/f": 6}, "side_files": ["c"]}, "timing": "x"}
+    assert listed_files(found) == ["b", "e/f"]
+
+
+def test_files_in_folders_go_into_folders(hub: HubStandIn, models: Models, tmp_path: Path) -> None:
+    from actmat.checkpoints.writing.hub import look_up, plan_push, send
+
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "model_index.json").write_text("{}")
+    names = ["model_index.json", "unet/model.safetensors"]
+    send(plan_push(look_up("org/pipe"), tmp_path, names, private=True, overwrite=False), "pipeline")
+    folder = hub.repositories["org/pipe"][hub.branches["org/pipe", "main"]]
+    assert (folder / "unet" / "model.safetensors").read_bytes() == b"weights"
+    again = plan_push(look_up("org/pipe"), tmp_path, names, private=True, overwrite=False)
+    assert not again.changes

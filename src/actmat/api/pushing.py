@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actmat.bounds import list_folder, local_path
+from actmat.bounds import local_path
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import OutputError
 from actmat.report import read_manifest, verify
+from actmat.report.verify import VERSIONING
 
 if TYPE_CHECKING:
     from actmat.checkpoints.writing.hub import PushedFile
@@ -99,8 +100,9 @@ def _files(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     from actmat.checkpoints.writing.hub import listed_files
 
     ours = {*listed_files(read_manifest(folder)), MANIFEST_NAME}
-    there = [n for n in list_folder(folder) if n not in (".cache", ".git", ".gitattributes")]
-    names = [n for n in there if n in ours or (n.upper().startswith(ADDED) and (folder / n).is_file())]
+    found = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    there = [n for n in found if n.split("/")[0] not in VERSIONING]
+    names = [n for n in there if n in ours or n.upper().startswith(ADDED)]
     if missing := sorted(ours - set(there)):
         raise OutputError(f"{folder} is not whole.", [f"file '{n}' of the manifest is missing" for n in missing])
     return names, tuple(n for n in there if n not in names)

@@ -162,7 +162,12 @@ def listed_files(manifest: Mapping[str, Any]) -> list[str]:
     """
     output, timing = ({**row} if isinstance(row := manifest.get(k), dict) else {} for k in ("output", "timing"))
     rows = (output.get("files"), output.get("side_files"), timing.get("reports"))
-    return [name for row in rows if isinstance(row, dict) for name in row if is_plain_name(name)]
+    return [name for row in rows if isinstance(row, dict) for name in row if _is_inside(name)]
+
+
+def _is_inside(name: object) -> bool:
+    """True for the name of a file in a folder or below it."""
+    return isinstance(name, str) and all(map(is_plain_name, name.split("/")))
 
 
 def check_place(place: HubPlace, *, private: bool, overwrite: bool) -> None:
@@ -316,7 +321,8 @@ class HubStaging(Staging):
 
     def commit(self) -> None:
         """Send all files in one commit; then remove the local folder."""
-        names = [p.name for p in self.path.iterdir() if p.name != JOURNAL_NAME]
+        files = [p for p in self.path.rglob("*") if p.is_file()]
+        names = [n for p in files if (n := p.relative_to(self.path).as_posix()) != JOURNAL_NAME]
         there = look_up(self.repo_id)
         push = plan_push(there, self.path, names, private=True, overwrite=self.overwrite)
         send(push, "Merge with actmat")
