@@ -117,7 +117,8 @@ def navigation(entries: Iterable[Any], pages: Iterable[str]) -> list[Any]:
                 out += [p for p in pages if os.path.dirname(p) == folder and p not in listed]
             elif isinstance(item, dict):
                 ((title, inner),) = item.items()
-                out.append({title: filled(inner) if isinstance(inner, list) else inner})
+                found = filled(inner) if isinstance(inner, list) else inner
+                out += [{title: found}] if found else []
             else:
                 out.append(item)
         return out

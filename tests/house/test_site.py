@@ -74,7 +74,7 @@ def test_links_are_those_of_the_site() -> None:
 
 
 def test_a_folder_stands_for_its_pages_that_are_not_named() -> None:
-    nav = ["index.md", {"Methods": ["m/README.md", {"...": "m"}]}, {"M": "m/special.md"}]
+    nav = ["index.md", {"Methods": ["m/README.md", {"...": "m"}]}, {"M": "m/special.md"}, {"None": [{"...": "n"}]}]
     pages = ["index.md", "m/README.md", "m/b.md", "m/a.md", "m/special.md", "m/deep/c.md"]
     assert navigation(nav, pages) == [
         "index.md",
