@@ -6,7 +6,8 @@
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `settings SUITE`,
 `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `api`, `tune NAME` (measured tables of the
-search), `evidence NAME` (of experiments on pretrained models). Nothing outside the marks is touched.
+search), `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and run).
+Nothing outside the marks is touched.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.tune.tables import tune_table
+from docs.matrix import family_table
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
@@ -314,6 +316,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "api": api,
     "tune": lambda name: tune_table(name, table),
     "evidence": lambda name: evidence_table(name, table),
+    "matrix": lambda name: family_table(name, table),
 }
 
 

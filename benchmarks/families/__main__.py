@@ -1,6 +1,7 @@
 """The family matrix: every architecture class that can be built tiny is merged, loaded and run.
 
-    python -m benchmarks.families                       # all of them, some 20 minutes on one core
+    python -m benchmarks.families | tee rows.txt        # all of them, some 20 minutes on one core
+    python -m benchmarks.families --resume rows.txt     # takes over what an interrupted run has printed
     python -m benchmarks.families --only Llama T5       # classes whose names begin so, printed, nothing written
 
 Each class is checked in a process that is shared by a few, so that one that takes the memory or the time of the machine
@@ -13,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write_result
@@ -58,19 +60,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="classes whose names begin so")
     parser.add_argument("--library", choices=["transformers", "diffusers"])
+    parser.add_argument("--resume", type=Path, nargs="+", default=[], help="output of earlier runs; later ones win")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="check no further class after so long; 0: none")
     given = parser.parse_args()
+    began = time.monotonic()
+    rows = {(r["library"], r["class"]): r for path in given.resume for r in printed_rows(path)}
     chosen = [
         one
-        for one in architectures()
-        if (given.only is None or one.name.startswith(tuple(given.only))) and given.library in (None, one.library)
+        for one in (architectures() if given.seconds > 0 else ())
+        if (given.only is None or one.name.startswith(tuple(given.only)))
+        and given.library in (None, one.library)
+        and (one.library, one.name) not in rows
     ]
-    worker, rows = Worker(), []
+    worker = Worker() if chosen else None
     for k, one in enumerate(chosen):
-        rows.append(worker.check(one))
-        print(f"{k + 1}/{len(chosen)} {json.dumps(rows[-1])}", flush=True)
-    worker.mine.send(None)
+        if worker is None or time.monotonic() - began > given.seconds:
+            break
+        rows[one.library, one.name] = worker.check(one)
+        print(f"{k + 1}/{len(chosen)} {json.dumps(rows[one.library, one.name])}", flush=True)
+    if worker is not None:
+        worker.mine.send(None)
     if given.only is None and given.library is None:
-        write_result("families", rows)
+        write_result("families", [rows[key] for key in sorted(rows)])
+
+
+def printed_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows in the output of a run."""
+    lines = path.read_text().splitlines()
+    return [json.loads(line.partition(" ")[2]) for line in lines if line[:1].isdigit() and "{" in line]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ class _Watch(TorchFunctionMode):
     def _start(self, out: Tensor, weight: Any, axis: int) -> None:
         label = self.names.get(id(weight))
         if label is not None and out.numel() <= MOST_ENTRIES and out.shape[-1] == weight.shape[axis]:
-            rows = torch.arange(out.shape[-1]).expand(out.shape)
+            rows = torch.empty_like(out, dtype=torch.int64)  # strides alike, as views depend on them
+            rows.copy_(torch.arange(out.shape[-1]).expand(out.shape))
             self.rows[id(out)] = (out, rows, label, True)
 
     def _follow(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:

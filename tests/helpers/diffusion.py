@@ -95,3 +95,73 @@ def image_of(loaded: Any) -> torch.Tensor:
     out = loaded("a b", num_inference_steps=1, generator=generator, output_type="pt", height=16, width=16)
     found: torch.Tensor = out.images
     return found
+
+
+# The names of CompVis' latent diffusion code for the models above, written down by hand from its modules.
+RESNET = {
+    "in_layers.0": "norm1",
+    "in_layers.2": "conv1",
+    "emb_layers.1": "time_emb_proj",
+    "out_layers.0": "norm2",
+    "out_layers.3": "conv2",
+    "skip_connection": "conv_shortcut",
+}
+BLOCKS = {
+    "input_blocks.1.0": "down_blocks.0.resnets.0",
+    "input_blocks.3.0": "down_blocks.1.resnets.0",
+    "middle_block.0": "mid_block.resnets.0",
+    "middle_block.2": "mid_block.resnets.1",
+    "output_blocks.0.0": "up_blocks.0.resnets.0",
+    "output_blocks.1.0": "up_blocks.0.resnets.1",
+    "output_blocks.2.0": "up_blocks.1.resnets.0",
+    "output_blocks.3.0": "up_blocks.1.resnets.1",
+}
+UNET_NAMES = {
+    "time_embed.0": "time_embedding.linear_1",
+    "time_embed.2": "time_embedding.linear_2",
+    "input_blocks.0.0": "conv_in",
+    "out.0": "conv_norm_out",
+    "out.2": "conv_out",
+    "input_blocks.2.0.op": "down_blocks.0.downsamplers.0.conv",
+    "input_blocks.3.1": "down_blocks.1.attentions.0",
+    "middle_block.1": "mid_block.attentions.0",
+    "output_blocks.0.1": "up_blocks.0.attentions.0",
+    "output_blocks.1.1": "up_blocks.0.attentions.1",
+    "output_blocks.1.2.conv": "up_blocks.0.upsamplers.0.conv",
+    **{f"{a}.{x}": f"{b}.{y}" for a, b in BLOCKS.items() for x, y in RESNET.items()},
+}
+VAE_NAMES = {
+    **{f"{c}.mid.block_{k + 1}": f"{c}.mid_block.resnets.{k}" for c in ("encoder", "decoder") for k in (0, 1)},
+    **{f"{c}.norm_out": f"{c}.conv_norm_out" for c in ("encoder", "decoder")},
+    **{
+        f"{c}.mid.attn_1.{x}": f"{c}.mid_block.attentions.0.{y}"
+        for c in ("encoder", "decoder")
+        for x, y in (("norm", "group_norm"), ("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("proj_out", "to_out.0"))
+    },
+    **{f"encoder.down.{k}.block": f"encoder.down_blocks.{k}.resnets" for k in (0, 1)},
+    "encoder.down.0.downsample.conv": "encoder.down_blocks.0.downsamplers.0.conv",
+    **{f"decoder.up.{1 - k}.block": f"decoder.up_blocks.{k}.resnets" for k in (0, 1)},
+    "decoder.up.1.upsample.conv": "decoder.up_blocks.0.upsamplers.0.conv",
+}
+
+
+def ldm_name(name: str, names: dict[str, str]) -> str:
+    """Name of a diffusers tensor in the LDM code."""
+    hits = [(theirs, ours) for theirs, ours in names.items() if name.startswith(f"{ours}.")]
+    if not hits:
+        return name
+    theirs, ours = max(hits, key=lambda pair: len(pair[1]))
+    return theirs + name.removeprefix(ours)
+
+
+def single_file(loaded: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a pipeline in the layout of a Stable Diffusion 1 file."""
+    out = {f"model.diffusion_model.{ldm_name(n, UNET_NAMES)}": t for n, t in loaded.unet.state_dict().items()}
+    for name, tensor in loaded.vae.state_dict().items():
+        kernel = ".attentions.0.to_" in name and tensor.ndim == 2
+        value = tensor[:, :, None, None] if kernel else tensor
+        out[f"first_stage_model.{ldm_name(name, VAE_NAMES)}"] = value
+    for name, tensor in loaded.text_encoder.state_dict().items():
+        out[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = tensor
+    out["alphas_cumprod"] = torch.linspace(1, 0, 10)
+    return {n: t.clone().contiguous() for n, t in out.items()}

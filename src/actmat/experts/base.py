@@ -22,7 +22,16 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["AdapterHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind", "VocabularyHandle"]
+__all__ = [
+    "AdapterHandle",
+    "ConvertedHandle",
+    "Expert",
+    "ExpertHandle",
+    "Family",
+    "Source",
+    "SourceKind",
+    "VocabularyHandle",
+]
 
 SourceKind = Literal["stored", "formed", "zero"]
 """stored: `W_t` is in storage, to be reduced by `W_0`; formed: a product of factors, or what is added to a bias; zero:
@@ -108,6 +117,11 @@ class Expert(abc.ABC):
     def config(self) -> Mapping[str, Any] | None:
         """Parsed `config.json` of a full model, else None."""
         return None
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """Tensors of the base that this sort of expert cannot have, and why; they are copied from the base."""
+        return {}
 
     @abc.abstractmethod
     def identity(self) -> tuple[FileIdentity, ...]:
@@ -218,5 +232,18 @@ class VocabularyHandle:
         return self.checkpoint.address
 
 
-ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | VocabularyHandle
+@dataclass(frozen=True, slots=True)
+class ConvertedHandle:
+    """Address of a full checkpoint that is read in the layout of the base."""
+
+    checkpoint: CheckpointHandle
+    base: CheckpointHandle
+
+    @property
+    def address(self) -> str:
+        """Address of the checkpoint."""
+        return self.checkpoint.address
+
+
+ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | VocabularyHandle | ConvertedHandle
 """Address of an expert: that of a checkpoint for a full one."""

@@ -14,8 +14,9 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_fi
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, Expert, ExpertHandle, Family, VocabularyHandle
+from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHandle, Family, VocabularyHandle
 from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.diffusion import is_in_other_layout, open_converted
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, unmerged_problem
 from actmat.experts.lora.open import open_adapter as open_peft_adapter
@@ -83,9 +84,11 @@ def open_expert(
         if family is not None:
             return family.open(str(location), base)
         opened = open_base(location)
-        if vocabulary is None:
-            return CheckpointExpert(opened)
         try:
+            if is_in_other_layout(opened, base):
+                return open_converted(opened, base)
+            if vocabulary is None:
+                return CheckpointExpert(opened)
             return align_vocabulary(opened, base, complete=vocabulary == "union")
         except CheckpointError:
             opened.close()
@@ -104,6 +107,9 @@ def open_handle(handle: ExpertHandle) -> Expert:
     """
     if isinstance(handle, CheckpointHandle):
         return CheckpointExpert(open_checkpoint_handle(handle))
+    if isinstance(handle, ConvertedHandle):
+        other = open_checkpoint_handle(handle.base)
+        return open_converted(open_checkpoint_handle(handle.checkpoint), other, owns_base=True)
     if isinstance(handle, VocabularyHandle):
         base = open_checkpoint_handle(handle.base)
         return align_vocabulary(open_checkpoint_handle(handle.checkpoint), base, owns_base=True)

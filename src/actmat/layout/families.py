@@ -43,6 +43,7 @@ _GATED_DELTA = Family(
         "in_proj_qkv": "linear_attention",
         "in_proj_qkvz": "linear_attention_qkvz",
         "in_proj_ba": "whole: two small gates interleaved per key head",
+        "q_proj": "query_and_gate",
     }
 )
 
@@ -68,7 +69,9 @@ _GROUPS: Mapping[str, Family] = {
     "mamba falcon_mamba jamba": _STATE_SPACE,
     "zamba": Family(packed={"in_proj": "alternating_gate"}),
     "mamba2 falcon_h1 bamba zamba2 nemotron_h granitemoehybrid": _STATE_SPACE_2,
-    "lfm2 lfm2_moe": Family(packed={"in_proj": "short_convolution"}),
+    "jetmoe": Family(packed={"kv_proj": "key_and_value"}),
+    "hiera": Family(packed={"qkv": "thirds"}),
+    "lfm2 lfm2_moe lfm3 lfm3_text": Family(packed={"in_proj": "short_convolution"}),
     # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor
     "gpt_oss": Family(experts="IO", gate_up="alternating"),
     # the same alternation, on disk only (w13_weight)

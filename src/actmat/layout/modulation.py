@@ -18,23 +18,27 @@ _MODULATION = re.compile(
     r"modulation\.lin|time_modulation\.\d+)\.weight"
 )
 _LAST = re.compile(r"(?:.*\.)?(?:norm_out\.linear|final_layer\.adaLN_modulation(?:\.\d+)?)\.weight")
+_SINGLE_BLOCK = re.compile(r"(?:.*\.)?single_blocks\.\d+\.linear1\.weight")
 MOST_PARTS = 9
 """Parts of the largest modulation: shift, scale and gate of three branches (SD 3.5 with dual attention)."""
 
 
 def modulation_packing(name: str, rows: int, cols: int) -> Packing | None:
-    """The equal parts of a modulation layer of this name and shape, or None for another layer.
+    """The equal parts of a modulation layer, the four of Flux's single-stream blocks, or None for another layer.
 
     >>> modulation_packing("blocks.0.norm1.linear.weight", 96, 16).words
     '6 maps of a modulation (shifts, scales, gates)'
     """
+    if _SINGLE_BLOCK.fullmatch(name) and rows > 3 * cols:
+        parts = (("q", cols), ("k", cols), ("v", cols), ("mlp", rows - 3 * cols))
+        return Packing(parts, unit=1, words="q, k, v and the feed-forward branch of a single-stream block")
     if _MODULATION.fullmatch(name) is None:
         return None
-    parts, rest = divmod(rows, cols)
+    count, rest = divmod(rows, cols)
     if _LAST.fullmatch(name) and rows % 2 == 0:
-        parts, rest = 2, 0
-    if rest or not 2 <= parts <= MOST_PARTS:
+        count, rest = 2, 0
+    if rest or not 2 <= count <= MOST_PARTS:
         return None
     return Packing(
-        tuple((f"part{k}", 1) for k in range(parts)), words=f"{parts} maps of a modulation (shifts, scales, gates)"
+        tuple((f"part{k}", 1) for k in range(count)), words=f"{count} maps of a modulation (shifts, scales, gates)"
     )

@@ -178,6 +178,14 @@ def _mamba2(rows: int, config: Config) -> Packing | str:
     return Packing(parts, unit=1, words="gate, input, B, C, step sizes")
 
 
+@_by_heads
+def _query_and_gate(a: Attention) -> Packing | str:
+    parts = (("q", 1), ("gate", 1))
+    return Packing(
+        parts, groups=a.heads, unit=a.head_dim, words=f"query, gate (interleaved in each of {a.heads} heads)"
+    )
+
+
 def _alternating_gate(rows: int, config: Config) -> Packing | str:
     return Packing((("x", 1), ("gate", 1)), groups=max(rows // 2, 1), unit=1, words="input, gate (alternating rows)")
 
@@ -199,6 +207,8 @@ SCHEMES: Mapping[str, Scheme] = {
     "mamba_parameters": _mamba_parameters,
     "mamba2": _mamba2,
     "alternating_gate": _alternating_gate,
+    "query_and_gate": _query_and_gate,
+    "key_and_value": _fixed(Packing((("k", 1), ("v", 1)), words="k, v (halves)")),
     "short_convolution": _fixed(Packing((("B", 1), ("C", 1), ("x", 1)), words="B, C, x of a gated convolution")),
     "linear_attention": _linear_attention,
     "linear_attention_qkvz": _linear_attention_qkvz,

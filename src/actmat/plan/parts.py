@@ -15,7 +15,7 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 
 
 def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> dict[str, str]:
-    """Base tensor -> why it is copied: it belongs to a part of which an expert has no tensor at all.
+    """Base tensor -> why it is copied: an expert has no tensor at all of its part, or its layout has no such tensor.
 
     An expert that is one component of a pipeline has its names without the component's prefix.
     """
@@ -32,6 +32,9 @@ def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[s
         if lacking:
             who = ", ".join(f"'{label}'" for label in lacking)
             out |= dict.fromkeys(names, f"expert {who} has no {part} ({prefix}*): copied from the base")
+    for label, expert in zip(labels, experts, strict=True):
+        for name, why in expert.lacks.items():
+            out.setdefault(name, f"{why}, expert '{label}': copied from the base")
     return out
 
 

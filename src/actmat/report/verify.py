@@ -13,6 +13,7 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
+from actmat.experts.diffusion import is_in_other_layout, may_be_converted, open_converted
 from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.experts.vocabulary import align_vocabulary
 from actmat.report.files import OutputFiles, open_output
@@ -199,11 +200,18 @@ def _opened(location: str | Path) -> Checkpoint:
 
 def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: Path) -> Checkpoint | Expert:
     """The tensors of an input as the merge read them: an expert's rows may be in the order of the base's tokens."""
-    aligned = manifest["recipe"].get("vocabulary") is not None and label != "base" and not is_adapter(location)
-    if not aligned:
+    if label == "base" or manifest["base"] is None or is_adapter(location):
         return _opened(location)
+    aligned, opened = manifest["recipe"].get("vocabulary") is not None, open_checkpoint(location)
+    if not aligned and not may_be_converted(opened):
+        return opened
     base = open_checkpoint(input_location(manifest["base"], out))
-    return align_vocabulary(open_checkpoint(location), base, owns_base=True)
+    if is_in_other_layout(opened, base):
+        return open_converted(opened, base, owns_base=True)
+    if aligned:
+        return align_vocabulary(opened, base, owns_base=True)
+    base.close()
+    return opened
 
 
 def _form_problems(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,95 @@
+"""Tables of docs/families.md, from the result of `python -m benchmarks.families`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["family_table"]
+
+RESULT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "families.json"
+STAGES = {
+    "ran": "merged, loaded without a missing or unexpected key, run: finite outputs",
+    "loaded": "merged and loaded without a missing or unexpected key; no guess of its inputs ran",
+    "merged": "merged, but the result was not loaded as it should be",
+    "failed": "the merge was refused",
+    "built": "built, but its own library does not load what it saves",
+    "none": "not built tiny by rule",
+}
+Table = Callable[[list[str], list[list[str]]], str]
+
+
+def family_table(name: str, table: Table) -> str:
+    """The part of the page of that name."""
+    rows = json.loads(RESULT.read_text())["rows"]
+    return PARTS[name](rows, table)
+
+
+def _summary(rows: list[dict[str, Any]], table: Table) -> str:
+    counts = Counter((r["library"], r["stage"]) for r in rows)
+    lines = [
+        [what, *(str(counts[library, stage]) for library in ("transformers", "diffusers"))]
+        for stage, what in STAGES.items()
+    ]
+    return table(["classes", "transformers", "diffusers"], lines)
+
+
+def _packed(rows: list[dict[str, Any]], table: Table) -> str:
+    ran = [r for r in rows if r["stage"] == "ran"]
+    agree, unseen = (sum(r.get(key, 0) for r in ran) for key in ("agree", "unseen"))
+    wrong = sum(len(r.get("wrong", ())) for r in ran)
+    lines = [
+        ["packed tensors whose maps are the pieces into which the code splits them", str(agree)],
+        ["packed tensors that the code was not seen to split (kernels, loops, paths that did not run)", str(unseen)],
+        ["packed tensors whose maps are others than the code's", str(wrong)],
+        ["classes with a tensor that the code splits and actmat keeps whole, listed below", str(len(_missed(ran)))],
+    ]
+    return table(["what was found in the classes that ran", "number"], lines)
+
+
+def _missed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [r for r in rows if r.get("missed")]
+
+
+def _whole(rows: list[dict[str, Any]], table: Table) -> str:
+    lines = []
+    for row in _missed(rows):
+        name, _, pieces = row["missed"][0].partition(": ")
+        lines.append([f"`{row['class']}`", f"`{name}`", pieces])
+    return table(["class", "first tensor", "pieces in the code"], lines)
+
+
+def _classes(rows: list[dict[str, Any]], table: Table) -> str:
+    lines = []
+    for row in rows:
+        if row["stage"] in ("ran", "loaded", "merged", "failed", "built"):
+            actions = ", ".join(f"{n} {action}" for action, n in row.get("actions", {}).items())
+            packed = f"{row.get('agree', 0)} of {row['packed']}" if row.get("packed") and row["stage"] == "ran" else ""
+            lines.append([f"`{row['class']}`", row["stage"], str(row.get("tensors", "")), actions, packed])
+    return table(["class", "reached", "tensors", "actions", "packed, seen"], lines)
+
+
+def _refused(rows: list[dict[str, Any]], table: Table) -> str:
+    lines = []
+    for row in rows:
+        if row["stage"] in ("merged", "failed", "built"):
+            lines.append([f"`{row['class']}`", str(row.get("why", "")).splitlines()[0][:160]])
+    return table(["class", "why"], lines)
+
+
+def _unbuilt(rows: list[dict[str, Any]], table: Table) -> str:
+    names = [f"`{r['class']}`" for r in rows if r["stage"] == "none"]
+    return f"{', '.join(names)}.\n"
+
+
+PARTS = {
+    "summary": _summary,
+    "packed": _packed,
+    "whole": _whole,
+    "classes": _classes,
+    "refused": _refused,
+    "unbuilt": _unbuilt,
+}

@@ -1,0 +1,172 @@
+"""Tensors whose rows are rows of other tensors: one checkpoint read in the layout of another, without a copy.
+
+Packed projections that the other layout stores apart, halves in another order and renamed tensors are all ranges of
+rows; a matrix that the other layout stores transposed is read whole.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.side_files import SideFiles
+
+__all__ = ["RowRange", "RowsCheckpoint", "TensorRows", "numbered_rows", "ranges_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows `start` to `stop - 1` of the tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """A tensor made of ranges of rows, in order; `transposed`: of the one matrix that is named, transposed."""
+
+    ranges: tuple[RowRange, ...]
+    transposed: bool = False
+
+
+class RowsCheckpoint(Checkpoint):
+    """A checkpoint in another layout.
+
+    Args:
+        inner: the stored one, closed with this.
+        shapes: name in the other layout -> shape there.
+        rows: name -> where its rows are stored; names that are missing are read as they are stored.
+    """
+
+    def __init__(
+        self, inner: Checkpoint, shapes: Mapping[str, tuple[int, ...]], rows: Mapping[str, TensorRows]
+    ) -> None:
+        self.inner = inner
+        self.rows = dict(rows)
+        self.location = inner.location
+        self.directory: Path | None = inner.directory
+        self.aliases = MappingProxyType({})
+        used = {r.name for t in rows.values() for r in t.ranges}
+        specs = {n: s for n, s in inner.specs.items() if n not in used and n not in rows}
+        for name, parts in self.rows.items():
+            first = inner.specs[parts.ranges[0].name]
+            specs[name] = TensorSpec(name, shapes[name], first.dtype, first.file)
+        self.specs = MappingProxyType(specs)
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """That of the stored checkpoint."""
+        return self.inner.config
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """That of the stored checkpoint."""
+        return self.inner.identity()
+
+    def side_files(self) -> SideFiles:
+        """Those of the stored checkpoint."""
+        return self.inner.side_files()
+
+    def fetch_sidecars(self) -> Path | None:
+        """Those of the stored checkpoint."""
+        return self.inner.fetch_sidecars()
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, in the other layout."""
+        spec = find_spec(self, name)
+        out = empty_tensor(spec)
+        self.read_into(name, 0, raw_bytes(out))
+        return out
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor, in the other layout."""
+        spec = find_spec(self, name)
+        check_range(spec, start, out)
+        parts = self.rows.get(name)
+        if parts is None:
+            self.inner.read_into(name, start, out)
+        elif parts.transposed:
+            whole = self.inner.read(parts.ranges[0].name).reshape(spec.shape[::-1]).mT.contiguous()
+            out[:] = raw_bytes(whole)[start : start + len(out)]
+        else:
+            self._read_rows(parts.ranges, start, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        for name in names:
+            parts = self.rows.get(name)
+            self.inner.prefetch([name] if parts is None else dict.fromkeys(r.name for r in parts.ranges))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """That of the stored checkpoint."""
+        return self.inner.buffer_bytes
+
+    def close(self) -> None:
+        """Close the stored checkpoint."""
+        self.inner.close()
+
+    def _read_rows(self, ranges: Sequence[RowRange], start: int, out: memoryview) -> None:
+        """Fill `out` from byte `start` of the ranges, one below the other."""
+        first = self.inner.specs[ranges[0].name]
+        width = first.nbytes // (first.shape[0] if first.shape else 1)
+        ends = list(accumulate((r.stop - r.start) * width for r in ranges))
+        done, k = 0, bisect_right(ends, start)
+        while done < len(out):
+            one = ranges[k]
+            inside = start + done - (ends[k] - (one.stop - one.start) * width)
+            size = min(len(out) - done, ends[k] - start - done)
+            self.inner.read_into(one.name, one.start * width + inside, out[done : done + size])
+            done += size
+            k += 1
+
+
+def numbered_rows(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, Tensor], list[str], list[int]]:
+    """Stand-ins of tensors that hold, in one entry per row, the number of that row among all rows of all tensors.
+
+    Functions that rename, split, join and reorder tensors by rows can be run on them; `ranges_of` reads the result.
+
+    Returns:
+        The stand-ins (`rows 1 ... 1`), the names in order, and the number of the first row of each.
+    """
+    out: dict[str, Tensor] = {}
+    starts: list[int] = []
+    position = 0
+    for name, spec in specs.items():
+        count = spec.shape[0] if spec.shape else 1
+        numbers = torch.arange(position, position + count)
+        out[name] = numbers.reshape((count, *(1,) * (len(spec.shape) - 1)) if spec.shape else ())
+        starts.append(position)
+        position += count
+    return out, list(specs), starts
+
+
+def ranges_of(found: Tensor, names: Sequence[str], starts: Sequence[int]) -> tuple[RowRange, ...]:
+    """The ranges of rows that a stand-in holds.
+
+    >>> ranges_of(torch.tensor([4, 5, 0, 1]), ["a", "b"], [0, 3])
+    (RowRange(name='b', start=1, stop=3), RowRange(name='a', start=0, stop=2))
+    """
+    numbers = found.flatten()
+    breaks = (numbers[1:] != numbers[:-1] + 1).nonzero().flatten() + 1
+    out = []
+    for part in torch.tensor_split(numbers, breaks):
+        first, count = int(part[0]), int(part.numel())
+        while count:  # rows of neighbouring tensors may follow each other
+            k = bisect_right(starts, first) - 1
+            end = starts[k + 1] if k + 1 < len(starts) else first + count
+            size = min(count, end - first)
+            out.append(RowRange(names[k], first - starts[k], first - starts[k] + size))
+            first, count = first + size, count - size
+    return tuple(out)

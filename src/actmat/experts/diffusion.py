@@ -1,0 +1,213 @@
+"""Experts in the other layout of diffusion models: a single file merged into a diffusers folder, or the reverse.
+
+The correspondence is diffusers' own: its conversion functions (`loaders/single_file_utils.py`) are run on stand-ins
+that hold the numbers of rows in place of weights, so that the result says for every tensor which rows of which stored
+tensor it has. Only what those functions convert is converted; the rest of the base is copied, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows, numbered_rows, ranges_of
+from actmat.errors import CheckpointError
+from actmat.experts.base import ConvertedHandle
+from actmat.experts.checkpoint import CheckpointExpert
+from actmat.layout.parts import component_configs, single_file_of
+
+__all__ = ["ConvertedExpert", "is_in_other_layout", "may_be_converted", "open_converted"]
+
+_OPEN_CLIP = ("conditioner.embedders.1.model.", "conditioner.embedders.0.model.", "cond_stage_model.model.")
+_CLIP = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer.")
+
+Rows = dict[str, TensorRows]
+Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+
+
+class ConvertedExpert(CheckpointExpert):
+    """A full checkpoint that is read in the base's layout.
+
+    Args:
+        checkpoint: in the base's layout, closed with this.
+        base: the base, closed with this if it is its own.
+        lacks: tensors of the base without a counterpart, and why.
+    """
+
+    def __init__(self, checkpoint: RowsCheckpoint, base: Checkpoint, lacks: Mapping[str, str], *, owns: bool) -> None:
+        super().__init__(checkpoint)
+        self._lacks = dict(lacks)
+        self._stored, self._base, self._owns = checkpoint.inner, base, owns
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """Tensors of the base without a counterpart."""
+        return self._lacks
+
+    def handle(self) -> ConvertedHandle:
+        """Addresses of the expert and of the base."""
+        return ConvertedHandle(self._stored.handle(), self._base.handle())
+
+    def close(self) -> None:
+        """Close the checkpoint, and the base if it is its own."""
+        super().close()
+        if self._owns:
+            self._base.close()
+
+
+def is_in_other_layout(checkpoint: Checkpoint, base: Checkpoint) -> bool:
+    """True if one of the two is a single file of an image or video tool, and the other a folder of diffusers."""
+    first, second = _is_diffusers(checkpoint), _is_diffusers(base)
+    if first == second:
+        return False
+    return single_file_of((base if first else checkpoint).specs) is not None
+
+
+def may_be_converted(checkpoint: Checkpoint) -> bool:
+    """True for a checkpoint in either layout of diffusion models."""
+    return _is_diffusers(checkpoint) or single_file_of(checkpoint.specs) is not None
+
+
+def open_converted(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False) -> ConvertedExpert:
+    """An expert in the layout of the base, which is the other one.
+
+    Raises:
+        CheckpointError: diffusers is missing, or knows no conversion between the two.
+    """
+    single, folder = (base, checkpoint) if _is_diffusers(checkpoint) else (checkpoint, base)
+    forward = _folder_rows(single, folder)
+    into_folder = base is folder
+    rows = forward if into_folder else _inverted(forward, single.specs)
+    if not rows:
+        raise CheckpointError(
+            f"{checkpoint.location}: is in another layout than the base ({base.location}), and diffusers' maps convert "
+            "no tensor of it. Likely cause: models of different kinds. Fix: give checkpoints of one model, or convert "
+            "one with diffusers (from_single_file, save_pretrained)."
+        )
+    shapes = {n: base.specs[n].shape for n in rows}
+    kind = "diffusers folder" if folder is checkpoint else "single file"
+    lacks = {n: f"without a counterpart in the {kind}" for n in base.specs if n not in rows}
+    return ConvertedExpert(RowsCheckpoint(checkpoint, shapes, rows), base, lacks, owns=owns_base)
+
+
+def _is_diffusers(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config is not None and "_class_name" in checkpoint.config
+
+
+def _folder_rows(single: Checkpoint, folder: Checkpoint) -> Rows:
+    """Name in the folder of diffusers -> rows of the single file; of tensors whose shapes fit."""
+    components = component_configs(folder.config)
+    configs = {"": folder.config or {}} if components is None else components
+    out: Rows = {}
+    for component, config in configs.items():
+        prefix = f"{component}." if component else ""
+        own = {n.removeprefix(prefix): s for n, s in folder.specs.items() if n.startswith(prefix)}
+        for convert in _conversions(single, config, own):
+            found = _fitting(_run(convert, single), own, single)
+            if len(found) > len(own) // 2:
+                out |= {prefix + n: rows for n, rows in found.items()}
+                break
+    return out
+
+
+def _conversions(single: Checkpoint, config: Mapping[str, Any], own: Mapping[str, TensorSpec]) -> Iterator[Convert]:
+    """Functions of diffusers that may give a component of this config, on stand-ins of the single file."""
+    try:
+        from diffusers.loaders import single_file_utils as utils
+        from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+    except ImportError as error:
+        raise CheckpointError(
+            f"{single.location}: merging a single file with a diffusers folder needs diffusers, which is not installed "
+            f"({error}). Fix: pip install 'actmat[diffusion]'."
+        ) from None
+    kind = config.get("_class_name")
+    if kind in SINGLE_FILE_LOADABLE_CLASSES:
+        convert = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+        yield partial(_by_keywords, convert, dict(config))
+        return
+    if not any(n.endswith("token_embedding.weight") for n in own):
+        return
+    width = next(s.shape[1] for n, s in own.items() if n.endswith("token_embedding.weight"))
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=width))
+    for prefix in _CLIP:
+        if any(n.startswith(prefix) for n in single.specs):
+            yield partial(_clip, utils.convert_ldm_clip_checkpoint, prefix)
+    for prefix in _OPEN_CLIP:
+        if any(n.startswith(prefix) for n in single.specs):
+            yield partial(utils.convert_open_clip_checkpoint, model, prefix=prefix)
+
+
+def _by_keywords(convert: Any, config: dict[str, Any], standins: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    found: Mapping[str, Tensor] = convert(checkpoint=standins, config=config)
+    return found
+
+
+def _clip(convert: Any, prefix: str, standins: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    """Only the tensors below the prefix: the function takes those of every prefix that it knows."""
+    inside = {n: t for n, t in standins.items() if n.startswith(prefix)}
+    found: Mapping[str, Tensor] = convert(inside, remove_prefix=prefix)
+    return found
+
+
+def _run(convert: Convert, single: Checkpoint) -> dict[str, TensorRows]:
+    """Rows of the single file in every tensor that a conversion gives; none where it fails on these names."""
+    standins, names, starts = numbered_rows(single.specs)
+    try:
+        with torch.no_grad():
+            found = convert(standins)
+    except (KeyError, IndexError, ValueError, RuntimeError, TypeError):  # names of another model than it is for
+        return {}
+    out = {}
+    for name, tensor in found.items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            turned = tensor.ndim == 2 and tensor.shape[0] == 1 and tensor.shape[1] > 1
+            out[name] = TensorRows(ranges_of(tensor, names, starts), turned)
+    return out
+
+
+def _fitting(found: Mapping[str, TensorRows], own: Mapping[str, TensorSpec], single: Checkpoint) -> Rows:
+    """Those whose name the component has, and whose entries are as many; CLIP's names may lack their first part."""
+    out: Rows = {}
+    for name, rows in found.items():
+        spellings = (name, name.removeprefix("text_model."), f"text_model.{name}")
+        mine = next((n for n in spellings if n in own), None)
+        if mine is None:
+            continue
+        sources = [single.specs[r.name] for r in rows.ranges]
+        widths = {s.numel // (s.shape[0] if s.shape else 1) for s in sources}
+        total = sum((r.stop - r.start) for r in rows.ranges) * next(iter(widths))
+        if len(widths) == 1 and len({s.dtype for s in sources}) == 1 and total == own[mine].numel:
+            out[mine] = rows
+    return out
+
+
+def _inverted(forward: Rows, specs: Mapping[str, TensorSpec]) -> Rows:
+    """Rows of the folder in every tensor of the single file all of whose rows are somewhere in it."""
+    pieces: dict[str, list[tuple[int, RowRange]]] = {}
+    out: Rows = {}
+    for name, rows in forward.items():
+        if rows.transposed:
+            out[rows.ranges[0].name] = TensorRows((RowRange(name, 0, specs[rows.ranges[0].name].shape[1]),), True)
+            continue
+        position = 0
+        for part in rows.ranges:
+            count = part.stop - part.start
+            pieces.setdefault(part.name, []).append((part.start, RowRange(name, position, position + count)))
+            position += count
+    for name, found in pieces.items():
+        end = 0
+        ordered = sorted(found, key=lambda pair: pair[0])
+        for start, part in ordered:
+            if start != end:
+                break
+            end += part.stop - part.start
+        else:
+            if end == (specs[name].shape[0] if specs[name].shape else 1):
+                out[name] = TensorRows(tuple(part for _, part in ordered))
+    return out

@@ -1,0 +1,80 @@
+"""The matrix of architecture families: a sample of it here, the whole by `pytest -m slow`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.families.check import check
+from benchmarks.families.splits import observed_pieces
+from benchmarks.families.tiny import Architecture, architectures, shrunk
+from docs import generate
+from docs.matrix import PARTS, family_table
+from torch import Tensor, nn
+
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "families.json"
+SAMPLE = ["GPT2LMHeadModel", "Lfm2ForCausalLM", "MambaForCausalLM", "ViTForImageClassification"]
+
+
+class Packed(nn.Module):
+    """Three maps in thirds, two per head, one that is only turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.heads, self.plain = nn.Linear(4, 12), nn.Linear(4, 16), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 3, 4).unbind(1)
+        gate, up = self.heads(x).view(2, 4, 4).chunk(2, dim=-1)
+        plain = self.plain(x).view(2, 2, 4).transpose(0, 1)
+        rotary = torch.cat([-plain[..., 2:], plain[..., :2]], dim=-1)
+        return (q * k + v).sum() + (gate * up).sum() + rotary.sum()
+
+
+def test_splits_are_seen_through_views() -> None:
+    model = Packed()
+    pieces = observed_pieces(model, lambda: model(torch.ones(2, 4)))
+    assert pieces.keys() == {"qkv.weight", "heads.weight"}
+    assert sorted(pieces["qkv.weight"]) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
+    assert sorted(pieces["heads.weight"]) == [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
+
+
+def test_sizes_are_made_small_by_name() -> None:
+    config = {"hidden_size": 4096, "num_hidden_layers": 40, "rope_theta": 10000, "layer_types": ["a"] * 9 + ["b"]}
+    found = shrunk(config)
+    assert found == {"hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 10000, "layer_types": ["a", "b"]}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_is_merged_loaded_and_run(name: str) -> None:
+    row = check(Architecture("transformers", name))
+    assert row["stage"] == "ran", row
+    assert row["changed"]
+    assert row["wrong"] == []
+    assert row["missed"] == []
+    assert row["agree"] == row["packed"]
+
+
+def test_the_recorded_matrix_has_no_failure_of_ours() -> None:
+    rows = json.loads(RESULT.read_text())["rows"]
+    done = [r for r in rows if r["stage"] in ("ran", "loaded")]
+    assert len(done) >= 150
+    assert [r["class"] for r in rows if r["stage"] == "merged"] == []
+    assert [r["class"] for r in done if r.get("wrong")] == []
+    for part in PARTS:
+        text = family_table(part, generate.table)
+        assert text.strip()
+
+
+@pytest.mark.slow
+def test_every_class_that_can_be_built() -> None:
+    """Every class of both libraries; a test of its own, as listing them takes the import of both."""
+    failed = []
+    for one in architectures():
+        row = check(one)
+        refused = "config.json ties and that differ" in str(row.get("why"))  # two parameters, whatever the config says
+        if row["stage"] in ("merged", "failed") and not refused or row.get("wrong"):
+            failed.append(row)
+    assert failed == []
