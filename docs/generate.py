@@ -4,8 +4,8 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `methods-short`, `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `settings SUITE`,
-`recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `tune NAME` (measured tables of the
+overview table), `methods-short`, `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
+`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `tune NAME` (measured tables of the
 search), `evidence NAME` (of experiments on pretrained models). Nothing outside the marks is touched.
 """
 
@@ -32,6 +32,8 @@ from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
 from actmat.cli.catalogue import FILE, describe
+from actmat.cli.exits import COMMON, EXITS
+from actmat.cli.results import SCHEMAS as LAYOUTS
 from actmat.cli.signature import with_flags
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
@@ -244,6 +246,17 @@ def exits(_: str) -> str:
     return table(["error", "exit code", "meaning"], rows)
 
 
+def exit_codes(command: str) -> str:
+    """Exit codes of one command."""
+    rows = [[str(code), meaning] for code, meaning in {**EXITS[command], **COMMON}.items()]
+    return table(["exit code", "when"], rows)
+
+
+def schemas(_: str) -> str:
+    """Version of the JSON of every command."""
+    return table(["command", "`schema`"], [[f"[`{c}`]({c}.md)", f"`actmat.{c}/{v}`"] for c, v in LAYOUTS.items()])
+
+
 # Recipes and layouts
 
 
@@ -299,6 +312,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "flags": flags,
     "settings": settings,
     "exits": exits,
+    "exit-codes": exit_codes,
+    "schemas": schemas,
     "recipe": recipe,
     "families": families,
     "fuzz": lambda _: fuzz_table(table),

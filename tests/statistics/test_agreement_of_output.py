@@ -217,7 +217,7 @@ def test_rules_that_need_statistics_are_diagnosed_with_them(place: Path, tmp_pat
         expert, out = str(place / "experts" / name), str(tmp_path / name)
         assert run(["statistics", "collect", expert, "--data", f"{place / name}.jsonl", "--out", out, "-q"]).code == 0
         flags += ["-e", expert, "--statistics", f"{name}={out}"]
-    done = run(["diagnose", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--json"])
+    done = run(["diagnose", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--json", "--full"])
     assert done.code == 0, done.err
     assert {t["method"] for t in json.loads(done.out)["tensors"]} == {"regmean", "average"}
     assert all(math.isfinite(m["merged_norm"]) and m["merged_norm"] > 0 for m in json.loads(done.out)["measures"])
