@@ -46,6 +46,10 @@ PINNED: dict[str, set[str]] = {
     "inspect": {"location", "family", "parameters", "bytes", "dtypes", "roles", "files", "ties", "left_out"},
     "methods": {"methods"},
     "import": {"recipe", "notes"},
+    "history": {"merges", "unreadable"},
+    "history merges": {
+        "place", "finished", "kind", "method", "options", "base", "experts", "content", "tensors", "actmat",
+    },
 }  # fmt: skip
 """Fields of every layout of version 1. A field that goes or changes its meaning needs a new version in `SCHEMAS`."""
 
@@ -118,6 +122,8 @@ def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
     compared = pinned(said("compare", out / "actmat", ties, "--json"), "compare")
     assert (compared["differing"], compared["left_out"], compared["names"]) == (15, {"tensors": 21}, ["actmat", "ties"])
     assert len(said("compare", out / "actmat", ties, "--json", "--full")["tensors"]) == 21
+    told = pinned(said("history", out, "--json"), "history")
+    assert set(told["merges"][0]) == PINNED["history merges"]
     (ties / "config.json").write_text("{}")
     broken = pinned(said("verify", ties, "--json", "--no-inputs", code=1), "verify")
     assert not broken["ok"]

@@ -62,7 +62,7 @@ def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, i
 def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tmp_path: Path) -> None:
     data = [x for name in TEXTS for x in ("--data", f"{name}={place / name}.jsonl")]
     out = tmp_path / "report.json"
-    done = run(["diagnose", str(place / "merged"), *data, "--out", str(out), "--batch-size", "2", "-q"])
+    done = run(["diagnose", str(place / "merged"), *data, "--out", str(out), "--batch-size", "2"])
     assert done.code == 0, done.err
     rows = read_diagnosis(out).agreement
     assert rows is not None
@@ -175,7 +175,7 @@ def test_data_without_a_usable_column_names_its_columns_and_the_expert(place: Pa
     assert done.code == 1
     assert "Expert 'math' cannot be compared" in done.err
     assert "no column of texts; it has a, b. Say which with --text-column" in done.err
-    good = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "--text-column", "a", "-q"])
+    good = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "--text-column", "a"])
     assert good.code == 0, good.err
 
 
@@ -206,7 +206,7 @@ def test_wrong_command_lines(place: Path, flags: list[str], says: str) -> None:
         for word, where in places.items():
             flag = flag.replace(word, str(place / where))
         given.append(flag)
-    done = run(["diagnose", *given, "-q"])
+    done = run(["diagnose", *given])
     assert done.code == 2, done
     assert says in " ".join(done.err.replace("│", " ").split())
 

@@ -25,6 +25,7 @@ EXITS: Mapping[str, Mapping[int, str]] = {
         1: f"{_INPUTS}; with `--strict`, a check of severity issue found something",
     },
     "finish": {0: "the output is complete", 1: "a part is missing or damaged; the command that makes it is named"},
+    "history": {0: "told", 1: "no such folder or file; with `--contains` or `--made`, no merge was found"},
     "import": {0: "the recipe is printed", 1: "it cannot be converted; all reasons are listed"},
     "inspect": {0: "described", 1: "no checkpoint or adapter that can be read"},
     "merge": {

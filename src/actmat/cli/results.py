@@ -22,6 +22,7 @@ SCHEMAS: Mapping[str, int] = {
     "demo": 1,
     "diagnose": 1,
     "finish": 1,
+    "history": 1,
     "import": 1,
     "inspect": 1,
     "merge": 1,
