@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -137,6 +138,9 @@ def collect(
     options = reading.options(data)
     loaded = load_model(model, **asdict(loading))
     labels = measuring.fisher and measuring.fisher_labels == "given"
+    settings = measuring.options(options)
+    if getattr(loaded.model, "main_input_name", "") == "pixel_values":
+        settings["details"] = {**options.details(), "inputs": "images"}
     amount = "{task.completed} samples, {task.fields[tokens]} tokens"
     with progress_bar("measuring", BarColumn(24), amount, TimeRemainingColumn(), quiet=shown.quiet) as bar:
         task = bar.add_task("measuring", total=reading.samples, tokens=0)
@@ -148,7 +152,7 @@ def collect(
             out=out,
             overwrite=overwrite,
             progress=lambda samples, tokens: bar.update(task, completed=samples, tokens=tokens),
-            **measuring.options(options),
+            **settings,
         )
     _show({out: result.header}, json=shown.json, quiet=shown.quiet)
 
@@ -275,13 +279,31 @@ def _data(path: Path, header: Header) -> dict[str, Any]:
     kinds = [summary for kind in KINDS.values() if (summary := kind.summary(header))]
     sources = [d.source for d in header.data]
     model = header.model.location
-    counts = {"samples": header.samples, "tokens": header.tokens, "not_measured": len(header.absent)}
-    return {"path": str(path), "model": model, **counts, "data": sources, "kinds": kinds}
+    counts = {
+        "amount": _amount(header),
+        "samples": header.samples,
+        "tokens": header.tokens,
+        "not_measured": len(header.absent),
+    }
+    return {"path": str(path), "model": model, "amount": counts_in_words, **counts, "data": sources, "kinds": kinds}
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise typer.BadParameter(f"{flag} is one of {', '.join(known)}; got '{value}'")
+
+
+def _amount(header: Header) -> str:
+    """How much was measured: samples and tokens; of images, images and the rows that a layer saw of them."""
+
+    def counted(n: int, word: str) -> str:
+        return f"{n:,} {word}" + ("s" if n != 1 else "")
+
+    if not all(d.details.get("inputs") == "images" for d in header.data):
+        return f"{counted(header.samples, 'sample')}, {counted(header.tokens, 'token')}"
+    rows = Counter(info.rows for info in header.grams.values()).most_common(1)
+    patches = f", {rows[0][0]:,} patches (class tokens included)" if rows else ""
+    return counted(header.samples, "image") + patches
 
 
 def _print(out: Path, header: Header, *, every: bool = False) -> None:
@@ -290,9 +312,7 @@ def _print(out: Path, header: Header, *, every: bool = False) -> None:
 
     on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""
     console.print(f"[bold]{escape(out)}[/bold]  ({escape(header.model.location + on)})")
-    console.print(
-        f"  {header.samples:,} samples, {header.tokens:,} tokens of", escape(", ".join(d.source for d in header.data))
-    )
+    console.print(f"  {_amount(header)} of {escape(', '.join(d.source for d in header.data))}")
     console.print("  " + "; ".join(filter(None, (kind.summary(header) for kind in KINDS.values()))))
     groups: dict[str, list[str]] = {}
     for name, why in header.absent.items():
