@@ -88,7 +88,7 @@ def _print_tensors(found: Comparison) -> None:
         # in units of the deltas, if the base was found
         numbers = [t.distance] if t.norms is None else [t.relative, t.cosine, *t.norms]
         rows.append([t.name.removesuffix(".weight"), *("-" if v is None else f"{v:.3g}" for v in numbers)])
-    names = ["relative", "cosine", *(f"norm {n}" for n in found.names)]
+    names = ["relative", "cosine", "norm 1", "norm 2"]
     _rows(["differ most", *(names if differing[0].norms is not None else ["distance"])], rows)
 
 

@@ -285,7 +285,7 @@ def _data(path: Path, header: Header) -> dict[str, Any]:
         "tokens": header.tokens,
         "not_measured": len(header.absent),
     }
-    return {"path": str(path), "model": model, "amount": counts_in_words, **counts, "data": sources, "kinds": kinds}
+    return {"path": str(path), "model": model, **counts, "data": sources, "kinds": kinds}
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
