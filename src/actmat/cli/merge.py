@@ -77,12 +77,16 @@ def merge(
     with hub_bars(quiet=quiet) if to_hub else nullcontext(), showing_progress(quiet=quiet) as progress:
         reports = run_recipes(recipes, run, progress)
     if not quiet and not json:
-        from actmat.cli.summary import print_summary
-
-        with optional_stdout("The merge is complete."):
-            for report in reports:
-                print_summary(report)
+        _print(reports)
     _end(reports, strict=strict, json=json)
+
+
+def _print(reports: Sequence[MergeReport]) -> None:
+    from actmat.cli.summary import print_summary
+
+    with optional_stdout("The merge is complete."):
+        for report in reports:
+            print_summary(report)
 
 
 def _end(reports: Sequence[MergeReport], *, strict: bool, json: bool) -> None:

@@ -294,7 +294,7 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _amount(header: Header) -> str:
-    """How much was measured: samples and tokens; of images, images and the rows that a layer saw of them."""
+    """Amount of data: samples and tokens; of images, images and the rows that a layer saw of them."""
 
     def counted(n: int, word: str) -> str:
         return f"{n:,} {word}" + ("s" if n != 1 else "")

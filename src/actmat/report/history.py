@@ -1,4 +1,4 @@
-"""What merges were made below some folders, from the manifests that they left; nothing else is kept anywhere.
+"""The merges that were made below some folders, from the manifests that they left; nothing else is kept anywhere.
 
     found = find_merges(["merges"])
     [m.place for m in found.merges if m.contains("experts/math")]
@@ -165,7 +165,7 @@ def _hashes(location: str, merges: Sequence[PastMerge]) -> Iterator[tuple[str, s
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changed from one merge to another.
+    """Differences of one merge from another.
 
     Args:
         recipe: field -> (before, after); None: at its default.
@@ -194,7 +194,7 @@ class Changes:
 
 
 def changes_between(before: PastMerge, after: PastMerge) -> Changes:
-    """What the second merge was told otherwise than the first, and what that changed."""
+    """Differences of the second merge from the first: what it was told otherwise, and what that changed."""
     old, new = ({e["name"]: e["content"] for e in m.experts} for m in (before, after))
     mine, other = before.hashes, after.hashes
     common = mine.keys() & other.keys()
