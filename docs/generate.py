@@ -46,7 +46,7 @@ from actmat.report.html.explained import FILE as EXPLAINED
 __all__ = ["filled", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>\w*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>[\w-]*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 SIDE, EXPERTS = 4096, 4
@@ -254,7 +254,7 @@ def exit_codes(command: str) -> str:
 
 def schemas(_: str) -> str:
     """Version of the JSON of every command."""
-    return table(["command", "`schema`"], [[f"[`{c}`]({c}.md)", f"`actmat.{c}/{v}`"] for c, v in LAYOUTS.items()])
+    return table(["command", "`schema`"], [[f"`{c}`", f"`actmat.{c}/{v}`"] for c, v in LAYOUTS.items()])
 
 
 # Recipes and layouts

@@ -17,7 +17,7 @@ from actmat.settings import RunSettings
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
 
-__all__ = ["plan"]
+__all__ = ["compact", "plan"]
 
 
 def plan(
@@ -64,7 +64,7 @@ def _print_json(plans: Sequence[MergePlan], predictions: Sequence[Mapping[str, A
     from actmat.cli.results import print_result
     from actmat.cli.screen import print_json
 
-    data = [plan.to_json() for plan in plans] if full else [_compact(plan) for plan in plans]
+    data = [plan.to_json() for plan in plans] if full else [compact(plan) for plan in plans]
     for one, prediction in zip(data, predictions, strict=False):
         one["prediction"] = prediction
     if full:
@@ -73,7 +73,7 @@ def _print_json(plans: Sequence[MergePlan], predictions: Sequence[Mapping[str, A
         print_result("plan", {"plans": data})
 
 
-def _compact(plan: MergePlan) -> dict[str, Any]:
+def compact(plan: MergePlan) -> dict[str, Any]:
     """A plan without its tensors: how many have the same action for the same reason, and totals."""
     groups = Counter((i.action, i.call.method if i.call else None, i.reason) for i in plan.items)
     first = {key: i.name for i in reversed(plan.items) for key in [(i.action, i.call and i.call.method, i.reason)]}

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMAS", "merge_data", "print_result", "size_data"]
 
 SCHEMAS: Mapping[str, int] = {
+    "average": 1,
     "calibrate": 1,
     "compare": 1,
     "demo": 1,
     "diagnose": 1,
+    "export": 1,
     "finish": 1,
     "history": 1,
     "import": 1,
@@ -28,8 +30,11 @@ SCHEMAS: Mapping[str, int] = {
     "merge": 1,
     "methods": 1,
     "plan": 1,
+    "push": 1,
     "report": 1,
+    "serve-command": 1,
     "statistics": 1,
+    "try": 1,
     "tune": 1,
     "verify": 1,
 }
