@@ -4,10 +4,10 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `settings SUITE`,
-`recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `api`, `tune NAME` (measured tables of the
-search), `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and run).
-Nothing outside the marks is touched.
+overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
+`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `api`, `tune NAME` (measured tables
+of the search), `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and
+run). Nothing outside the marks is touched.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
 from actmat.cli.catalogue import FILE, describe
+from actmat.cli.exits import COMMON, EXITS
+from actmat.cli.results import SCHEMAS as LAYOUTS
 from actmat.cli.signature import with_flags
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
@@ -47,7 +49,7 @@ from actmat.report.html.explained import FILE as EXPLAINED
 __all__ = ["filled", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>\w*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>[\w-]*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 SIDE, EXPERTS = 4096, 4
@@ -241,6 +243,17 @@ def exits(_: str) -> str:
     return table(["error", "exit code", "meaning"], rows)
 
 
+def exit_codes(command: str) -> str:
+    """Exit codes of one command."""
+    rows = [[str(code), meaning] for code, meaning in {**EXITS[command], **COMMON}.items()]
+    return table(["exit code", "when"], rows)
+
+
+def schemas(_: str) -> str:
+    """Version of the JSON of every command."""
+    return table(["command", "`schema`"], [[f"`{c}`", f"`actmat.{c}/{v}`"] for c, v in LAYOUTS.items()])
+
+
 # Recipes and layouts
 
 
@@ -308,6 +321,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "flags": flags,
     "settings": settings,
     "exits": exits,
+    "exit-codes": exit_codes,
+    "schemas": schemas,
     "recipe": recipe,
     "families": families,
     "fuzz": lambda _: fuzz_table(table),

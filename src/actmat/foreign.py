@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup, escape
 
-__all__ = ["html", "html_table", "in_one_line", "markdown", "terminal"]
+__all__ = ["html", "html_table", "in_brief", "in_one_line", "markdown", "terminal"]
 
 _MARKDOWN = re.compile(r"[\\`*\[\]|~#$]|(?<![^\W_])_|_(?![^\W_])")
 """Signs with a meaning in Markdown; an underscore inside a word has none."""
@@ -63,6 +63,20 @@ def html_table(title: object, head: Sequence[object], rows: Iterable[Sequence[ob
     lines += [Markup("<tr>{}</tr>").format(row) for row in cells]
     table = Markup("<table>{}</table>").format(Markup("").join(lines)) if cells else Markup("")
     return Markup("<p><b>{}</b></p>{}").format(html(title), table)
+
+
+def in_brief(text: object) -> str:
+    r"""First sentence of a library's message, without its full stop; the rest is advice about that library.
+
+    >>> in_brief("There is no `x`.\nYou can update it with `pip install`.")
+    'There is no `x`'
+    """
+    first = re.split(r"(?<=[.!?:])\s+(?=[A-Z])", in_one_line(text), maxsplit=1)[0].rstrip(".")
+    return first if len(first) <= LONGEST else f"{first[:LONGEST].rsplit(' ', 1)[0]} ..."
+
+
+LONGEST = 200
+"""Characters of a library's message that are repeated in an error of ours."""
 
 
 def in_one_line(text: object) -> str:

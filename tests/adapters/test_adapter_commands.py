@@ -26,13 +26,14 @@ def words(text: str) -> str:
 def test_inspect_says_what_an_adapter_is(pair: list[str], tmp_path: Path) -> None:
     text = words(actmat(["inspect", pair[1]]).out)
     assert "LoRA adapter of an unnamed base" in text
-    data = json.loads(actmat(["inspect", pair[1], "--json"]).out)
+    data = json.loads(actmat(["inspect", pair[1], "--json", "--full"]).out)
     assert (data["adapter"], len(data["modules"]), data["problems"]) == ("lora", 6, [])
     torch.save([torch.ones(6, 2), torch.ones(2, 5)], tmp_path / "style.pt")
     text = words(actmat(["inspect", str(tmp_path / "style.pt")]).out)
     assert "a list of 1 (up, down) pairs without names, alpha or config" in text
     assert (
-        json.loads(actmat(["inspect", str(tmp_path / "style.pt"), "--json"]).out)["adapter"] == "list of factor pairs"
+        json.loads(actmat(["inspect", str(tmp_path / "style.pt"), "--json", "--full"]).out)["adapter"]
+        == "list of factor pairs"
     )
 
 
@@ -41,7 +42,7 @@ def test_plan_lists_what_is_merged_and_what_is_kept(pair: list[str]) -> None:
     assert "kept by the recipe ('*.v_proj.weight'): no delta is written" in text
     assert "linear layer, name ends in q_proj: actmat, in factored form" in text
     assert "4 merge" in text or text.count(" merge ") == 2
-    assert json.loads(actmat(["plan", *pair, "--keep", "*.v_proj.weight", "--json"]).out)["kept"] == {
+    assert json.loads(actmat(["plan", *pair, "--keep", "*.v_proj.weight", "--json", "--full"]).out)["kept"] == {
         f"model.layers.{i}.self_attn.v_proj.weight": "*.v_proj.weight" for i in (0, 1)
     }
 
@@ -51,8 +52,7 @@ def test_merge_needs_no_base_and_compares_the_norms(pair: list[str], tmp_path: P
     assert outcome.code == 0
     text = words(outcome.out + outcome.err)
     assert "x the experts' sum" in text
-    assert "of the experts'" in text
-    assert "of their sum" in text
+    assert "x a mean expert" in text
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 3
 
 

@@ -79,7 +79,7 @@ def test_the_console_script_passes_exit_codes_on(tmp_path: Path) -> None:
 
 def test_plan_tells_every_tensor_and_writes_nothing(family: Family) -> None:
     before = sorted(family.root.rglob("*"))
-    outcome = actmat(family.argv("--json", command="plan"))
+    outcome = actmat(family.argv("--json", "--full", command="plan"))
     assert outcome.code == 0, outcome
     data = json.loads(outcome.out)
     assert data["actmat_plan"] == 2
@@ -105,7 +105,7 @@ def test_plan_tells_every_tensor_and_writes_nothing(family: Family) -> None:
 
 def test_the_plan_is_what_happens(family: Family) -> None:
     flags = ("--keep", NORM, "--scale", "0.5", "--method", "ties", "--option", "density=0.3")
-    planned = json.loads(actmat(family.argv(*flags, "--json", command="plan")).out)
+    planned = json.loads(actmat(family.argv(*flags, "--json", "--full", command="plan")).out)
     assert actmat(family.argv(*flags)).code == 0
     manifest = json.loads((family.out / "actmat_manifest.json").read_text())
     for item, row in zip(MergePlan.from_json(planned).items, manifest["tensors"], strict=True):
@@ -122,7 +122,7 @@ def test_the_plan_is_what_happens(family: Family) -> None:
 
 
 def test_plans_of_several_methods(family: Family) -> None:
-    data = json.loads(actmat(family.argv("-m", "average", "-m", "iso_c", "--json", command="plan")).out)
+    data = json.loads(actmat(family.argv("-m", "average", "-m", "iso_c", "--json", "--full", command="plan")).out)
     assert [p["recipe"].get("method") for p in data] == ["average", "iso_c"]
 
 
@@ -150,14 +150,14 @@ def test_methods_lists_all() -> None:
     text = actmat(["methods"])
     assert text.code == 0
     assert max(len(line) for line in text.out.splitlines()) <= 80
-    data = json.loads(actmat(["methods", "--json"]).out)
+    data = json.loads(actmat(["methods", "--json"]).out)["methods"]
     assert [m["name"] for m in data] == [m.name for m in METHODS]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_a_method_in_full(method: object) -> None:
     name = method.name  # type: ignore[attr-defined]
-    data = json.loads(actmat(["methods", name, "--json"]).out)
+    (data,) = json.loads(actmat(["methods", name, "--json"]).out)["methods"]
     assert data["name"] == name
     assert data["summary"]
     assert data["equation"]
@@ -177,7 +177,7 @@ def test_an_unknown_method_offers_the_near_name() -> None:
 
 
 def test_inspect_describes_a_checkpoint(family: Family) -> None:
-    data = json.loads(actmat(["inspect", str(family.base), "--json"]).out)
+    data = json.loads(actmat(["inspect", str(family.base), "--json", "--full"]).out)
     assert data["family"] == "llama"
     assert data["parameters"] == 20 * 8 * 2 + 8 * 2 + 64 + 96 * 2
     assert data["bytes"] == 4 * data["parameters"]

@@ -25,7 +25,7 @@ def scaled(family: Family) -> list[str]:
 
 
 def test_a_summary_of_eighty_columns(family: Family) -> None:
-    outcome = actmat(family.argv("--quiet", command="diagnose"))
+    outcome = actmat(family.argv(command="diagnose"))
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
@@ -54,7 +54,7 @@ def test_at_most_ten_matrices_are_listed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_json_is_the_report(family: Family) -> None:
-    outcome = actmat(family.argv("--json", "--quiet", command="diagnose"))
+    outcome = actmat(family.argv("--json", "--full", "--full", "--quiet", command="diagnose"))
     found = Diagnosis.from_json(outcome.out)
     assert found.totals.measured == 7
     assert json.loads(outcome.out)["kind"] == "diagnosis"
@@ -73,7 +73,7 @@ def test_out_is_a_file_or_a_directory(family: Family, tmp_path: Path) -> None:
 
 
 def test_strict_is_an_exit_code_and_mute_takes_it_back(family: Family) -> None:
-    flags = ["--quiet", *scaled(family)]
+    flags = scaled(family)
     assert actmat(family.argv(*flags, command="diagnose")).code == 0
     outcome = actmat(family.argv(*flags, "--strict", command="diagnose"))
     assert outcome.code == 1
@@ -120,10 +120,10 @@ def test_mutes_of_a_recipe_count(family: Family, tmp_path: Path) -> None:
 def test_a_merged_model_shows_its_report(family: Family) -> None:
     assert actmat(family.argv("--diagnose")).code == 0
     written = read_diagnosis(family.out)
-    shown = actmat(["diagnose", str(family.out), "--json", "--quiet"])
+    shown = actmat(["diagnose", str(family.out), "--json", "--full", "--quiet"])
     assert Diagnosis.from_json(shown.out) == written
     (family.out / "report.json").unlink()
-    again = actmat(["diagnose", str(family.out), "--json"])
+    again = actmat(["diagnose", str(family.out), "--json", "--full"])
     assert Diagnosis.from_json(again.out).measures == written.measures
 
 
@@ -157,6 +157,6 @@ def test_an_output_takes_no_inputs(family: Family) -> None:
 
 def test_nan_in_an_expert_is_the_error_of_a_merge(family: Family) -> None:
     family.change(family.experts[0], lambda t: t["model.norm.weight"].fill_(torch.nan))
-    outcome = actmat(family.argv("--quiet", command="diagnose"))
+    outcome = actmat(family.argv(command="diagnose"))
     assert outcome.code == 1
     assert "model.norm.weight" in outcome.err

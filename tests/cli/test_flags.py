@@ -53,9 +53,9 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe) | flagged(ExpertRef)
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {f.name for f in dataclasses.fields(RunSettings)}
-    assert set(taken(merge)) == fields | settings | {"recipe", "strict", "quiet", "part", "tune_scale"}
+    assert set(taken(merge)) == fields | settings | {"recipe", "strict", "json", "quiet", "part", "tune_scale"}
     simulation = {f.name for f in dataclasses.fields(SimulationFlags)}
-    own = {"device", "device_memory", "recipe", "json", "part", "full"}
+    own = {"device", "device_memory", "recipe", "json", "part", "full", "quiet"}
     assert set(taken(plan)) == fields - {"out"} | simulation | own
     assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))
 
@@ -154,7 +154,7 @@ def test_a_switch_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) 
     file = tmp_path / "recipe.yaml"
     file.write_text(f"base: {family.base}\nexperts: [{family.experts[0]}]\nties: false\nkeep: [{NORM}]\n")
     for flags, expected in (((), False), (("--ties",), True), (("--no-ties",), False)):
-        outcome = actmat(["plan", str(file), "--json", *flags])
+        outcome = actmat(["plan", str(file), "--json", "--full", *flags])
         assert outcome.code == 0, outcome
         assert ('"ties": false' not in outcome.out) == expected
 

@@ -57,10 +57,10 @@ def test_every_command_on_hostile_names(hostile: Family) -> None:
     out = str(hostile.out)
     assert r"\nall-good" in run("inspect", str(hostile.base), "--all", code=0).out
     run("inspect", str(hostile.base), code=0)
-    run("inspect", str(hostile.base), "--json", code=0)
+    run("inspect", str(hostile.base), "--json", "--full", code=0)
     run(*hostile.argv("--all", command="plan"), code=0)
     run(*hostile.argv(command="plan"), code=0)
-    run(*hostile.argv("--json", command="plan"), code=0)
+    run(*hostile.argv("--json", "--full", command="plan"), code=0)
     run("verify", out, code=0)
     assert r"\nall-good" in re.sub(r"\n *", "", run("diagnose", out, code=0).out)  # continued lines are indented
     run("diagnose", out, "--json", code=0)

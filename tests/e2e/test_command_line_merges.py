@@ -80,7 +80,7 @@ def test_several_methods_and_values_give_an_output_each(family: Path, tmp_path: 
 
 def test_plan_reads_and_writes_nothing(family: Path, tmp_path: Path) -> None:
     before = sorted(family.rglob("*"))
-    plan = json.loads(actmat_command("plan", *inputs(family), "--json"))
+    plan = json.loads(actmat_command("plan", *inputs(family), "--json", "--full"))
     assert sorted(family.rglob("*")) == before
     report = actmat.merge(
         family / "base", [family / "expert1", family / "expert2"], out=tmp_path / "out", durable=False

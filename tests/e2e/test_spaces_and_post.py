@@ -154,7 +154,9 @@ def test_parts_agree_on_the_factors_of_layers(family: Family, tmp_path: Path) ->
 
 def test_flags_and_plan(family: Family) -> None:
     shown = actmat(
-        family.argv("--post", "svc:alpha=0.1", "--post", "esm", "--method", "average", "--json", command="plan")
+        family.argv(
+            "--post", "svc:alpha=0.1", "--post", "esm", "--method", "average", "--json", "--full", command="plan"
+        )
     )
     assert shown.code == 0, shown.err
     plan = MergePlan.from_json(json.loads(shown.out))

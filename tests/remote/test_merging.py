@@ -66,9 +66,9 @@ def test_planning_inspecting_and_diagnosing_read_headers(server: RangeServer, fa
     size = (family.base / "model.safetensors").stat().st_size
     server.reset()
     server.root = tmp_path
-    planned = actmat(["plan", *inputs(server, family), "--json"])
+    planned = actmat(["plan", *inputs(server, family), "--json", "--full"])
     assert planned.code == 0, planned.err
-    local = json.loads(actmat(family.argv("--json", command="plan")).out)
+    local = json.loads(actmat(family.argv("--json", "--full", command="plan")).out)
     assert json.loads(planned.out)["items"] == local["items"]
     for name in ("base", "expert0", "expert1"):
         found = server.of(f"{name}/model.safetensors")

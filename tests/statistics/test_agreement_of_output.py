@@ -62,7 +62,7 @@ def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, i
 def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tmp_path: Path) -> None:
     data = [x for name in TEXTS for x in ("--data", f"{name}={place / name}.jsonl")]
     out = tmp_path / "report.json"
-    done = run(["diagnose", str(place / "merged"), *data, "--out", str(out), "--batch-size", "2", "-q"])
+    done = run(["diagnose", str(place / "merged"), *data, "--out", str(out), "--batch-size", "2"])
     assert done.code == 0, done.err
     rows = read_diagnosis(out).agreement
     assert rows is not None
@@ -175,7 +175,7 @@ def test_data_without_a_usable_column_names_its_columns_and_the_expert(place: Pa
     assert done.code == 1
     assert "Expert 'math' cannot be compared" in done.err
     assert "no column of texts; it has a, b. Say which with --text-column" in done.err
-    good = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "--text-column", "a", "-q"])
+    good = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "--text-column", "a"])
     assert good.code == 0, good.err
 
 
@@ -206,7 +206,7 @@ def test_wrong_command_lines(place: Path, flags: list[str], says: str) -> None:
         for word, where in places.items():
             flag = flag.replace(word, str(place / where))
         given.append(flag)
-    done = run(["diagnose", *given, "-q"])
+    done = run(["diagnose", *given])
     assert done.code == 2, done
     assert says in " ".join(done.err.replace("│", " ").split())
 
@@ -217,7 +217,7 @@ def test_rules_that_need_statistics_are_diagnosed_with_them(place: Path, tmp_pat
         expert, out = str(place / "experts" / name), str(tmp_path / name)
         assert run(["statistics", "collect", expert, "--data", f"{place / name}.jsonl", "--out", out, "-q"]).code == 0
         flags += ["-e", expert, "--statistics", f"{name}={out}"]
-    done = run(["diagnose", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--json"])
+    done = run(["diagnose", "-b", str(place / "base"), "-m", "regmean", *flags, "-q", "--json", "--full"])
     assert done.code == 0, done.err
     assert {t["method"] for t in json.loads(done.out)["tensors"]} == {"regmean", "average"}
     assert all(math.isfinite(m["merged_norm"]) and m["merged_norm"] > 0 for m in json.loads(done.out)["measures"])

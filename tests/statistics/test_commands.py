@@ -116,6 +116,8 @@ def test_images_from_an_array_and_from_a_folder(tmp_path: Path) -> None:
         out = tmp_path / f"s-{data}"
         done = run(["statistics", "collect", str(place), "--data", str(tmp_path / data), "--out", str(out)])
         assert done.code == 0, done.err
+        assert "5 images, 25 patches (class tokens included) of" in done.out  # 2 x 2 patches and a class token each
+        assert "tokens" not in done.out.replace("class tokens", "")
         with open_statistics(out) as found:
             assert found.header.samples == 5
             assert len(found.header.places) == 14

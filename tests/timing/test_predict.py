@@ -126,7 +126,7 @@ def test_the_command_prints_the_prediction(family: Family, rates: Path) -> None:
     said = " ".join(outcome.out.split())
     assert "predicted on 2 nodes with 2 workers each, at the rates of node" in said
     assert "efficiency 1.00" in said
-    data = json.loads(actmat(family.argv(*flags, "--json", command="plan")).out)["prediction"]
+    data = json.loads(actmat(family.argv(*flags, "--json", "--full", command="plan")).out)["prediction"]
     assert data["seconds"] >= data["ideal_seconds"] >= data["start_seconds"] == 1.0
     assert data["nodes"] == data["workers_per_node"] == 2
     assert len(data["peak_bytes_per_node"]) == 2

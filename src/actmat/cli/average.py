@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
 from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
+
+if TYPE_CHECKING:
+    from actmat.plan import MergePlan
 
 __all__ = ["average"]
 
@@ -27,7 +31,7 @@ def average(
     given: Annotated[RecipeFlags, Fields(only=_OF_RECIPE)],
     run: Annotated[RunSettings, Fields(without=("diagnose", "exact"))],
     plan: Annotated[bool, typer.Option("--plan", help="Show weights and tensors; write nothing.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
+    shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
 ) -> None:
     """Average checkpoints of one training run; no base is needed.
 
@@ -45,18 +49,34 @@ def average(
     fields = {name: value for name, value in given.values.items() if name in given}
     recipe = average_recipe(checkpoints, weights, as_given=as_given, **fields)
     if plan:
-        from actmat.cli.summary import print_plan
-
-        print_plan(plan_recipe(recipe, device=run.device, device_memory=run.device_memory), full=False)
+        _show_plan(plan_recipe(recipe, device=run.device, device_memory=run.device_memory), shown)
         return
     if recipe.out is None:
         raise typer.BadParameter("say where the average goes: --out OUT")
     from actmat.cli.screen import showing_progress
 
-    with showing_progress(quiet=quiet) as progress:
+    with showing_progress(quiet=shown.quiet) as progress:
         reports = run_recipes([recipe], run, progress)
-    if not quiet:
+    if shown.json:
+        from actmat.cli.results import merge_data, print_result
+
+        with optional_stdout("The average is complete."):
+            print_result("average", {"outputs": [merge_data(r) for r in reports]})
+    elif not shown.quiet:
         from actmat.cli.summary import print_summary
 
         with optional_stdout("The average is complete."):
             print_summary(reports[0])
+
+
+def _show_plan(plan: MergePlan, shown: flags.OutputFlags) -> None:
+    """Weights and tensors of the average, which is not made."""
+    if shown.json:
+        from actmat.cli.plan import compact
+        from actmat.cli.results import print_result
+
+        print_result("average", {"outputs": [], "plan": compact(plan)})
+    elif not shown.quiet:
+        from actmat.cli.summary import print_plan
+
+        print_plan(plan, full=False)

@@ -22,6 +22,7 @@ def calibrate(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Some seconds, with small matrices: rough.")] = False,
     json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Measure the rates of this machine, in a minute, for 'actmat plan --simulate'.
 
@@ -30,20 +31,26 @@ def calibrate(
     Nothing else should run at the time.
     """
     from actmat.api.calibrating import calibrate as measured
-    from actmat.cli.screen import console, escape, print_json
+    from actmat.cli.results import print_result
+    from actmat.cli.screen import console, escape
     from actmat.cli.streams import say
     from actmat.errors import OutputError
     from actmat.timing.measure import QUICK, Effort
     from actmat.timing.rates import rates_file, save_rates
 
+    def note(text: str) -> None:
+        if not quiet:
+            say(f"measuring {text}")
+
     path = out or rates_file()
     try:
-        rates = measured(QUICK if quick else Effort(), folder=folder, note=lambda text: say(f"measuring {text}"))
+        rates = measured(QUICK if quick else Effort(), folder=folder, note=note)
         save_rates(rates, path)
     except OSError as error:
         raise OutputError(f"The rates cannot be measured or written: {error}. Fix: give --out or --folder.") from None
     if json:
-        print_json(rates.to_json())
+        print_result("calibrate", {"file": str(path), "rates": rates.to_json()})
+    if json or quiet:
         return
     console.print(f"{escape(rates.processor)}, {rates.cores} core(s); written to {escape(path)}")
     for line in rates.lines():

@@ -24,6 +24,8 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
     out: Annotated[Path | None, typer.Option("--out", help="Write an HTML page to this file.")] = None,
     json: flags.Json = False,
+    full: flags.Full = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Show what differs between two merges of the same base and experts: recipes, weights, residuals, checks.
 
@@ -34,10 +36,11 @@ def compare(
     --diagnose. Merges of different bases or experts are refused: all
     differences are listed and the exit code is 1.
     """
-    from actmat.cli.screen import counting, print_json
+    from actmat.cli.results import print_result
+    from actmat.cli.screen import counting
     from actmat.report.comparison import compare as compare_outputs
 
-    with counting("comparing") as seen:
+    with counting("comparing", quiet=quiet) as seen:
         found = compare_outputs(first, second, progress=seen)
     if out is not None:
         from actmat.checkpoints.writing.staging import disk_errors
@@ -46,25 +49,27 @@ def compare(
         with disk_errors(out.parent):
             write_comparison(found, out)
     if json:
-        print_json(found.to_json())
-    else:
+        data = found.to_json() | {"differing": len(found.differing), "names": list(found.names)}
+        print_result("compare", data, long=("tensors",), full=full)
+    elif not quiet:
         _print(found)
 
 
 def _print(found: Comparison) -> None:
     from actmat.cli.screen import console, escape
 
-    console.print(f"[bold]first[/bold]   {escape(found.outs[0])}  ({escape(found.methods[0])})")
-    console.print(f"[bold]second[/bold]  {escape(found.outs[1])}  ({escape(found.methods[1])})")
+    first, second = found.names
+    console.print(f"[bold]{escape(first)}[/bold]  {escape(found.outs[0])}  ({escape(found.methods[0])})")
+    console.print(f"[bold]{escape(second)}[/bold]  {escape(found.outs[1])}  ({escape(found.methods[1])})")
     names = ", ".join(a if a == b else f"{a} = {b}" for a, b in found.experts)
     onto = f" of {found.base}" if found.base else ""
     console.print(f"{len(found.experts)} experts{escape(onto)}: {escape(names)}\n")
-    _rows(["differs in", "first", "second"], [[s.field, _short(s.first), _short(s.second)] for s in found.settings])
+    _rows(["differs in", first, second], [[s.field, _short(s.first), _short(s.second)] for s in found.settings])
     _print_tensors(found)
     residuals = [[r.expert, f"{r.first:.2f}", f"{r.second:.2f}"] for r in found.residuals]
-    _rows(["residual rho", "first", "second"], residuals)
+    _rows(["residual rho", first, second], residuals)
     checks = [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
-    _rows(["check", "first", "second"], checks)
+    _rows(["check", first, second], checks)
     for note in found.notes:
         console.print(f"note: {escape(note)}")
 
@@ -83,8 +88,8 @@ def _print_tensors(found: Comparison) -> None:
         # in units of the deltas, if the base was found
         numbers = [t.distance] if t.norms is None else [t.relative, t.cosine, *t.norms]
         rows.append([t.name.removesuffix(".weight"), *("-" if v is None else f"{v:.3g}" for v in numbers)])
-    known = differing[0].norms is not None
-    _rows(["differ most", *(["relative", "cosine", "norm 1", "norm 2"] if known else ["distance"])], rows)
+    names = ["relative", "cosine", "norm 1", "norm 2"]
+    _rows(["differ most", *(names if differing[0].norms is not None else ["distance"])], rows)
 
 
 def _short(value: Any) -> str:

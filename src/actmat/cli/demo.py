@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from actmat.cli import flags
+
 __all__ = ["demo"]
 
 
@@ -16,12 +18,19 @@ def demo(
     seed: Annotated[int, typer.Option("--seed", help="Seed of data splits and training.")] = 0,
     threads: Annotated[int | None, typer.Option("--threads", help="Workers of the merges.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Train a small transformer and several experts on real digits, merge them with every method, compare.
 
     Takes about a minute on two cores and keeps all checkpoints, so that you can go on with 'actmat merge'.
     """
-    from actmat.cli.screen import console
+    from actmat.cli.screen import SafeConsole, console
     from actmat.demo import run_demo
 
-    run_demo(out, seed=seed, methods=method, threads=threads, overwrite=overwrite, console=console)
+    shown = SafeConsole(quiet=True) if quiet or json else console
+    result = run_demo(out, seed=seed, methods=method, threads=threads, overwrite=overwrite, console=shown)
+    if json:
+        from actmat.cli.results import print_result
+
+        print_result("demo", result.to_json())

@@ -39,8 +39,7 @@ def diagnose(
         Path | None,
         typer.Option("--out", help="Write the report: both forms into a directory, or to FILE.json or FILE.html."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print report.json instead of a summary.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    shown: flags.OutputFlags,
     data: DataFlags,
 ) -> None:
     """Measure what a merge does to every layer, and check it; the model is not written.
@@ -57,12 +56,18 @@ def diagnose(
     disagree most. To measure while merging: actmat merge --diagnose.
     """
     if recipe is not None and os.path.isdir(recipe):
-        found = _of_output(recipe, given, run, data, quiet=quiet)
+        found = _of_output(recipe, given, run, data, quiet=shown.quiet)
     elif data.data:
         raise typer.BadParameter("--data goes with a merged model that exists: actmat diagnose MERGED --data DATA")
     else:
-        found = _of_recipe(recipe, given, run, quiet=quiet)
-    _show(found, out, json=json)
+        found = _of_recipe(recipe, given, run, quiet=shown.quiet)
+    _write(found, out)
+    if shown.json:
+        _print_json(found, full=shown.full)
+    elif not shown.quiet:
+        from actmat.cli.diagnosis import print_diagnosis
+
+        print_diagnosis(found)
     if strict and found.issues:
         raise typer.Exit(1)
 
@@ -94,18 +99,22 @@ def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet
         return diagnose_recipe(recipes[0], run, progress)
 
 
-def _show(found: Diagnosis, out: Path | None, *, json: bool) -> None:
+def _write(found: Diagnosis, out: Path | None) -> None:
     if out is not None:
         from actmat.checkpoints.writing.staging import disk_errors
         from actmat.report.write import write_report
 
         with disk_errors(out.parent):
             write_report(found, out)
-    if json:
-        from actmat.cli.screen import print_json
 
-        print_json(found.to_json())
-        return
-    from actmat.cli.diagnosis import print_diagnosis
 
-    print_diagnosis(found)
+def _print_json(found: Diagnosis, *, full: bool) -> None:
+    """The report, as `read_diagnosis` reads it if `full`, else without rows of tensors and matrices."""
+    from actmat.cli.results import print_result
+    from actmat.cli.screen import print_json
+
+    data = found.to_json()
+    if full:
+        print_json(data)
+    else:
+        print_result("diagnose", data, long=("tensors", "measures"))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from actmat.cli import flags
 from actmat.cli.streams import optional_stdout
 
 __all__ = ["Form", "export"]
@@ -28,6 +29,8 @@ def export(
     under: Annotated[
         str, typer.Option("--under", help="Key of the state dict that holds the model, such as 'model'; default: none.")
     ] = "",
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Write a checkpoint, such as a merged model, for training to go on from it.
 
@@ -41,4 +44,10 @@ def export(
 
     write(checkpoint, out=out, to=to.value, under=under)
     with optional_stdout("The export is complete."):
+        if json:
+            from actmat.cli.results import print_result
+
+            print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to.value})
+        if json or quiet:
+            return
         console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} for torch.distributed.checkpoint")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from actmat.cli import flags
 from actmat.cli.streams import optional_stdout
 
 __all__ = ["finish"]
@@ -25,6 +26,8 @@ def finish(
     threads: Annotated[
         int | None, typer.Option("--threads", help="Tensors hashed at the same time (default: all cores).")
     ] = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Complete a merge that was made in parts ('actmat merge --part 3/16').
 
@@ -39,6 +42,15 @@ def finish(
 
     report = finish_parts(out, check=check, overwrite=overwrite, durable=fsync, sha256=sha256, threads=threads)
     with optional_stdout("The merge is complete."):
+        if json:
+            from actmat.cli.results import print_result, size_data
+
+            fields = {name: getattr(report, name) for name in ("tensors", "parts", "was_finished")}
+            seconds, size = round(report.seconds, 3), size_data(report.totals.norms)
+            more = {"nonfinite": report.totals.nonfinite, "size": size, "seconds": seconds}
+            print_result("finish", {"out": str(out), **fields, **more, "notes": list(report.notes)})
+        if json or quiet:
+            return
         if report.was_finished:
             console.print(f"{escape(out)} is complete: all its {report.tensors} tensors, and its inputs, are intact")
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,18 @@ Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check o
 PartOption = Annotated[
     str | None, typer.Option("--part", metavar="K/N", help="Only this part of the merge, such as 3/16, counted from 1.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of words.")]
+Full = Annotated[bool, typer.Option("--full", help="With --json: also the lists with a row per tensor.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors (and JSON with --json).")]
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """Form of what is printed."""
+
+    json: Json = False
+    full: Full = False
+    quiet: Quiet = False
 
 
 def without_part(arguments: Sequence[str]) -> str:

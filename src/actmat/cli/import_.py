@@ -33,9 +33,10 @@ def import_(
 
     recipe = read(file)
     if json:
-        from actmat.cli.screen import print_json
+        from actmat.cli.results import print_result
 
-        print_json(recipe.model_dump(mode="json", exclude_defaults=True))
+        notes = list(recipe.notes)
+        print_result("import", {"recipe": recipe.model_dump(mode="json", exclude_defaults=True), "notes": notes})
     else:
         typer.echo(recipe_yaml(recipe), nl=False)
     for note in recipe.notes if not quiet else ():

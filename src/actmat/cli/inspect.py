@@ -20,11 +20,12 @@ __all__ = ["inspect"]
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
     json: flags.Json = False,
-    every: Annotated[bool, typer.Option("--all", help="One line per tensor.")] = False,
+    every: Annotated[bool, typer.Option("--all", "--full", help="One line per tensor; in JSON, a row.")] = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read."""
     from actmat.checkpoints.resolve import open_checkpoint
-    from actmat.cli.screen import print_json
+    from actmat.cli.results import print_result
     from actmat.experts.resolve import is_adapter
     from actmat.layout import resolve_layout
 
@@ -34,8 +35,8 @@ def inspect(
         with open_checkpoint(checkpoint) as opened:
             data, show = _describe(opened, resolve_layout(opened.specs, opened.config)), _print
     if json:
-        print_json(data)
-    else:
+        print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
+    elif not quiet:
         show(data, every=every)
 
 

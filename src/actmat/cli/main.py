@@ -38,6 +38,7 @@ COMMANDS = {
     "serve-command": "serve_command",
     "report": "report",
     "compare": "compare",
+    "history": "history",
     "methods": "methods",
     "inspect": "inspect",
     "import": "import_",

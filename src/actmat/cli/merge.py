@@ -37,7 +37,8 @@ def merge(
             help="Choose the scale by unlabelled inputs of the experts; NAME=DATA, once per expert.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Merge fine-tuned checkpoints of one base into one model.
 
@@ -64,22 +65,19 @@ def merge(
     if part is not None:
         if tune_scale:
             raise typer.BadParameter("--tune-scale needs the whole merge: find the scale first, then merge in parts")
-        _merge_part(recipes, part, run, quiet=quiet)
+        _merge_part(recipes, part, run, json=json, quiet=quiet)
         return
     if tune_scale:
-        _end(_merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet), strict=strict)
+        reports = _merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet or json)
+        _end(reports, strict=strict, json=json)
         return
     from actmat.api import run_recipes
 
     with _showing(recipes, quiet=quiet) as progress:
         reports = run_recipes(recipes, run, progress)
-    if not quiet:
-        from actmat.cli.summary import print_summary
-
-        with optional_stdout("The merge is complete."):
-            for report in reports:
-                print_summary(report)
-    _end(reports, strict=strict)
+    if not quiet and not json:
+        _print(reports)
+    _end(reports, strict=strict, json=json)
 
 
 @contextmanager
@@ -92,8 +90,21 @@ def _showing(recipes: Sequence[Recipe], *, quiet: bool) -> Iterator[MergeProgres
         yield progress
 
 
-def _end(reports: Sequence[MergeReport], *, strict: bool) -> None:
-    """Exit with 1 if checks found something and that was asked for."""
+def _print(reports: Sequence[MergeReport]) -> None:
+    from actmat.cli.summary import print_summary
+
+    with optional_stdout("The merge is complete."):
+        for report in reports:
+            print_summary(report)
+
+
+def _end(reports: Sequence[MergeReport], *, strict: bool, json: bool) -> None:
+    """Print JSON if that was asked for; exit with 1 if checks found something and that was asked for."""
+    if json:
+        from actmat.cli.results import merge_data, print_result
+
+        with optional_stdout("The merge is complete."):
+            print_result("merge", {"outputs": [merge_data(r) for r in reports]})
     if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
         raise typer.Exit(1)
 
@@ -118,7 +129,7 @@ def _merge_at_tuned_scale(
     return [r.merged for r in reports]
 
 
-def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, quiet: bool) -> None:
+def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, json: bool, quiet: bool) -> None:
     """Run one part and say what it did."""
     if len(recipes) > 1:
         raise typer.BadParameter("--part goes with one method and one value of each option")
@@ -129,7 +140,13 @@ def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, quiet
     part = Part.parse(text)
     with showing_progress(f"part {part}", quiet=quiet) as progress:
         report = run_part(recipes[0], part, run, progress, command=flags.without_part(sys.argv[1:]))
-    if quiet:
+    if json:
+        from actmat.cli.results import print_result
+
+        done = {"part": str(part), "out": str(report.out), "tensors": report.items, "resumed": report.resumed}
+        with optional_stdout("The part is complete."):
+            print_result("merge", {"outputs": [], "part": {**done, "was_finished": report.was_finished}})
+    if quiet or json:
         return
     with optional_stdout("The part is complete."):
         if report.was_finished:

@@ -12,11 +12,14 @@ __all__ = ["methods"]
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show this method in full.")] = None, json: flags.Json = False
+    name: Annotated[str | None, typer.Argument(help="Show this method in full.")] = None,
+    json: flags.Json = False,
+    full: Annotated[bool, typer.Option("--full", help="With --json: all of every method.")] = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
     from actmat.cli.catalogue import read_catalogue
-    from actmat.cli.screen import print_json
+    from actmat.cli.results import print_result
 
     known = read_catalogue()
     if name is not None and name not in known:
@@ -25,7 +28,11 @@ def methods(
         get_method(name)  # raises, with a near name
     chosen = list(known.values()) if name is None else [known[name]]
     if json:
-        print_json(chosen if name is None else chosen[0])
+        short = ("name", "summary", "needs", "low_rank", "flops")
+        rows = chosen if full or name is not None else [{key: m[key] for key in short} for m in chosen]
+        print_result("methods", {"methods": rows})
+    elif quiet:
+        return
     elif name is None:
         _table(chosen)
     else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +17,7 @@ from actmat.settings import RunSettings
 if TYPE_CHECKING:
     from actmat.plan import MergePlan
 
-__all__ = ["plan"]
+__all__ = ["compact", "plan"]
 
 
 def plan(
@@ -28,6 +29,7 @@ def plan(
     json: flags.Json = False,
     part: flags.PartOption = None,
     full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Show what 'actmat merge' would do with the same inputs; nothing is written, no tensor is read.
 
@@ -41,16 +43,12 @@ def plan(
 
     plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in given.recipes(recipe)]
     if part is not None:
-        _print_part(plans, part, json=json, full=full)
+        _print_part(plans, part, json=json, full=full, quiet=quiet)
         return
     predictions = simulation.predictions(plans)
     if json:
-        from actmat.cli.screen import print_json
-
-        data = [p.to_json() for p in plans]
-        for one, prediction in zip(data, predictions, strict=False):
-            one["prediction"] = prediction.to_json()
-        print_json(data[0] if len(data) == 1 else data)
+        _print_json(plans, [p.to_json() for p in predictions], full=full)
+    if json or quiet:
         return
     from actmat.cli.screen import console, escape
     from actmat.cli.summary import print_plan
@@ -61,7 +59,46 @@ def plan(
             console.print(escape(line))
 
 
-def _print_part(plans: Sequence[MergePlan], text: str, *, json: bool, full: bool) -> None:
+def _print_json(plans: Sequence[MergePlan], predictions: Sequence[Mapping[str, Any]], *, full: bool) -> None:
+    """Groups of tensors; if `full`, the plans as `MergePlan.from_json` reads them."""
+    from actmat.cli.results import print_result
+    from actmat.cli.screen import print_json
+
+    data = [plan.to_json() for plan in plans] if full else [compact(plan) for plan in plans]
+    for one, prediction in zip(data, predictions, strict=False):
+        one["prediction"] = prediction
+    if full:
+        print_json(data[0] if len(data) == 1 else data)
+    else:
+        print_result("plan", {"plans": data})
+
+
+def compact(plan: MergePlan) -> dict[str, Any]:
+    """A plan without its tensors: how many have the same action for the same reason, and totals."""
+    groups = Counter((i.action, i.call.method if i.call else None, i.reason) for i in plan.items)
+    first = {key: i.name for i in reversed(plan.items) for key in [(i.action, i.call and i.call.method, i.reason)]}
+    rows = [
+        {"action": key[0], "method": key[1], "count": n, "reason": key[2], "first": first[key]}
+        for key, n in groups.items()
+    ]
+    return {
+        "kind": plan.output,
+        "method": plan.recipe.method,
+        "base": plan.recipe.base,
+        "experts": [e.label for e in plan.experts],
+        "family": plan.family,
+        "items": len(plan.items),
+        "groups": rows,
+        "kept": len(plan.kept),
+        "read_bytes": plan.read_bytes,
+        "write_bytes": plan.write_bytes,
+        "peak_bytes": plan.peak_bytes(1),
+        "device": plan.device,
+        "notes": list(plan.notes),
+    }
+
+
+def _print_part(plans: Sequence[MergePlan], text: str, *, json: bool, full: bool, quiet: bool) -> None:
     """Print the share of one part."""
     if len(plans) > 1:
         raise typer.BadParameter("--part goes with one method and one value of each option")
@@ -70,8 +107,9 @@ def _print_part(plans: Sequence[MergePlan], text: str, *, json: bool, full: bool
 
     share = plan_part(plans[0], Part.parse(text))
     if json:
-        from actmat.cli.screen import print_json
+        from actmat.cli.results import print_result
 
-        print_json(share.to_json())
+        print_result("plan", {"plans": [], "part": share.to_json()})
+    if json or quiet:
         return
     print_part(plans[0], share, full=full)

@@ -25,7 +25,7 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes, and send nothing.")] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Hash the output again before it is sent.")] = True,
     json: flags.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Send a merged model to the Hugging Face hub, with its card and manifest.
 
@@ -43,9 +43,9 @@ def push(
         report = send(out, repo, public=public, overwrite=overwrite, dry_run=dry_run, check=check)
     with optional_stdout("The push is complete." if report.url else ""):
         if json:
-            from actmat.cli.screen import print_json
+            from actmat.cli.results import print_result
 
-            print_json(dataclasses.asdict(report))
+            print_result("push", dataclasses.asdict(report))
         elif not quiet:
             _print(report, out)
 

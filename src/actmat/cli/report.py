@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from actmat.cli import flags
+
 __all__ = ["report"]
 
 
@@ -18,6 +20,8 @@ def report(
     html: Annotated[
         Path | None, typer.Option("--html", help="File to write (default: report.html next to report.json).")
     ] = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Draw report.json as one HTML page, which opens from disk and needs no network.
 
@@ -38,4 +42,9 @@ def report(
     out = folder / "report.html" if html is None else html
     with disk_errors(out.parent):
         write_html(found, out)
-    console.print(f"{escape(out)}  ({len(found.experts)} experts, {len(found.tensors)} tensors)")
+    if json:
+        from actmat.cli.results import print_result
+
+        print_result("report", {"html": str(out), "experts": len(found.experts), "tensors": len(found.tensors)})
+    elif not quiet:
+        console.print(f"{escape(out)}  ({len(found.experts)} experts, {len(found.tensors)} tensors)")

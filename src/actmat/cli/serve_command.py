@@ -11,9 +11,6 @@ from actmat.cli import flags
 
 __all__ = ["serve_command"]
 
-SCHEMA = 1
-"""Version of the JSON."""
-
 
 def serve_command(
     out: Annotated[str, typer.Argument(help="Directory of a merged model or adapter, or hf://org/name.")],
@@ -30,9 +27,9 @@ def serve_command(
 
     found = serving_commands(out)
     if json:
-        from actmat.cli.screen import print_json
+        from actmat.cli.results import print_result
 
-        print_json({"actmat_serving": SCHEMA, **dataclasses.asdict(found)})
+        print_result("serve-command", dataclasses.asdict(found))
         return
     if quiet:
         typer.echo(terminal(found.vllm), nl=bool(found.vllm))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,7 +29,6 @@ statistics = typer.Typer(
 Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier statistics there.")]
 Stored = Annotated[str | None, typer.Option("--store-dtype", help="dtype of the stored sums: float32 or float64.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def collect(
     reading: Reading,
     measuring: Measuring,
     overwrite: Overwrite = False,
-    quiet: Quiet = False,
+    shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
 ) -> None:
     """Run a model over data and store what its layers read, padding left out.
 
@@ -137,8 +138,11 @@ def collect(
     options = reading.options(data)
     loaded = load_model(model, **asdict(loading))
     labels = measuring.fisher and measuring.fisher_labels == "given"
+    settings = measuring.options(options)
+    if getattr(loaded.model, "main_input_name", "") == "pixel_values":
+        settings["details"] = {**options.details(), "inputs": "images"}
     amount = "{task.completed} samples, {task.fields[tokens]} tokens"
-    with progress_bar("measuring", BarColumn(24), amount, TimeRemainingColumn(), quiet=quiet) as bar:
+    with progress_bar("measuring", BarColumn(24), amount, TimeRemainingColumn(), quiet=shown.quiet) as bar:
         task = bar.add_task("measuring", total=reading.samples, tokens=0)
         result = measure(
             loaded.model,
@@ -148,10 +152,9 @@ def collect(
             out=out,
             overwrite=overwrite,
             progress=lambda samples, tokens: bar.update(task, completed=samples, tokens=tokens),
-            **measuring.options(options),
+            **settings,
         )
-    if not quiet:
-        _print(out, result.header)
+    _show({out: result.header}, json=shown.json, quiet=shown.quiet)
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,8 @@ def staged(
     *,
     staging: Staging,
     reading: Annotated[Reading, Fields(without=("label_column",))],
-    quiet: Quiet = False,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Measure all experts block by block, each block on what comes through the merged blocks before it (RegMean++).
 
@@ -221,9 +225,11 @@ def staged(
         off_diagonal=staging.off_diagonal,
         compute_dtype=staging.compute_dtype,
     )
-    for folder in () if quiet else written.values():
+    headers = {}
+    for folder in written.values():
         with open_statistics(folder) as opened:
-            _print(folder, opened.header)
+            headers[folder] = opened.header
+    _show(headers, json=json, quiet=quiet)
 
 
 @statistics.command()
@@ -232,29 +238,72 @@ def merge(
     out: Out,
     store_dtype: Stored = None,
     overwrite: Overwrite = False,
-    quiet: Quiet = False,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Add up statistics of one model that were measured on several sets of batches; sums add, so this is exact."""
     _one_of("--store-dtype", store_dtype or "float32", ("float32", "float64"))
     from actmat.statistics import merge_statistics
 
     header = merge_statistics(inputs, out, dtype=store_dtype, overwrite=overwrite)
-    if not quiet:
-        _print(out, header)
+    _show({out: header}, json=json, quiet=quiet)
 
 
 @statistics.command()
-def show(path: Annotated[Path, typer.Argument(help="What 'actmat statistics collect' wrote.")]) -> None:
+def show(
+    path: Annotated[Path, typer.Argument(help="What 'actmat statistics collect' wrote.")],
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
     """Tell what a statistics file holds: model, data, what was measured and what was not, and why."""
     from actmat.statistics import open_statistics
 
     with open_statistics(path) as opened:
-        _print(path, opened.header, every=True)
+        _show({path: opened.header}, json=json, quiet=quiet, every=True)
+
+
+def _show(headers: Mapping[Path, Header], *, json: bool, quiet: bool, every: bool = False) -> None:
+    """Say what was measured; as JSON if that was asked for."""
+    if json:
+        from actmat.cli.results import print_result
+
+        print_result("statistics", {"statistics": [_data(path, header) for path, header in headers.items()]})
+    for path, header in () if json or quiet else headers.items():
+        _print(path, header, every=every)
+
+
+def _data(path: Path, header: Header) -> dict[str, Any]:
+    """One file of statistics, without a row per tensor."""
+    from actmat.statistics.kinds import KINDS
+
+    kinds = [summary for kind in KINDS.values() if (summary := kind.summary(header))]
+    sources = [d.source for d in header.data]
+    model = header.model.location
+    counts = {
+        "amount": _amount(header),
+        "samples": header.samples,
+        "tokens": header.tokens,
+        "not_measured": len(header.absent),
+    }
+    return {"path": str(path), "model": model, **counts, "data": sources, "kinds": kinds}
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise typer.BadParameter(f"{flag} is one of {', '.join(known)}; got '{value}'")
+
+
+def _amount(header: Header) -> str:
+    """Amount of data: samples and tokens; of images, images and the rows that a layer saw of them."""
+
+    def counted(n: int, word: str) -> str:
+        return f"{n:,} {word}" + ("s" if n != 1 else "")
+
+    if not all(d.details.get("inputs") == "images" for d in header.data):
+        return f"{counted(header.samples, 'sample')}, {counted(header.tokens, 'token')}"
+    rows = Counter(info.rows for info in header.grams.values()).most_common(1)
+    patches = f", {rows[0][0]:,} patches (class tokens included)" if rows else ""
+    return counted(header.samples, "image") + patches
 
 
 def _print(out: Path, header: Header, *, every: bool = False) -> None:
@@ -263,9 +312,7 @@ def _print(out: Path, header: Header, *, every: bool = False) -> None:
 
     on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""
     console.print(f"[bold]{escape(out)}[/bold]  ({escape(header.model.location + on)})")
-    console.print(
-        f"  {header.samples:,} samples, {header.tokens:,} tokens of", escape(", ".join(d.source for d in header.data))
-    )
+    console.print(f"  {_amount(header)} of {escape(', '.join(d.source for d in header.data))}")
     console.print("  " + "; ".join(filter(None, (kind.summary(header) for kind in KINDS.values()))))
     groups: dict[str, list[str]] = {}
     for name, why in header.absent.items():

@@ -113,6 +113,7 @@ def print_summary(report: MergeReport) -> None:
     """Result of a merge: what was done, norms of an adapter, traffic, notes, findings if it was diagnosed."""
     from actmat.cli.screen import console, escape
     from actmat.errors import format_size
+    from actmat.plan.adapter.notes import INDEPENDENT
 
     plan = report.plan
     to_adapter = plan.output == "adapter"
@@ -133,7 +134,8 @@ def print_summary(report: MergeReport) -> None:
         "all hashes in actmat_manifest.json"
     )
     for note in plan.notes:
-        console.print(f"  note: {escape(note)}")
+        if INDEPENDENT not in note:  # the size is said above
+            console.print(f"  note: {escape(note)}")
     if not to_adapter and report.totals.nonfinite:
         console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     if report.diagnosis is not None:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["try_"]
 
-SCHEMA = 1
-"""Version of the JSON."""
-
 
 def _option(flag: str, text: str, **more: Any) -> Any:
     return typer.Option(flag, help=text, rich_help_panel="Question", **more)
@@ -118,9 +115,9 @@ def try_(
         if not json:
             _print(found, question.prompt or [])
     if json:
-        from actmat.cli.screen import print_json
+        from actmat.cli.results import print_result
 
-        print_json({"actmat_try": SCHEMA, "prompts": question.prompt or [], "models": results})
+        print_result("try", {"prompts": question.prompt or [], "models": results})
 
 
 def _models(

@@ -141,7 +141,8 @@ def tune(
     data: Annotated[DataFlags, Fields(without=("samples", "dtype"))],
     search: SearchFlags,
     json: flags.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --json: every trial.")] = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Find the best merge from a few unlabelled inputs of each expert.
 
@@ -184,8 +185,8 @@ def tune(
     with showing_search(quiet=quiet or json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
     if json:
-        from actmat.cli.screen import print_json
+        from actmat.cli.results import print_result
 
-        print_json(report.to_json())
+        print_result("tune", report.to_json(), long=("trials",), full=full)
     elif not quiet:
         print_search(report)

@@ -6,12 +6,16 @@ from typing import Annotated
 
 import typer
 
+from actmat.cli import flags
+
 __all__ = ["verify"]
 
 
 def verify(
     out: Annotated[str, typer.Argument(help="Directory of a merged model, or its URL.")],
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
 
@@ -22,6 +26,13 @@ def verify(
     from actmat.report.verify import verify as check
 
     result = check(out, inputs=inputs)
+    if json:
+        from actmat.cli.results import print_result
+
+        names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
+        print_result("verify", {"out": out} | {name: getattr(result, name) for name in names})
+    if json or (quiet and result.ok):
+        raise typer.Exit(0 if result.ok else 1)
     for problem in result.problems:
         console.print(f"[red]differs[/red]: {escape(problem)}")
     for part in result.unchecked:

@@ -86,7 +86,7 @@ class Sample:
 
     @property
     def runs(self) -> Sequence[tuple[int, int]]:
-        """Where it was taken."""
+        """The runs of entries that are sampled."""
         return self._runs
 
 

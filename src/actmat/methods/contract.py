@@ -374,13 +374,21 @@ def resolved_options(
         option = options.get(name)
         if option is None:
             known = ", ".join(options) or "none"
-            hint = did_you_mean(name, options) + (f" {formerly}." if formerly else "")
+            hint = did_you_mean(name, options) + (f" {formerly}." if formerly else "") + ELSEWHERE.get(name, "")
             problems.append(f"{what} has no option '{name}'.{hint} Its options: {known}")
         elif (problem := option.problem(value)) is not None:
             problems.append(f"{what}: {problem}")
     if problems:
         raise RecipeError("The options do not fit the method.", problems)
     return {name: given.get(name, o.default) for name, o in options.items()}
+
+
+_NORMALIZE = (
+    " The weights of the experts are divided by their sum with --normalize (in a recipe: normalize: true); the merged "
+    "delta is made smaller with --scale."
+)
+ELSEWHERE: Mapping[str, str] = {"normalize": _NORMALIZE, "normalise": _NORMALIZE}
+"""Options that no such method has, and what does the same for every method."""
 
 
 def _not_finite(value: Any) -> float | None:

@@ -16,6 +16,10 @@ ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name -> method, and the options that make it what mergekit calls so."""
 
 
+OPTION_ALIASES: Mapping[str, Mapping[str, str]] = {"dare": {"merge": "rule"}}
+"""Method -> other names of its options: `dare` merges by a second rule."""
+
+
 def real_method(name: str) -> tuple[str, dict[str, Any]]:
     """The method that a name stands for, and the options that come with it.
 
@@ -29,9 +33,13 @@ def real_method(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def with_real_method(data: Any) -> Any:
-    """Fields of a recipe or a rule with the method in place of its alias; options that are given win."""
-    if not isinstance(data, Mapping) or data.get("method") not in ALIASES:
+    """Fields of a recipe or a rule with method and options in place of their aliases; options that are given win."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
         return data
     method, preset = real_method(data["method"])
-    given = data.get("options") or {}
+    given, names = data.get("options") or {}, OPTION_ALIASES.get(method, {})
+    if method == data["method"] and not (isinstance(given, Mapping) and names.keys() & given.keys()):
+        return data
+    if isinstance(given, Mapping):
+        given = {names.get(k, k) if names.get(k) not in given else k: v for k, v in given.items()}
     return {**data, "method": method, "options": {**preset, **given} if isinstance(given, Mapping) else given}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import StatisticsError, did_you_mean
-from actmat.foreign import in_one_line
+from actmat.foreign import in_brief, in_one_line
 from actmat.statistics.models import Loaded, extra
 
 __all__ = ["TEMPLATE", "DataOptions", "check_data", "class_names", "class_prompts", "make_batches"]
@@ -201,7 +201,7 @@ class _Encoder:
         except (OSError, ValueError) as error:
             what = "tokenizer" if wants_text else "image processor"
             raise StatisticsError(
-                f"{loaded.files}: {what} cannot be loaded from there: {in_one_line(error)}. Copy its files beside the "
+                f"{loaded.files}: {what} cannot be loaded from there: {in_brief(error)}. Copy its files beside the "
                 "model."
             ) from error
         if self.tokenizer is not None and self.tokenizer.pad_token is None:

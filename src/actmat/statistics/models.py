@@ -17,7 +17,7 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
 from actmat.errors import StatisticsError, did_you_mean
 from actmat.experts.resolve import is_adapter, open_adapter
-from actmat.foreign import in_one_line
+from actmat.foreign import in_brief
 
 __all__ = ["Loaded", "extra", "load_model", "load_tensors"]
 
@@ -146,7 +146,8 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
             )
     except (OSError, ValueError) as error:
         raise StatisticsError(
-            f"{location}: transformers cannot load it as {model_class}: {in_one_line(error)}"
+            f"{location}: transformers {transformers.__version__} cannot load it as {model_class}: {in_brief(error)}. "
+            "Choose another class (--model-class), or a version of transformers that knows the model"
         ) from error
     missing = sorted(found.get("missing_keys") or ())
     if missing:

@@ -12,7 +12,7 @@ from actmat.plan.adapter.serving import serving_notes
 from actmat.plan.model import Item
 from actmat.recipe import Recipe
 
-__all__ = ["plan_notes"]
+__all__ = ["INDEPENDENT", "free_note", "plan_notes"]
 
 
 def plan_notes(
@@ -57,11 +57,12 @@ def plan_notes(
 
 
 def free_note(which: str, method: str) -> str:
-    """The size of a merge of experts whose row spaces are independent: nothing makes it small."""
-    return (
-        f"in {which} the ranks add up to no more than the inputs: there {method} can meet every expert in full, at the "
-        "length of the plain sum or more; --scale or another method shrinks it"
-    )
+    """Of experts whose row spaces are independent: nothing makes their merge small, which says its length when made."""
+    return f"in {which} {INDEPENDENT}: there {method} can meet every expert in full, however long the merge becomes"
+
+
+INDEPENDENT = "the ranks add up to no more than the inputs"
+"""Marks the note of `free_note`, which a finished merge replaces by its size."""
 
 
 def _meets_every_expert(item: Item) -> bool:

@@ -99,7 +99,7 @@ class Comparison:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What tells the two apart in few words: their methods, else the ends of their places, else their order."""
+        """Names that tell the two apart: their methods, else the ends of their places, else their order."""
         ends = (PurePath(self.outs[0]).name, PurePath(self.outs[1]).name)
         for first, second in (self.methods, ends):
             if first != second:

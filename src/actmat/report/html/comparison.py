@@ -114,7 +114,7 @@ def _headline(comparison: Comparison) -> str:
 
 
 def _apart(comparison: Comparison) -> str:
-    """How the sizes compare, and where the checks found more issues."""
+    """Sentences that compare the sizes, and tell which side has issues among the checks that differ."""
     said = [""]
     first, second = comparison.names
     if comparison.sizes is not None and all(comparison.sizes):

@@ -42,13 +42,13 @@ def _sections() -> dict[str, str]:
 
 
 def explanation(code: str) -> Markup | None:
-    """What a check means, as a paragraph; None for a code that this version does not know."""
+    """The meaning of a check, as a paragraph; None for a code that this version does not know."""
     text = _sections().get(code)
     return None if text is None else el("p", *spelled(text))
 
 
 def next_step(code: str) -> list[Child] | None:
-    """What to try after a finding, in a sentence; None where nothing has to be done."""
+    """The step to try after a finding, in a sentence; None where nothing has to be done."""
     text = _NEXT.get(code)
     return None if text is None else spelled(text)
 

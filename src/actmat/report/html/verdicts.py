@@ -153,7 +153,7 @@ def _quiet(check: CheckResult) -> Markup:
 
 
 def _meaning(check: CheckResult) -> Markup | None:
-    """What the check means, in the page itself; a link only to an address that every reader can open."""
+    """The meaning of the check, in the page itself; a link only to an address that every reader can open."""
     text = explanation(check.code)
     link = (
         el("p", el("a", check.docs, href=check.docs, rel="noreferrer")) if check.docs.startswith("https://") else None

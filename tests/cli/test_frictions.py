@@ -1,0 +1,74 @@
+"""Small things that new users meet: other names of options, long texts of libraries, notes that repeat what is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.helpers.docs_fixture import write_models
+from tests.helpers.merging import actmat
+
+from actmat.errors import RecipeError
+from actmat.foreign import LONGEST, in_brief
+from actmat.methods import get_method
+from actmat.recipe import make_recipe
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+def test_dare_takes_merge_for_rule_in_recipes_rules_and_flags() -> None:
+    fields = {"base": "b", "experts": ["e"], "method": "dare", "options": {"merge": "ties", "density": 0.5}}
+    assert make_recipe(fields).options == {"rule": "ties", "density": 0.5}
+    rules = [{"match": ["*"], "method": "dare", "options": {"merge": "linear"}}]
+    assert make_recipe({"base": "b", "experts": ["e"], "rules": rules}).rules[0].options == {"rule": "linear"}
+    both = fields | {"options": {"merge": "ties", "rule": "linear"}}
+    assert make_recipe(both).options == {"merge": "ties", "rule": "linear"}  # refused when it is resolved
+    assert make_recipe({"base": "b", "experts": ["e"], "method": "dare_ties"}).options["rule"] == "ties"
+
+
+@pytest.mark.parametrize("spelling", ["normalise", "normalize"])
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
+def test_normalising_is_found_where_it_is(method: str, spelling: str) -> None:
+    with pytest.raises(RecipeError, match="divided by their sum with --normalize"):
+        get_method(method).resolve_options({spelling: True})
+
+
+def test_methods_with_such_an_option_keep_it() -> None:
+    assert get_method("linear").resolve_options({"normalize": False})["normalize"] is False
+    assert get_method("actmat").resolve_options({})["normalise"] is not None
+
+
+def test_libraries_are_repeated_in_one_sentence(place: Path, tmp_path: Path) -> None:
+    assert in_brief("Cannot do it.\nYou can try this. Or that.") == "Cannot do it"
+    assert in_brief("one v1.2 file, and no more") == "one v1.2 file, and no more"
+    assert len(in_brief("word " * 500)) <= LONGEST + 4
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (place / "base").iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch"}))
+    (tmp_path / "t.jsonl").write_text('{"text": "one"}\n')
+    arguments = [str(broken), "--data", str(tmp_path / "t.jsonl"), "--model-class", "AutoModelForCausalLM"]
+    done = actmat(["statistics", "collect", *arguments, "--out", str(tmp_path / "s")])
+    assert done.code == 1
+    assert "model type `nonesuch`" in done.err
+    assert "pip install" not in done.err
+    assert "Choose another class (--model-class)" in " ".join(done.err.split())
+
+
+def test_a_merge_of_adapters_says_its_size_once(place: Path, tmp_path: Path) -> None:
+    """The plan says that the rule can meet every expert; the merge says how long it came out."""
+    inputs = ["-e", str(place / "adapters" / "math"), "-e", str(place / "adapters" / "code")]
+    planned = " ".join(actmat(["plan", *inputs]).out.split())
+    assert "the ranks add up to no more than the inputs" in planned
+    assert "at the length of the plain sum" not in planned
+    merged = " ".join(actmat(["merge", *inputs, "--out", str(tmp_path / "out")]).out.split())
+    assert "x the experts' sum" in merged
+    assert "ranks add up" not in merged

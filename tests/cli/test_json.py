@@ -1,0 +1,188 @@
+"""JSON of the commands: the layout of every command is pinned with its version; --quiet and exit codes everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from tests.helpers.docs_fixture import write_models
+from tests.helpers.merging import actmat
+
+from actmat.cli.exits import COMMON, EXITS
+from actmat.cli.main import COMMANDS, app
+from actmat.cli.results import SCHEMAS
+from actmat.cli.signature import resolved
+from actmat.diagnostics.model import Diagnosis
+from actmat.plan import MergePlan
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"serve-command": "docs/commands/serve_command.md", "export": "docs/formats/training.md"}
+"""Pages of commands with another name."""
+PINNED: dict[str, set[str]] = {
+    "merge": {"outputs"},
+    "merge outputs": {
+        "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "nonfinite", "size",
+        "read_bytes", "write_bytes", "seconds", "notes", "findings",
+    },
+    "merge part": {"part", "out", "tensors", "resumed", "was_finished"},
+    "merge size": {"merged", "sum", "experts", "warning"},
+    "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "seconds", "notes"},
+    "plan": {"plans"},
+    "plan plans": {
+        "kind", "method", "base", "experts", "family", "items", "groups", "kept", "read_bytes", "write_bytes",
+        "peak_bytes", "device", "notes",
+    },
+    "diagnose": {
+        "format", "kind", "actmat", "created", "recipe", "method", "options", "source", "base", "out", "experts",
+        "storage_dtypes", "totals", "experts_summary", "checks", "agreement", "residual_on_data", "left_out",
+    },
+    "compare": {
+        "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "residuals",
+        "checks", "notes", "differing", "names", "left_out",
+    },
+    "report": {"html", "experts", "tensors"},
+    "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
+    "inspect": {"location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files", "ties", "left_out"},
+    "methods": {"methods"},
+    "import": {"recipe", "notes"},
+    "history": {"merges", "unreadable"},
+    "history merges": {
+        "place", "finished", "kind", "method", "options", "base", "experts", "content", "tensors", "actmat",
+    },
+}  # fmt: skip
+"""Fields of every layout of version 1. A field that goes or changes its meaning needs a new version in `SCHEMAS`."""
+
+
+def commands() -> dict[str, Any]:
+    """Every command of the distribution by its name, with its parameters; those of groups as `group sub`."""
+    group: Any = typer.main.get_command(app)
+    found = {}
+    for name in COMMANDS:
+        command = group.get_command(None, name)
+        if hasattr(command, "commands"):
+            found |= {f"{name} {sub}": resolved(c) for sub, c in command.commands.items()}
+        else:
+            found[name] = resolved(command)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
+    spelled = {option for p in commands()[name].params for option in p.opts}
+    home = name.split()[0]
+    if home != "ui":  # a page for the browser: it prints its address
+        assert {"--json", "--quiet", "-q"} <= spelled
+        assert home in SCHEMAS
+    assert set(EXITS[home]) == {0, 1}
+    page = (ROOT / PAGES.get(home, f"docs/commands/{home}.md")).read_text()
+    assert f"<!-- generated: exit-codes {home} -->" in page
+    for code, meaning in {**EXITS[home], **COMMON}.items():
+        assert f"| {code} | {meaning}" in page, f"run python -m docs.generate: {home} {code}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+def said(*arguments: object, code: int = 0) -> Any:
+    done = actmat([str(a) for a in arguments])
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def pinned(data: dict[str, Any], command: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
+    assert next(iter(data)) == "schema"
+    assert data["schema"] == f"actmat.{command}/{SCHEMAS[command]}"
+    assert SCHEMAS[command] == 1, "pin the fields of the new version"
+    assert set(data) == {"schema", *PINNED[command], *also}
+    return data
+
+
+def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
+    inputs = ("-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code")
+    out = place / "both"
+    data = pinned(said("merge", *inputs, "-m", "actmat", "-m", "ties", "--out", out, "--diagnose", "--json"), "merge")
+    first, second = data["outputs"]
+    assert set(first) == PINNED["merge outputs"]
+    assert (first["method"], second["method"]) == ("actmat", "ties")
+    assert first["actions"]["merge"] == 15
+    assert set(first["size"]) == PINNED["merge size"]
+    assert (first["size"]["warning"], second["size"]["warning"]) == ("AM402", None)
+    assert "AM402" in first["findings"]
+    again = said("merge", *inputs, "-m", "ties", "--out", out / "ties", "--diagnose", "--json")["outputs"][0]
+    assert again["was_finished"]
+    ties = out / "ties"
+    assert pinned(said("verify", ties, "--json"), "verify")["ok"] is True
+    shown = pinned(said("inspect", ties, "--json"), "inspect")
+    assert shown["left_out"] == {"tensors": 21}
+    assert len(said("inspect", ties, "--json", "--full")["tensors"]) == 21
+    assert pinned(said("report", ties, "--html", place / "x.html", "--json"), "report")["tensors"] == 21
+    compared = pinned(said("compare", out / "actmat", ties, "--json"), "compare")
+    assert (compared["differing"], compared["left_out"], compared["names"]) == (15, {"tensors": 21}, ["actmat", "ties"])
+    assert len(said("compare", out / "actmat", ties, "--json", "--full")["tensors"]) == 21
+    told = pinned(said("history", out, "--json"), "history")
+    assert set(told["merges"][0]) == PINNED["history merges"]
+    (ties / "config.json").write_text("{}")
+    broken = pinned(said("verify", ties, "--json", "--no-inputs", code=1), "verify")
+    assert not broken["ok"]
+    assert broken["problems"]
+
+
+def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None:
+    inputs = ("-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code")
+    (plan,) = pinned(said("plan", *inputs, "--json"), "plan")["plans"]
+    assert set(plan) == PINNED["plan plans"]
+    assert sum(g["count"] for g in plan["groups"]) == plan["items"] == 21
+    assert plan["groups"][0]["first"] == "model.embed_tokens.weight"
+    whole = said("plan", *inputs, "--json", "--full")
+    assert len(MergePlan.from_json(whole).items) == 21
+    assert len(said("plan", *inputs, "-m", "ties", "-m", "average", "--json")["plans"]) == 2
+    part = said("plan", *inputs, "--json", "--part", "1/2")
+    assert (part["plans"], part["schema"]) == ([], "actmat.plan/1")
+    found = pinned(said("diagnose", *inputs, "--json"), "diagnose")
+    assert found["left_out"] == {"tensors": 21, "measures": 15}
+    assert Diagnosis.from_json(said("diagnose", *inputs, "--json", "--full")).measures
+
+
+def test_parts_and_finish(place: Path) -> None:
+    inputs = ("-b", place / "base", "-e", place / "experts/math", "--out", place / "parts")
+    data = pinned(said("merge", *inputs, "--part", "1/2", "--json"), "merge", ("part",))
+    assert set(data["part"]) == PINNED["merge part"]
+    assert actmat(["merge", *map(str, inputs), "--part", "2/2", "-q"]).out == ""
+    done = pinned(said("finish", place / "parts", "--json"), "finish")
+    assert (done["parts"], done["tensors"], done["was_finished"]) == (2, 21, False)
+    assert set(done["size"]) == PINNED["merge size"]
+
+
+def test_methods_and_import(place: Path) -> None:
+    short = pinned(said("methods", "--json"), "methods")["methods"]
+    assert set(short[0]) == {"name", "summary", "needs", "low_rank", "flops"}
+    assert len(said("methods", "--json", "--full")["methods"]) == len(short)
+    (ties,) = said("methods", "ties", "--json")["methods"]
+    assert ties["options"]
+    file = place / "mergekit.yml"
+    file.write_text("merge_method: linear\nmodels:\n  - model: a\n    parameters: {weight: 1}\n  - model: b\n")
+    outcome = actmat(["import", str(file), "--json", "-q"])
+    if outcome.code == 0:
+        assert pinned(json.loads(outcome.out), "import")["recipe"]["method"] == "linear"
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect", "methods", "verify", "report", "compare", "finish"])
+def test_quiet_prints_nothing(place: Path, command: str) -> None:
+    inputs = ["-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code"]
+    out = place / "quiet"
+    if not out.exists():
+        wanted = ["-m", "ties", "-m", "average", "--diagnose", "-q"]
+        assert actmat(list(map(str, ["merge", *inputs, *wanted, "--out", out]))).out == ""
+    arguments = {
+        "plan": inputs, "inspect": [place / "base"], "methods": [], "verify": [out / "ties"],
+        "report": [out / "ties"], "compare": [out / "ties", out / "average"], "finish": [out / "ties"],
+    }[command]  # fmt: skip
+    done = actmat([command, *map(str, arguments), "--quiet"])
+    assert (done.code, done.out) == (0, "")
