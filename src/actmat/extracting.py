@@ -40,7 +40,7 @@ from actmat.extraction_plan import Target, extraction_targets
 from actmat.linalg.svd import thin_svd
 from actmat.version import __version__
 
-__all__ = ["RECORD_NAME", "ExtractReport", "ExtractSettings", "extract_adapter"]
+__all__ = ["RECORD_NAME", "ExtractReport", "ExtractSettings", "extract_adapter", "read_extraction"]
 
 RECORD_NAME = "actmat_extract.json"
 """The record of an extraction, beside the adapter."""
@@ -106,7 +106,12 @@ class ExtractReport:
 
 @memory_errors()
 def extract_adapter(
-    base: str, model: str, out: Path, settings: ExtractSettings, done: Callable[[str], None] = lambda name: None
+    base: str,
+    model: str,
+    out: Path,
+    settings: ExtractSettings,
+    done: Callable[[str], None] = lambda name: None,
+    about: Mapping[str, Any] | None = None,
 ) -> ExtractReport:
     """Write an adapter for PEFT; see the module. Interrupted, the same call goes on.
 
@@ -116,6 +121,7 @@ def extract_adapter(
         out: must not exist, or be empty.
         settings: what is wanted.
         done: called with the name of each tensor that is done.
+        about: further fields of the record, in place of its own.
 
     Raises:
         MergeError: nothing is at `out`.
@@ -135,7 +141,8 @@ def extract_adapter(
             rows = _extract_all(targets, opened, expert, settings, stage, dict(journal), done)
             if not any(r["kind"] != "left out" and r["tensors"] for r in rows):
                 raise AlignmentError(f"{model} differs from {base} in no tensor that an adapter could hold.")
-            record = _record(base, model, settings, fingerprint, rows, notes, time.perf_counter() - began)
+            record = _record(base, model, settings, fingerprint, rows, notes) | dict(about or {})
+            record["seconds"] = time.perf_counter() - began
             _assemble(stage, rows, record, _config(config, rows, base))
             stage.commit()
         except BaseException as error:
@@ -145,6 +152,15 @@ def extract_adapter(
         finally:
             stage.close()
     return ExtractReport(out, record)
+
+
+def read_extraction(out: Path) -> ExtractReport:
+    """The report of an adapter that was extracted into `out`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return ExtractReport(out, read_object(out / RECORD_NAME))
 
 
 def _fingerprint(base: Checkpoint, expert: Expert, settings: ExtractSettings) -> str:
@@ -275,7 +291,6 @@ def _record(
     fingerprint: str,
     rows: Sequence[Mapping[str, Any]],
     notes: Sequence[str],
-    seconds: float,
 ) -> dict[str, Any]:
     factored = [r for r in rows if "rank" in r]
     norm, error = (sum(r[key] ** 2 for r in factored) ** 0.5 for key in ("norm", "error_norm"))
@@ -287,7 +302,6 @@ def _record(
         "versions": {"actmat": __version__, "torch": str(torch.__version__)},
         "fingerprint": fingerprint,
         "relative_error": error / norm if norm else 0.0,
-        "seconds": seconds,
         "notes": list(notes),
         "tensors": [{k: v for k, v in r.items() if k not in ("spool", "tensors")} for r in rows],
     }

@@ -77,7 +77,7 @@ def extraction_targets(
     targets = [_with_aliases(_checked(t, factored), tied[t.name], names) for t in targets]
     ties = any(t.kind == "saved" and tied[t.name] for t in targets)
     if ties:
-        notes.append("a table is tied to the output head: PEFT keeps it so from version 0.18 on (ensure_weight_tying)")
+        notes.append("a table is tied to the output head: PEFT keeps it so where it knows ensure_weight_tying")
     return targets, notes, _fields(targets, ties=ties)
 
 

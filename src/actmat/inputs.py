@@ -123,8 +123,9 @@ def writes_adapter(recipe: Recipe) -> bool:
             f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into "
             f"the checkpoint that all experts come from. {_why_base(recipe)}"
             if recipe.to is None
-            else f"--to {recipe.to} needs adapters; {', '.join(full)} is none. Write a model (--base ..., --to model), "
-            "or make an adapter of it first (actmat extract --base ... --model ... --rank 64 --out ...)."
+            else f"--to {recipe.to} needs adapters, or --base and --rank to extract one of the merged model (merge only); "
+            f"{', '.join(full)} is no adapter. Write a model (--base ..., --to model), or make an adapter of it first "
+            "(actmat extract --base ... --model ... --rank 64 --out ...)."
         )
     return True
 

@@ -228,3 +228,33 @@ def test_the_command_says_what_was_done(place: Path, tmp_path: Path) -> None:
     assert {t.dtype for t in stored.values()} == {torch.bfloat16}
     again = CliRunner().invoke(app, [*given, "--rank", "4", "--dtype", "bfloat16", "--json"])
     assert json.loads(again.output)["settings"]["rank"] == 4
+
+
+def test_full_experts_are_merged_into_an_adapter(place: Path, tmp_path: Path) -> None:
+    """The adapter is the best approximation of the merged delta; what is beside it goes away."""
+    here = place / "llama"
+    save("llama", tmp_path / "other", noise(5))
+    experts, run = [here / "model", tmp_path / "other"], {"durable": False, "threads": 1}
+    fields: dict[str, Any] = {"method": "task_arithmetic", "options": {"scaling": 0.5}, "dtype": "float32"}
+    actmat.merge(here / "base", experts, out=tmp_path / "full", **fields, **run)
+    report = actmat.merge(here / "base", experts, out=tmp_path / "out", to="adapter", rank=3, **fields, **run)
+    assert report.out == tmp_path / "out"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "other", "out"]
+    merged, before = load_file(tmp_path / "full" / "model.safetensors"), load_file(here / "base" / "model.safetensors")
+    delta = merged[Q].double() - before[Q]
+    found = reloaded("llama", tmp_path / "out")[Q] - before[Q]
+    s = torch.linalg.svdvals(delta)
+    assert float((found - delta).norm() / s.norm()) == pytest.approx(float(s[3:].norm() / s.norm()), rel=1e-5)
+    record = json.loads((tmp_path / "out" / "actmat_extract.json").read_text())
+    assert record["model"] == "merge of model, other"
+    assert record["recipe"]["rank"] == 3
+
+
+def test_an_adapter_of_full_experts_needs_a_rank(place: Path, tmp_path: Path) -> None:
+    here = place / "llama"
+    with pytest.raises(MergeError, match="--base and --rank to extract one"):
+        actmat.merge(here / "base", [here / "model"], out=tmp_path / "out", to="adapter")
+    given = ["merge", "-b", str(here / "base"), "-e", str(here / "model"), "--out", str(tmp_path / "out")]
+    found = CliRunner().invoke(app, [*given, "--to", "adapter", "--rank", "2", "--method", "average"])
+    assert found.exit_code == 0, found.output
+    assert "15 layers of rank 2" in " ".join(found.output.split())

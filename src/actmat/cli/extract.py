@@ -14,7 +14,7 @@ from actmat.cli.streams import optional_stdout, starting
 if TYPE_CHECKING:
     from actmat.api.extracting import ExtractReport
 
-__all__ = ["extract"]
+__all__ = ["extract", "print_extraction"]
 
 WORST = 3
 """Layers that are listed by name."""
@@ -75,10 +75,11 @@ def extract(  # noqa: PLR0913 - flags of a command
         if json:
             print_json(dict(report.record))
         else:
-            _print(report)
+            print_extraction(report)
 
 
-def _print(report: ExtractReport) -> None:
+def print_extraction(report: ExtractReport) -> None:
+    """Say what is in an extracted adapter."""
     from actmat.cli.screen import console, escape
 
     rows: list[dict[str, Any]] = list(report.record["tensors"])

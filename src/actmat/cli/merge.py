@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,19 +69,31 @@ def merge(
     if tune_scale:
         _end(_merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet), strict=strict)
         return
-    from actmat.api import run_recipes
     from actmat.cli.screen import hub_bars, showing_progress
+    from actmat.extracted_merges import carry_out, is_extracted
 
     to_hub = any(str(r.out).startswith("hf://") for r in recipes)
     with hub_bars(quiet=quiet) if to_hub else nullcontext(), showing_progress(quiet=quiet) as progress:
-        reports = run_recipes(recipes, run, progress)
-    if not quiet:
+        reports = carry_out(recipes, run, progress)
+    if not quiet and is_extracted(recipes[0]):
+        _print_extracted(reports)
+    elif not quiet:
         from actmat.cli.summary import print_summary
 
         with optional_stdout("The merge is complete."):
             for report in reports:
                 print_summary(report)
     _end(reports, strict=strict)
+
+
+def _print_extracted(reports: Sequence[MergeReport]) -> None:
+    """Say what is in the adapters of merged full models."""
+    from actmat.cli.extract import print_extraction
+    from actmat.extracting import read_extraction
+
+    with optional_stdout("The merge is complete."):
+        for report in reports:
+            print_extraction(read_extraction(Path(report.out)))
 
 
 def _end(reports: Sequence[MergeReport], *, strict: bool) -> None:
