@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ __all__ = ["RECORD_NAME", "ExtractReport", "ExtractSettings", "extract_adapter",
 RECORD_NAME = "actmat_extract.json"
 """The record of an extraction, beside the adapter."""
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
 _SPOOL = "spool-{:05d}.bin"
 _ONE_FILE = 1 << 62
 
@@ -63,7 +65,7 @@ class ExtractSettings:
 
     rank: int | None = None
     energy: float | None = None
-    others: Literal["save", "leave"] = "save"
+    others: str = "save"
     dtype: str | None = None
     threads: int = 1
 
@@ -82,6 +84,8 @@ class ExtractSettings:
             raise RecipeError(f"expected an energy above 0 and at most 1, found {self.energy}")
         if self.others not in ("save", "leave"):
             raise RecipeError(f"'others' is {self.others!r}; expected save or leave")
+        if self.dtype not in (None, *DTYPES):
+            raise RecipeError(f"'dtype' is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)

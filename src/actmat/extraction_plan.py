@@ -96,7 +96,7 @@ def _target(name: str, source: str, in_memory: str | None, layout: TensorLayout,
         return Target(name, source, module, "factored", layout.reason, stored, layout.orientation == "IO")
     if not module:
         return Target(name, source, name, "left out", "a parameter of the model itself, which no module holds")
-    return Target(name, source, module, "saved", f"{layout.reason}: saved whole", (_STORED.format(in_memory),))
+    return Target(name, source, module, "saved", f"{layout.reason}, which no LoRA holds", (_STORED.format(in_memory),))
 
 
 def _left_out(target: Target, reason: str) -> Target:

@@ -189,6 +189,7 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
         ({"rank": 0}, "a positive rank, found 0"),
         ({"energy": 1.5}, "found 1.5"),
         ({"rank": 2, "others": "drop"}, "expected save or leave"),
+        ({"rank": 2, "dtype": "int8"}, "'dtype' is 'int8'"),
     ],
 )
 def test_wishes_that_make_no_sense_are_refused(fields: dict[str, Any], words: str, place: Path, tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_full_experts_are_merged_into_an_adapter(place: Path, tmp_path: Path) ->
 
 def test_an_adapter_of_full_experts_needs_a_rank(place: Path, tmp_path: Path) -> None:
     here = place / "llama"
-    with pytest.raises(MergeError, match="--base and --rank to extract one"):
+    with pytest.raises(MergeError, match="Give --base and --rank to extract one"):
         actmat.merge(here / "base", [here / "model"], out=tmp_path / "out", to="adapter")
     given = ["merge", "-b", str(here / "base"), "-e", str(here / "model"), "--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, [*given, "--to", "adapter", "--rank", "2", "--method", "average"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from actmat.extracting import ExtractReport, ExtractSettings, extract_adapter
 
@@ -19,8 +18,8 @@ def extract(  # noqa: PLR0913 - keyword arguments of a public function
     out: str | Path,
     rank: int | None = None,
     energy: float | None = None,
-    others: Literal["save", "leave"] = "save",
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None,
+    others: str = "save",
+    dtype: str | None = None,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> ExtractReport:
@@ -34,7 +33,7 @@ def extract(  # noqa: PLR0913 - keyword arguments of a public function
         energy: instead of a rank, the share of each layer's squared norm to keep, such as 0.99.
         others: changed tensors that LoRA cannot hold (norms, tables, convolutions, biases) are kept whole in the
             adapter (`save`), or left out (`leave`).
-        dtype: of the adapter; default: the base's, tensor by tensor.
+        dtype: of the adapter: float64, float32, bfloat16 or float16; default: the base's, tensor by tensor.
         threads: layers at the same time; default: all cores.
         progress: called with the name of each tensor that is done, from any thread.
 

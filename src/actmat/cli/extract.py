@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,18 +19,6 @@ WORST = 3
 """Layers that are listed by name."""
 
 
-class _Others(StrEnum):
-    save = "save"
-    leave = "leave"
-
-
-class _Dtype(StrEnum):
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 def extract(  # noqa: PLR0913 - flags of a command
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
@@ -41,9 +28,12 @@ def extract(  # noqa: PLR0913 - flags of a command
         float | None, typer.Option("--energy", help="Share of each layer's squared norm to keep, such as 0.99.")
     ] = None,
     others: Annotated[
-        _Others, typer.Option("--others", help="Tensors that LoRA cannot hold: save them whole, or leave them out.")
-    ] = _Others.save,
-    dtype: Annotated[_Dtype | None, typer.Option("--dtype", help="dtype of the adapter (default: the base's).")] = None,
+        str, typer.Option("--others", help="Changed tensors that LoRA cannot hold: save them whole, or leave them out.")
+    ] = "save",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float64, float32, bfloat16 or float16 of the adapter (default: the base's)."),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", help="Layers at the same time (default: all cores).")
     ] = None,
@@ -61,16 +51,7 @@ def extract(  # noqa: PLR0913 - flags of a command
     from actmat.api.extracting import extract as run
     from actmat.cli.screen import print_json
 
-    report = run(
-        base,
-        model,
-        out=out,
-        rank=rank,
-        energy=energy,
-        others=others.value,
-        dtype=None if dtype is None else dtype.value,
-        threads=threads,
-    )
+    report = run(base, model, out=out, rank=rank, energy=energy, others=others, dtype=dtype, threads=threads)
     with optional_stdout("The adapter is complete."):
         if json:
             print_json(dict(report.record))
@@ -88,9 +69,8 @@ def print_extraction(report: ExtractReport) -> None:
     shown = "none" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     was = " (made by an earlier call)" if report.was_finished else ""
     console.print(f"[bold]{escape(report.out)}[/bold]: {len(factored)} layers of rank {shown}{was}")
-    console.print(f"  relative error {report.relative_error:.3g} over all layers", end="")
     worst = sorted(factored, key=lambda r: -float(r["relative_error"]))[:WORST]
-    console.print("; largest:" if worst else "")
+    console.print(f"  relative error {report.relative_error:.3g} over all layers" + ("; largest:" if worst else ""))
     for row in worst:
         console.print(f"    {row['relative_error']:.3g}  {escape(row['name'])}")
     for kind, words in (("saved", "saved whole"), ("left out", "left out")):
