@@ -53,7 +53,7 @@ _ONE_FILE = 1 << 62
 
 @dataclass(frozen=True)
 class ExtractSettings:
-    """What is wanted.
+    """Wishes for an extraction.
 
     Args:
         rank: of every layer; or None.

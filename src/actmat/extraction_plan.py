@@ -1,4 +1,4 @@
-"""What becomes of each tensor when an adapter is extracted: factored, saved whole, or left out, with the reason."""
+"""The plan of an extraction: each tensor is factored, saved whole, or left out, with the reason."""
 
 from __future__ import annotations
 

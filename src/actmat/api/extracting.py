@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from actmat.extracting import ExtractReport, ExtractSettings, extract_adapter
@@ -11,7 +10,7 @@ from actmat.extracting import ExtractReport, ExtractSettings, extract_adapter
 __all__ = ["ExtractReport", "extract"]
 
 
-def extract(  # noqa: PLR0913 - keyword arguments of a public function
+def extract(
     base: str | Path,
     model: str | Path,
     *,
@@ -21,7 +20,6 @@ def extract(  # noqa: PLR0913 - keyword arguments of a public function
     others: str = "save",
     dtype: str | None = None,
     threads: int | None = None,
-    progress: Callable[[str], None] = lambda name: None,
 ) -> ExtractReport:
     """Write the best low-rank approximation of `W - W_0` as a LoRA adapter for PEFT, layer by layer.
 
@@ -35,7 +33,6 @@ def extract(  # noqa: PLR0913 - keyword arguments of a public function
             adapter (`save`), or left out (`leave`).
         dtype: of the adapter: float64, float32, bfloat16 or float16; default: the base's, tensor by tensor.
         threads: layers at the same time; default: all cores.
-        progress: called with the name of each tensor that is done, from any thread.
 
     Returns:
         The report, with the error of every layer in `record["tensors"]`.
@@ -45,4 +42,4 @@ def extract(  # noqa: PLR0913 - keyword arguments of a public function
     """
     workers = len(os.sched_getaffinity(0)) if threads is None else threads
     settings = ExtractSettings(rank, energy, others, dtype, workers)
-    return extract_adapter(str(base), str(model), Path(out), settings, progress)
+    return extract_adapter(str(base), str(model), Path(out), settings)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from actmat.cli import flags
 from actmat.cli.streams import optional_stdout, starting
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ WORST = 3
 """Layers that are listed by name."""
 
 
-def extract(  # noqa: PLR0913 - flags of a command
+def extract(
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
     out: Annotated[Path, typer.Option("--out", help="Directory of the adapter.")],
@@ -37,7 +36,6 @@ def extract(  # noqa: PLR0913 - flags of a command
     threads: Annotated[
         int | None, typer.Option("--threads", help="Layers at the same time (default: all cores).")
     ] = None,
-    json: flags.Json = False,
 ) -> None:
     """Extract a LoRA adapter from a fine-tuned model: the best approximation of its delta, layer by layer.
 
@@ -47,16 +45,12 @@ def extract(  # noqa: PLR0913 - flags of a command
     The error of every layer is in actmat_extract.json; PEFT loads the adapter.
     Interrupted, the same command goes on.
     """
-    starting("extract", quiet=json)
+    starting("extract", quiet=True)
     from actmat.api.extracting import extract as run
-    from actmat.cli.screen import print_json
 
     report = run(base, model, out=out, rank=rank, energy=energy, others=others, dtype=dtype, threads=threads)
     with optional_stdout("The adapter is complete."):
-        if json:
-            print_json(dict(report.record))
-        else:
-            print_extraction(report)
+        print_extraction(report)
 
 
 def print_extraction(report: ExtractReport) -> None:

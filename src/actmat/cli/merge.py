@@ -75,25 +75,23 @@ def merge(
     to_hub = any(str(r.out).startswith("hf://") for r in recipes)
     with hub_bars(quiet=quiet) if to_hub else nullcontext(), showing_progress(quiet=quiet) as progress:
         reports = carry_out(recipes, run, progress)
-    if not quiet and is_extracted(recipes[0]):
-        _print_extracted(reports)
-    elif not quiet:
-        from actmat.cli.summary import print_summary
-
-        with optional_stdout("The merge is complete."):
-            for report in reports:
-                print_summary(report)
+    if not quiet:
+        _print_reports(reports, extracted=is_extracted(recipes[0]))
     _end(reports, strict=strict)
 
 
-def _print_extracted(reports: Sequence[MergeReport]) -> None:
-    """Say what is in the adapters of merged full models."""
+def _print_reports(reports: Sequence[MergeReport], *, extracted: bool) -> None:
+    """Say what was done; of adapters of full models, what was extracted."""
     from actmat.cli.extract import print_extraction
+    from actmat.cli.summary import print_summary
     from actmat.extracting import read_extraction
 
     with optional_stdout("The merge is complete."):
         for report in reports:
-            print_extraction(read_extraction(Path(report.out)))
+            if extracted:
+                print_extraction(read_extraction(Path(report.out)))
+            else:
+                print_summary(report)
 
 
 def _end(reports: Sequence[MergeReport], *, strict: bool) -> None:
