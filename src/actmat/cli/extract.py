@@ -45,7 +45,7 @@ def extract(
     The error of every layer is in actmat_extract.json; PEFT loads the adapter.
     Interrupted, the same command goes on.
     """
-    starting("extract", quiet=True)
+    starting("extract", quiet=False)
     from actmat.api.extracting import extract as run
 
     report = run(base, model, out=out, rank=rank, energy=energy, others=others, dtype=dtype, threads=threads)
