@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from actmat.api.agreement import agreement as agreement
     from actmat.api.agreement import residual_on_data as residual_on_data
     from actmat.api.exporting import export as export
-    from actmat.api.in_memory import MemoryMerge as MemoryMerge
-    from actmat.api.in_memory import merge_in_memory as merge_in_memory
     from actmat.api.extracting import ExtractReport as ExtractReport
     from actmat.api.extracting import extract as extract
+    from actmat.api.in_memory import MemoryMerge as MemoryMerge
+    from actmat.api.in_memory import merge_in_memory as merge_in_memory
     from actmat.api.parts import FinishReport as FinishReport
     from actmat.api.parts import PartReport as PartReport
     from actmat.api.parts import finish as finish

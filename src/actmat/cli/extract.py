@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from actmat.cli.streams import optional_stdout, starting
+from actmat.cli.streams import optional_stdout
 
 if TYPE_CHECKING:
     from actmat.api.extracting import ExtractReport
@@ -45,7 +45,6 @@ def extract(
     The error of every layer is in actmat_extract.json; PEFT loads the adapter.
     Interrupted, the same command goes on.
     """
-    starting("extract", quiet=False)
     from actmat.api.extracting import extract as run
 
     report = run(base, model, out=out, rank=rank, energy=energy, others=others, dtype=dtype, threads=threads)
