@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from actmat.api.agreement import agreement as agreement
     from actmat.api.agreement import residual_on_data as residual_on_data
     from actmat.api.exporting import export as export
+    from actmat.api.extracting import ExtractReport as ExtractReport
+    from actmat.api.extracting import extract as extract
     from actmat.api.in_memory import MemoryMerge as MemoryMerge
     from actmat.api.in_memory import merge_in_memory as merge_in_memory
     from actmat.api.parts import FinishReport as FinishReport
@@ -52,6 +54,7 @@ _NAMES = {
     "actmat.api.agreement": ("agreement", "residual_on_data"),
     "actmat.api.exporting": ("export",),
     "actmat.api.in_memory": ("MemoryMerge", "merge_in_memory"),
+    "actmat.api.extracting": ("ExtractReport", "extract"),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
     "actmat.api.pushing": ("PushReport", "push"),
     "actmat.api.staged": ("staged_statistics",),

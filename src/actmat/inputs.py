@@ -123,7 +123,9 @@ def writes_adapter(recipe: Recipe) -> bool:
             f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into "
             f"the checkpoint that all experts come from. {_why_base(recipe)}"
             if recipe.to is None
-            else f"--to adapter needs adapters; {', '.join(full)} is none. Write a model (--base ..., --to model)."
+            else f"--to {recipe.to} needs adapters, and {', '.join(full)} is none. Give --base and --rank to extract "
+            "one of the merged model (actmat merge), write a model (--base ..., --to model), or make adapters first "
+            "(actmat extract --base ... --model ... --rank 64 --out ...)."
         )
     return True
 

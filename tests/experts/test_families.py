@@ -130,7 +130,7 @@ class TestIA3OfTransposedLayersWithBias(Family):
     config = IA3Config
     options: ClassVar = {
         "target_modules": GPT2,
-        "feedforward_modules": ["mlp.c_proj"],
+        "feedforward_modules": ["c_proj"],
         "fan_in_fan_out": True,
     }
 

@@ -113,19 +113,22 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _describe_adapter(location: str) -> dict[str, Any]:
+    from actmat.experts.peft import reader_of
     from actmat.experts.resolve import open_adapter
 
     with open_adapter(location) as adapter:
-        specs = adapter.weights.specs
-        return {
+        specs, reader = adapter.weights.specs, reader_of(adapter.config.fields)
+        names = {"peft": "lora", "pairs": "list of factor pairs"}
+        data = {
             "location": location,
-            "adapter": "list of factor pairs" if adapter.is_pair_list else "lora",
-            "base_model": adapter.config.base_model,
+            "adapter": names.get(adapter.layout, adapter.layout) if reader is None else reader.name,
+            "base_model": str(adapter.config.fields.get("base_model_name_or_path") or ""),
             "use_rslora": adapter.config.use_rslora,
             "fan_in_fan_out": adapter.config.fan_in_fan_out,
             "modules": [
                 {name: getattr(m, name) for name in ("name", "kind", "shape", "rank", "scaling")}
                 | {"bias": m.bias is not None}
+                | ({"part": m.part} if m.part else {})
                 for m in adapter.modules.values()
             ],
             "full_tensors": {n: list(specs[s].shape) for n, s in adapter.extras.items()},
@@ -135,6 +138,23 @@ def _describe_adapter(location: str) -> dict[str, Any]:
             "dtypes": dict(Counter(s.dtype for s in specs.values())),
             "problems": list(adapter.problems),
         }
+        if reader is not None:
+            content = reader.read(specs, adapter.config.fields)
+            data |= {
+                "needs_base": reader.why_no_factors,
+                "modules": [
+                    {"name": c.target, "kind": c.kind, "rank": c.rank, "stored": [_role(n) for n in c.stored]}
+                    for c in content.changes
+                ],
+                "full_tensors": {n: list(specs[s].shape) for n, s in content.extras.items()},
+                "problems": list(content.problems),
+            }
+        return data
+
+
+def _role(name: str) -> str:
+    """Last part of a stored name that says what it is."""
+    return next(part for part in reversed(name.split(".")) if part != "weight")
 
 
 def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
@@ -142,8 +162,15 @@ def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
     from actmat.errors import format_size
 
     place = f"[bold]{escape(data['location'])}[/bold]"
+    of = escape(data["base_model"] or "an unnamed base")
+    if "needs_base" in data:
+        _print_changes(data, every=every)
+        return
     if data["adapter"] == "lora":
-        console.print(f"{place}: LoRA adapter of {escape(data['base_model'] or 'an unnamed base')}")
+        console.print(f"{place}: LoRA adapter of {of}")
+    elif data["adapter"] in ("kohya", "diffusers"):
+        parts = ", ".join(f"{part} ({n})" for part, n in Counter(m.get("part", "") for m in data["modules"]).items())
+        console.print(f"{place}: LoRA file in {data['adapter']}'s layout, modules of {escape(parts or 'one model')}")
     else:
         console.print(
             f"{place}: a list of {len(data['modules'])} (up, down) pairs without names, alpha or config. Modules are "
@@ -157,6 +184,29 @@ def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
         groups.setdefault(key if not every else (*key, m["name"]), []).append(m["name"])
     for key, names in groups.items():
         table.add_row(str(len(names)), *map(str, key[:4]), escape(first_to_last(names)))
+    console.print(table)
+    for name, shape in data["full_tensors"].items():
+        console.print(f"trained in full: {escape(name)} {'x'.join(map(str, shape))}")
+    for problem in data["problems"]:
+        console.print(f"[red]problem[/red]: {escape(problem)}")
+
+
+def _print_changes(data: Mapping[str, Any], *, every: bool) -> None:
+    """An adapter whose deltas are formed with its base, or of more than two factors."""
+    from actmat.cli.screen import console, escape, first_to_last, plain_table
+    from actmat.errors import format_size
+
+    of = escape(data["base_model"] or "an unnamed base")
+    console.print(f"[bold]{escape(data['location'])}[/bold]: {escape(data['adapter'])}, an adapter of {of}")
+    console.print(f"merged with its base only: {escape(data['needs_base'])}")
+    console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, " + ", ".join(data["dtypes"]))
+    table = plain_table("tensors", "kind", "made of", "which", numbers=["tensors"])
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for m in data["modules"]:
+        key = (m["kind"], ", ".join(m["stored"]), *([m["name"]] if every else []))
+        groups.setdefault(key, []).append(m["name"])
+    for key, names in groups.items():
+        table.add_row(str(len(names)), key[0], escape(key[1]), escape(first_to_last(names)))
     console.print(table)
     for name, shape in data["full_tensors"].items():
         console.print(f"trained in full: {escape(name)} {'x'.join(map(str, shape))}")

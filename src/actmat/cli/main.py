@@ -34,6 +34,7 @@ COMMANDS = {
     "try": "try_",
     "tune": "tune",
     "finish": "finish",
+    "extract": "extract",
     "push": "push",
     "serve-command": "serve_command",
     "report": "report",
@@ -55,7 +56,7 @@ order of `actmat --help`."""
 FROM_RECIPES = frozenset({"merge", "average", "plan", "diagnose", "try", "tune"})
 """Commands whose flags come from the recipe's schema, which takes long to import: enough for their own help."""
 
-LONG = frozenset({"merge", "average", "try", "tune", "export"})
+LONG = frozenset({"merge", "average", "try", "tune", "export", "extract"})
 """Commands that begin with importing torch, and say so."""
 
 

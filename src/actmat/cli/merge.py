@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -71,12 +72,12 @@ def merge(
         reports = _merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet or json)
         _end(reports, strict=strict, json=json)
         return
-    from actmat.api import run_recipes
+    from actmat.extracted_merges import carry_out, is_extracted
 
-    with _showing(recipes, quiet=quiet) as progress:
-        reports = run_recipes(recipes, run, progress)
+    with _showing(recipes, quiet=quiet or json) as progress:
+        reports = carry_out(recipes, run, progress)
     if not quiet and not json:
-        _print(reports)
+        _print(reports, extracted=is_extracted(recipes[0]))
     _end(reports, strict=strict, json=json)
 
 
@@ -90,12 +91,18 @@ def _showing(recipes: Sequence[Recipe], *, quiet: bool) -> Iterator[MergeProgres
         yield progress
 
 
-def _print(reports: Sequence[MergeReport]) -> None:
+def _print(reports: Sequence[MergeReport], *, extracted: bool) -> None:
+    """Say what was done; of adapters of full models, what was extracted."""
+    from actmat.cli.extract import print_extraction
     from actmat.cli.summary import print_summary
+    from actmat.extracting import read_extraction
 
     with optional_stdout("The merge is complete."):
         for report in reports:
-            print_summary(report)
+            if extracted:
+                print_extraction(read_extraction(Path(report.out)))
+            else:
+                print_summary(report)
 
 
 def _end(reports: Sequence[MergeReport], *, strict: bool, json: bool) -> None:

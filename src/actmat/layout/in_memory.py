@@ -21,7 +21,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 
-__all__ = ["Located", "Slice", "locate", "names_on_disk"]
+__all__ = ["Located", "Slice", "locate", "names_in_memory", "names_on_disk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,20 @@ def locate(
         converted, why = _converted(base)
         found = {n: converted[n] for n in names if n in converted} | found
     return found, why
+
+
+def names_in_memory(base: Checkpoint) -> tuple[dict[str, str], str]:
+    """Name in memory of every stored tensor that is one there too, and the reason if names on disk had to do.
+
+    Tensors that are put together in memory, such as experts of a mixture, are left out.
+    """
+    if base.config is None:
+        return {name: name for name in base.specs}, ""
+    converted, why = _converted(base)
+    if not converted:
+        return {name: name for name in base.specs}, why
+    single = {n: p.slices[0] for n, p in converted.items() if len(p.slices) == 1}
+    return {s.name: n for n, s in single.items() if s.index is None and s.stop is None}, why
 
 
 def _whole(spec: TensorSpec) -> Located:

@@ -26,7 +26,7 @@ from actmat.layout.matching import MatchError
 __all__ = ["METADATA_KEY", "list_file_modules"]
 
 METADATA_KEY = "lora_adapter_metadata"
-"""Where diffusers keeps the configs of all components in a file, as JSON."""
+"""Metadata in which diffusers keeps the configs of all components of a file, as JSON."""
 
 
 @dataclass

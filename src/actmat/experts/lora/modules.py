@@ -28,7 +28,7 @@ __all__ = ["AdapterLayout", "AdapterModule", "Listing", "ModuleKind", "list_modu
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 
 AdapterLayout = Literal["peft", "kohya", "diffusers", "pairs"]
-"""How an adapter is stored: PEFT's folder with a config, a file in kohya's or diffusers' names, a list of pairs."""
+"""Storage of an adapter: PEFT's folder with a config, a file in kohya's or diffusers' names, a list of pairs."""
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")
 _PREFIX = "base_model.model."

@@ -37,13 +37,18 @@ PAIR_LIST = "pairs"
 
 
 def is_adapter(location: str | Path) -> bool:
-    """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
+    """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint.
+
+    Raises:
+        CheckpointError: a folder of several adapters; names them.
+    """
     if is_url(location) and not str(location).startswith("hf://"):
         source = find_source(str(location))
         return source.named in ADAPTER_WEIGHTS or _holds_adapter(list(source.names))
     path = local_path(location)
     if os.path.isdir(path):
-        return _holds_adapter(list_folder(path))
+        names = list_folder(path)
+        return _holds_adapter(names) or _refuse_several(path, names)
     if os.path.isfile(path):
         return path.name in ADAPTER_WEIGHTS or (path.suffix == ".pt" and pair_list(path) is not None)
     hub_id = HUB_ID.fullmatch(str(location))
@@ -99,6 +104,23 @@ def _open_remote(url: str) -> Adapter:
     if name.endswith(".bin"):
         source.fetch(name)  # refuses it
     return Adapter(SAFETENSORS.open(source.downloading(name)), parsed, problems)
+
+
+def _refuse_several(path: Path, names: list[str]) -> bool:
+    """False, but an error for a folder of adapters, as PEFT saves several of one model.
+
+    Raises:
+        CheckpointError: names them.
+    """
+    if any(n.endswith((".safetensors", *TORCH_SUFFIXES)) or n == "config.json" for n in names):
+        return False
+    children = sorted(n for n in names if (path / n / ADAPTER_CONFIG).is_file())
+    if children:
+        raise CheckpointError(
+            f"{path}: expected one adapter, found a folder of {len(children)}: {', '.join(children)}. Fix: give those "
+            f"that you want, such as {path / children[0]}"
+        )
+    return False
 
 
 def _holds_adapter(names: list[str]) -> bool:
