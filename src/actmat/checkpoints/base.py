@@ -131,6 +131,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         aliases: name -> name of the tensor that shares its storage, where the format records that (torch files).
             An alias has a spec too.
         notes: remarks on what was read and what was left out, for plans.
+        unused: stored tensors that are in no spec, such as scales of activations.
     """
 
     location: str
@@ -138,6 +139,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     specs: Mapping[str, TensorSpec]
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     @abc.abstractmethod
@@ -153,9 +155,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Layout of a tensor of codes, in words; empty for a tensor that is stored as it is read."""
         return ""
 
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Specs of the stored tensors that a tensor is made of: itself, where it is not stored as codes."""
+        return (self.specs[name],)
+
     def stored_bytes(self, name: str) -> int:
         """Bytes that are read from storage for a tensor: less than its own where it is stored as codes."""
-        return self.specs[name].nbytes
+        return sum(spec.nbytes for spec in self.stored_specs(name))
 
     @abc.abstractmethod
     def identity(self) -> tuple[FileIdentity, ...]:

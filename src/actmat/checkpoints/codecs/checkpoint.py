@@ -11,14 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, CodedTensor, StoredParts
+from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, WINDOW, CodedTensor, StoredParts
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError
 
-__all__ = ["QuantisedCheckpoint", "without_quantisation"]
-
-WINDOW = 1 << 17
-"""Entries that are decoded at a time, unless a row has more: their floats fit a cache."""
+__all__ = ["QuantisedCheckpoint", "coding_of", "without_quantisation"]
 
 BYTES_PER_ENTRY = 24
 """Memory while an entry is decoded: code, indices, scale and value as float32, and the result."""
@@ -39,6 +37,7 @@ class QuantisedCheckpoint(Checkpoint):
         self.directory = inner.directory
         self.coded: Mapping[str, CodedTensor] = MappingProxyType({c.name: c for c in coded})
         self.unused = tuple(unused)
+        self.notes = inner.notes
         self._stored = StoredParts(inner)
         first = {c.parts[0]: c for c in self.coded.values()}
         hidden = {p for c in self.coded.values() for p in c.parts} | set(self.unused)
@@ -68,11 +67,11 @@ class QuantisedCheckpoint(Checkpoint):
         """Layout of a tensor of codes, in words; empty for one that is stored as it is read."""
         return self.coded[name].scheme if name in self.coded else ""
 
-    def stored_bytes(self, name: str) -> int:
-        """Bytes of codes, scales and zero points."""
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Specs of codes, scales and zero points."""
         if name not in self.coded:
-            return self.inner.stored_bytes(name)
-        return sum(self.inner.specs[part].nbytes for part in self.coded[name].parts)
+            return self.inner.stored_specs(name)
+        return tuple(self.inner.specs[part] for part in self.coded[name].parts)
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files."""
@@ -113,6 +112,10 @@ class QuantisedCheckpoint(Checkpoint):
         """Address of the stored checkpoint: opening it finds the codes again."""
         return self.inner.handle()
 
+    def side_files(self) -> SideFiles:
+        """Files beside the weights."""
+        return self.inner.side_files()
+
     def fetch_sidecars(self) -> Path | None:
         """Local folder of config, tokenizer and processor files."""
         return self.inner.fetch_sidecars()
@@ -142,6 +145,11 @@ class QuantisedCheckpoint(Checkpoint):
             low, high = max(start, first), min(start + len(out), first + rows * width)
             out[low - start : high - start] = raw_bytes(values)[low - first : high - first]
             row += rows
+
+
+def coding_of(checkpoint: Checkpoint, name: str) -> CodedTensor | None:
+    """Layout of a tensor of codes, in which others can be written; None for one that is stored as it is read."""
+    return checkpoint.coded.get(name) if isinstance(checkpoint, QuantisedCheckpoint) else None
 
 
 def without_quantisation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
