@@ -120,6 +120,10 @@ class TensorReader:
         """Memory for one delta of the region, flat, overwritten by what is read of the next region."""
         return self.scratch.room.take(region.numel, self.compute_dtype)
 
+    def passing_buffer(self, region: Region) -> Tensor:
+        """Memory for one delta of the region, flat, which is free when the last delta has been dropped."""
+        return torch.empty(region.numel, dtype=self.compute_dtype)
+
     @property
     def chunkable(self) -> bool:
         """See `plan.reading.reading_of`."""
