@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from tests.helpers.one_tensor import VECTOR, OneTensor, digest
@@ -221,3 +223,17 @@ def test_what_a_rule_did_not_look_at_is_hashed_all_the_same() -> None:
     deltas = setup.first_part()
     next(deltas.walk())  # given up after a place
     assert setup.reader.hashes() == (digest(base), (digest(one), digest(two)))
+
+
+def test_memory_of_deltas_in_turn_is_free_when_the_last_has_been_dropped() -> None:
+    setup = OneTensor(torch.zeros(12), torch.ones(12), torch.full((12,), 2.0))
+    region = cut((12,), VECTOR, "tensor")[0]
+    deltas = Deltas(setup.reader, region, setup.reader.read_base(region))
+    memory = set()
+    for delta in deltas:
+        memory.add(delta.data_ptr())
+        storage = weakref.ref(delta.untyped_storage())
+    assert len(memory) == 1, "every delta lies in the memory of the one before"
+    assert torch.equal(delta, torch.full((12,), 2.0))
+    del delta
+    assert storage() is None

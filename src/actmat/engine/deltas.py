@@ -126,10 +126,13 @@ class Deltas(LazySequence):
             raise RuntimeError("a method declared one_pass asked for a delta twice; declare one_pass=False")
         self._given.add(t)
         if self._shared is None and self._region.numel > CHUNK:
-            self._shared = self._reader.buffer(self._region)
+            self._shared = self._reader.passing_buffer(self._region)
         elif self._shared is None and self._reader.on_host:
             self._shared = self._reader.chunk_buffer(self._region)
-        return self._load(t, self._shared)
+        into = self._shared
+        if len(self._given) == len(self):  # nobody asks again: the method frees it, before it decomposes anything
+            self._shared = None
+        return self._load(t, into)
 
     def _load(self, t: int, into: Tensor | None = None) -> Tensor:
         delta, changed = self._reader.load(t, self._region, self._base_raw, into)

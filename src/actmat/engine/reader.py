@@ -125,6 +125,10 @@ class TensorReader:
         """Memory for one delta of the region, flat, overwritten by what is read of the next region."""
         return self.scratch.room.take(region.numel, self.compute_dtype)
 
+    def passing_buffer(self, region: Region) -> Tensor:
+        """Memory for one delta of the region, flat, which is free when the last delta has been dropped."""
+        return torch.empty(region.numel, dtype=self.compute_dtype)
+
     def chunk_buffer(self, region: Region) -> Tensor:
         """Memory for one delta after the other of a region of one chunk at most: however many experts, one buffer."""
         return self.scratch.delta(0).take(region.numel, self.compute_dtype)

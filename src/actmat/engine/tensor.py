@@ -97,9 +97,9 @@ class TensorMerge:
             if region.numel <= CHUNK or not self._merging:
                 continue
             how = self._reading(region)
-            whole = how.whole_deltas(self.reader.n_experts)
-            if how.strategy != "combine":
-                whole += 1 + any(t.method.uses_base(t.call.options) for t in self._merging)
+            passing = how.strategy in ("each", "combine")  # deltas have memory of their own, or none
+            whole = 0 if passing else how.whole_deltas(self.reader.n_experts) + 1
+            whole += how.strategy != "combine" and any(t.method.uses_base(t.call.options) for t in self._merging)
             whole *= self.reader.on_host
             bases = [(base_width, region.numel)] if how.base_held else []
             largest = max(largest, Room.bytes_for(*bases, *[(width, region.numel)] * whole))

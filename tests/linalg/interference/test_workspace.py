@@ -52,13 +52,17 @@ CASES = {
     "dual": (Rule(), (2, 16, 128)),
     "stacked": (Rule(solver="stacked"), (2, 64, 64)),
     "trimmed": (Rule(Estimator(trim=0.5)), (2, 256, 64)),
+    "very tall": (Rule(), (2, 3000, 16)),
+    "normalised": (Rule(Estimator(normalise="norm")), (2, 3000, 16)),
+    "normalised, dual": (Rule(Estimator(normalise="norm")), (2, 16, 128)),
 }
 
 
+@pytest.mark.parametrize("size", [1.0, 2.0**-40], ids=["near 1", "far from 1"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_estimate_covers_what_is_allocated_and_is_not_far_above(name):
+def test_estimate_covers_what_is_allocated_and_is_not_far_above(name, size):
     rule, (n_experts, *shape) = CASES[name]
-    deltas = [d.float() for d in random_deltas(n_experts, *shape)]
+    deltas = [d.float() * size for d in random_deltas(n_experts, *shape)]
     with Peak() as seen:
         state = prepare(deltas, rule)
         finish(state, rule, consume=True)
@@ -118,3 +122,46 @@ def test_given_grams_take_the_primal_form_whatever_the_shape():
     wide = (4, 128)
     assert workspace(wide, 2, Rule(), has_grams=True) >= 4 * 128 * 128
     assert workspace(wide, 2, Rule()) < 128 * 128
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(solver="dual"), Rule(null="sum")], ids=["primal", "dual", "filled"])
+def test_a_spent_problem_frees_its_gram_matrix_and_the_answer_stays(rule):
+    deltas = [d.float() for d in random_deltas(2, 48, 64)]
+    kept = finish(prepare(deltas, rule), rule)
+    state = prepare(deltas, rule)
+    (reduced,) = state.items
+    assert reduced.gram_NN is not None
+    spent = finish(state, rule, consume=True)
+    needs_gram = rule.null == "sum" and reduced.right_NI is None  # to take the fill out of the numerator
+    assert (reduced.gram_NN is not None) == needs_gram
+    assert torch.equal(kept[0], spent[0])
+    assert kept[1] == spent[1]
+
+
+def test_nothing_of_a_delta_is_alive_when_the_sums_are_finished(monkeypatch):
+    """One made by a reader for the method alone, as the engine's are."""
+
+    class Read:
+        def __init__(self):
+            self.alive = []
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, t):
+            delta = random_deltas(2, 24, 64)[t].float()
+            self.alive.append(weakref.ref(delta.untyped_storage()))
+            return delta
+
+    read, seen = Read(), []
+    for kind in (moments.PrimalMoments, moments.StackedMoments):
+        reduced = kind.reduced
+
+        def watched(self, form, reduced=reduced):
+            seen.append([storage() for storage in read.alive])
+            return reduced(self, form)
+
+        monkeypatch.setattr(kind, "reduced", watched)
+    prepare(read, Rule())
+    prepare(read, Rule(solver="eigh"))
+    assert seen == [[None] * 2, [None] * 4]

@@ -140,6 +140,10 @@ class DeviceReader(TensorReader):
         """See `TensorReader`."""
         return self._staging.device.empty(region.numel, self.compute_dtype)
 
+    def passing_buffer(self, region: Region) -> Tensor:
+        """See `TensorReader`."""
+        return self.buffer(region)
+
     def result(self, region: Region) -> Tensor:
         """See `TensorReader`."""
         return self.buffer(region).view(region.shape)

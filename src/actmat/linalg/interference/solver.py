@@ -93,20 +93,11 @@ def prepare(
             state.width = width or state.width
         gram_BII = None if grams is None else _checked_gram(grams, delta, index)
         factor_BRI = None if factors is None else batch_items(factors[index])
-        for item, delta_OI in enumerate(batch_items(delta)):
-            if gram_BII is not None:
-                accumulator = moments[item]
-                assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
-                weight = checked_weight(share * rule.gram_weight(gram_BII[item]), delta.dtype)
-                accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal)
-            else:
-                given_RI = None if factor_BRI is None else factor_BRI[item]
-                delta_OI = _add(state, rule, moments[item], item, delta_OI, share, squared_norms[item], given_RI)
-            if state.sum_BOI is not None:
-                state.sum_BOI[item].add_(delta_OI, alpha=share)
+        _add_expert(state, rule, moments, delta, share, squared_norms, gram_BII, factor_BRI)
         state.weight_sum += share
         state.squared_norms.append(sum(squared_norms))
     assert state is not None
+    del delta  # frees it before Gram matrices are formed of what was stacked
     state.items = [accumulator.reduced(form) for accumulator in moments]
     return state
 
@@ -132,7 +123,9 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
     retries = state.retries
     for item, reduced in enumerate(state.items):
         fill_OI = None if fill is None else (batch_items(fill[0])[item], fill[1])
-        record, new = solve(reduced, rule.spectral, state.width, out_BOI[item], fill_OI, rule.solver == "auto")
+        spent = consume and rule.null != "minus_base"  # which needs the eigenvectors, and so the Gram matrix, again
+        shortcuts = rule.solver == "auto"
+        record, new = solve(reduced, rule.spectral, state.width, out_BOI[item], fill_OI, shortcuts, spent=spent)
         if rule.bounded and fill_OI is not None:
             record |= _bound(out_BOI[item], fill_OI[1] * frobenius_norm64(fill_OI[0]))
         if exponent := state.exponents[item]:
@@ -179,6 +172,30 @@ def _start(
         retries=(),
     )
     return state, moments
+
+
+def _add_expert(
+    state: State,
+    rule: Rule,
+    moments: Sequence[PrimalMoments | StackedMoments],
+    delta: Tensor,
+    share: float,
+    squared_norms: Sequence[float],
+    gram_BII: Tensor | None,
+    factor_BRI: Tensor | None,
+) -> None:
+    """Add one expert to the sums of all batch items: its given Gram matrices, or its estimates."""
+    for item, delta_OI in enumerate(batch_items(delta)):
+        if gram_BII is not None:
+            accumulator = moments[item]
+            assert isinstance(accumulator, PrimalMoments), "given Gram matrices take the primal form"
+            weight = checked_weight(share * rule.gram_weight(gram_BII[item]), delta.dtype)
+            accumulator.add_gram(delta_OI, gram_BII[item], weight, rule.off_diagonal)
+        else:
+            given_RI = None if factor_BRI is None else factor_BRI[item]
+            delta_OI = _add(state, rule, moments[item], item, delta_OI, share, squared_norms[item], given_RI)
+        if state.sum_BOI is not None:
+            state.sum_BOI[item].add_(delta_OI, alpha=share)
 
 
 def _add(

@@ -43,6 +43,8 @@ def solve(
     out_OI: Tensor,
     fill_OI: tuple[Tensor, float] | None,
     allow_shortcuts: bool,
+    *,
+    spent: bool = False,
 ) -> tuple[Stats, Retries]:
     """Write `D*` to `out_OI` (which may be the primal `left_ON` of the problem); return the record and the retries.
 
@@ -50,6 +52,7 @@ def solve(
         width: in_features `I` of the layer, for the default cut-off and the mean eigenvalue.
         fill_OI: `(X, a)` for `N = a X`, or None for `N = 0`.
         allow_shortcuts: let a solve, or a part of the spectrum, replace the whole where both give the same answer.
+        spent: the problem is not needed afterwards: its Gram matrix is freed when the gain is known.
     """
     trace = reduced.trace()
     if trace == 0.0:  # no expert moved: the filter keeps no direction
@@ -66,6 +69,8 @@ def solve(
         spectrum = reduced.spectrum_above(rtol) if allow_shortcuts and cuts else reduced.spectrum()
         found, retries = _by_spectrum(reduced, spectrum, spectral, rtol, trace / width), spectrum.retries
     apply, stats = found
+    if spent and (fill_OI is None or reduced.right_NI is not None):
+        reduced.gram_NN = None
     _apply_in_panels(reduced, apply, out_OI, fill_OI)
     return stats, retries
 

@@ -27,7 +27,7 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
     form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
     fill = batch * rows * width if rule.needs_sum else 0
     panel = min(rows, PANEL_ROWS) * width * (3 if rule.needs_sum else 2)
-    estimate = 0 if has_grams else _estimate(rows, width, rule.estimator)
+    estimate = 0 if has_grams else _estimate(rows, width, rule.estimator) + _scaled_copies(rows, width, rule.estimator)
     if rule.null == "minus_base":  # the identity, eigenvectors of `S`, and the base in their coordinates and back
         panel += 3 * width * width + 2 * rows * width
     if form == "primal":
@@ -60,6 +60,11 @@ def _solving(rows: int, size: int, rule: Rule, panel: int) -> int:
     if rows > size:
         return max(spectrum, factorising, 5 * square, square + panel)
     return max(spectrum, factorising, 2 * square + 5 * min(rows, PANEL_ROWS) * size + panel)
+
+
+def _scaled_copies(rows: int, width: int, estimator: Estimator) -> int:
+    """Copies of one delta that is far from 1: times the power of two of all experts, and of its own."""
+    return rows * width * (2 if estimator.normalise == "norm" else 1)
 
 
 def _estimate(rows: int, width: int, estimator: Estimator) -> int:
