@@ -110,6 +110,21 @@ def reference_rows(some: Sequence[Group]) -> list[list[str]]:
     return found
 
 
+SUMMARY = ("average", "task_arithmetic", "actmat", "actmat_bounded", "tsv", "regmean")
+"""Rows of the short table."""
+
+
+def summary_rows(some: Sequence[Group]) -> list[list[str]]:
+    """Means at the default scale, and what `actmat` is above the average."""
+    found = []
+    for group in some:
+        values = [group.values(name) for name in ("base", *SUMMARY, "experts")]
+        cells = [f"{mean(v.values()):.1f}" if v else "" for v in values]
+        best = difference(group.values("actmat"), group.values("average"))
+        found.append([f"{_title(group)}, {len(group.tasks)} tasks", *cells, best])
+    return found
+
+
 def method_rows(group: Group) -> list[list[str]]:
     """All merges of a group, the best at its default scale first."""
     average, tuned_average = group.values("average"), group.values("average", "tuned")
@@ -176,13 +191,16 @@ def gram_table_rows(folder: Path) -> list[list[str]]:
 
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
-    """One of the tables, in Markdown: `references`, `divergence`, `gram`, or `methods_SUITE_REGIME`,
+    """One of the tables, in Markdown: `references`, `summary`, `divergence`, `gram`, or `methods_SUITE_REGIME`,
     `tasks_SUITE_REGIME` of "vision" or "text", "full" or "lora".
     """
     some = groups(folder)
     if name == "references":
         head = ["experts", "tasks", "seeds", "tested per task", "base", "experts' own", "head-room"]
         return table(head, reference_rows(some))
+    if name == "summary":
+        head = ["experts", "base", *(f"`{n}`" for n in SUMMARY), "experts' own", "`actmat` - average"]
+        return table(head, summary_rows(some))
     if name == "divergence":
         head = ["experts", "merges", "rank correlation", "least divergence", "best on test", "chosen - average"]
         return table(head, divergence_rows(some))

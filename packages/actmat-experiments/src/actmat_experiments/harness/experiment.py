@@ -11,7 +11,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,9 @@ _VERSION = 3
 _STATISTICS_VERSION = 2
 _VERSIONS = ("actmat", "torch", "transformers", "peft")
 """Libraries whose versions are noted with every score of a merge."""
+
+_KINDS: tuple[tuple[ScaleKind, str, str], ...] = (("default", "test", "default"), ("tuned", "tuned", "scale"))
+"""Kind of scale, and under what names a result of `merges` has the answers and the scale."""
 
 Counts = Mapping[str, Any]
 """Results of a model on one task: `correct`, `total`, and further values of a suite, as plain data."""
@@ -140,26 +143,15 @@ class Experiment(abc.ABC):
         return {}
 
     def lines(
-        self,
-        method: str,
-        kind: ScaleKind,
-        found: Mapping[str, Counts],
-        detail: Mapping[str, Any] | None = None,
-        validation: Mapping[str, Counts] | None = None,
+        self, method: str, kind: ScaleKind, found: Mapping[str, Counts], detail: Mapping[str, Any] | None = None
     ) -> list[Score]:
-        """Lines of the results of one model.
-
-        Args:
-            validation: its answers to validation data, where they are known; noted beside.
-        """
+        """Lines of the results of one model."""
         return [
             Score(
                 *(self.suite, self.regime, method, kind, task, self.seed, counts["correct"], counts["total"]),
                 model=self.model,
                 settings=self.digest,
-                detail={n: v for n, v in counts.items() if n not in ("correct", "total")}
-                | dict(detail or {})
-                | ({"validation": dict(validation[task])} if task in (validation or {}) else {}),
+                detail={n: v for n, v in counts.items() if n not in ("correct", "total")} | dict(detail or {}),
             )
             for task, counts in found.items()
         ]
@@ -188,12 +180,12 @@ class Experiment(abc.ABC):
         """Scores of a result of `merges`, at the default scale and the tuned one, with what was merged how."""
         how = {"rule": row.method, "options": dict(row.options), **row.fields, "split": "test"}
         how |= {"versions": library_versions(*_VERSIONS)}
-        lines = []
-        for kind, answers, scale in (("default", "test", "default"), ("tuned", "tuned", "scale")):
+        lines: list[Score] = []
+        for kind, answers, scale in _KINDS:
             if answers in found:
                 about = how | {"scale": found[scale], "merge": found["hashes"][kind]}
                 seen = found["validation"].get(str(found[scale]), {})
-                lines += self.lines(row.name, kind, found[answers], about, seen)
+                lines += [_noted(line, seen) for line in self.lines(row.name, kind, found[answers], about)]
         return lines
 
     def statistics(self, samples: int | None = None) -> dict[str, Made]:
@@ -413,6 +405,13 @@ class Experiment(abc.ABC):
             "device": self.device.split(":")[0],
             "libraries": library_versions("torch", "transformers", "peft"),
         }
+
+
+def _noted(line: Score, validation: Mapping[str, Counts]) -> Score:
+    """The line with the model's answers to the task's validation data, where they are known."""
+    if line.task not in validation:
+        return line
+    return replace(line, detail={**line.detail, "validation": dict(validation[line.task])})
 
 
 def _weights_digest(folder: Path) -> str:

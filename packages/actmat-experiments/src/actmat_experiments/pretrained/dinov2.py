@@ -58,7 +58,7 @@ def convert_vit(path: Path, out: Path, *, prefix: str = "backbone", head_width: 
 
 
 def _sizes(tensors: Mapping[str, Tensor], head_width: int) -> dict[str, int]:
-    """What the shapes say of the architecture."""
+    """Sizes of the architecture, read off the shapes."""
     width, channels, _, patch = tensors["embeddings.patch_embeddings.projection.weight"].shape
     positions = tensors[_EMBEDDINGS].shape[1] - 1
     return {

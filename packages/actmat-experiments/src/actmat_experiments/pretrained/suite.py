@@ -1,4 +1,4 @@
-"""What the suites on pretrained models have in common: their rows, and how they are run."""
+"""Rows and runs that the suites on pretrained models share."""
 
 from __future__ import annotations
 

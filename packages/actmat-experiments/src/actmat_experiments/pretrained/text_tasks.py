@@ -59,7 +59,7 @@ Raw = tuple[str, str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a task comes from.
+    """Files of a task, and their reading.
 
     Args:
         files: of its training rows and of its test rows; of one file alone, a fifth is tested.
