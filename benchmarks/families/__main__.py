@@ -61,7 +61,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="classes whose names begin so")
     parser.add_argument("--library", choices=["transformers", "diffusers"])
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="output of earlier runs; later ones win")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="check no further class after so long; 0: none")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="check no further class after so long; 0: none"
+    )
     given = parser.parse_args()
     began = time.monotonic()
     rows = {(r["library"], r["class"]): r for path in given.resume for r in printed_rows(path)}
