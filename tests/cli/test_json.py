@@ -45,7 +45,10 @@ PINNED: dict[str, set[str]] = {
     },
     "report": {"html", "experts", "tensors"},
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
-    "inspect": {"location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files", "ties", "left_out"},
+    "inspect": {
+        "location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files",
+        "ties", "left_out",
+    },
     "methods": {"methods"},
     "import": {"recipe", "notes"},
     "history": {"merges", "unreadable"},
