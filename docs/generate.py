@@ -45,7 +45,7 @@ from actmat.report.html.explained import FILE as EXPLAINED
 __all__ = ["filled", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>\w*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>[\w-]*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 SIDE, EXPERTS = 4096, 4
@@ -174,6 +174,7 @@ def _memory(m: MergeMethod) -> str:
 
 def flags(name: str) -> str:
     """Arguments and flags of one command, from its signature."""
+    name = name.replace("-", "_")
     home, _, sub = name.partition("_")  # statistics_collect: a command of a group
     if importlib.util.find_spec(f"actmat.cli.{name}") is not None:  # serve_command: one command
         home, sub = name, ""
