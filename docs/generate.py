@@ -178,6 +178,7 @@ def _memory(m: MergeMethod) -> str:
 
 def flags(name: str) -> str:
     """Arguments and flags of one command, from its signature."""
+    name = name.replace("-", "_")
     home, _, sub = name.partition("_")  # statistics_collect: a command of a group
     if importlib.util.find_spec(f"actmat.cli.{name}") is not None:  # serve_command: one command
         home, sub = name, ""
