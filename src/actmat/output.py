@@ -145,7 +145,8 @@ class StagedOutput:
                 config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
                 (stage.path / "adapter_config.json").write_text(config, encoding="utf-8")
             elif self.plan.output == "model":
-                written = inputs.base.written_config if inputs.base is not None else None
+                floats = inputs.base is not None and self.plan.recipe.quantise is None
+                written = inputs.base.written_config if inputs.base is not None and floats else None
                 copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype, written)
             (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
             manifest = build_manifest(

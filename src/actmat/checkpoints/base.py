@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError, format_size
 from actmat.foreign import html_table, terminal
+
+if TYPE_CHECKING:
+    from actmat.checkpoints.codecs.base import CodedTensor
 
 __all__ = ["DTYPES", "Checkpoint", "CheckpointHandle", "FileIdentity", "TensorSpec", "torch_dtype", "versions_of_files"]
 
@@ -131,6 +134,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         aliases: name -> name of the tensor that shares its storage, where the format records that (torch files).
             An alias has a spec too.
         notes: remarks on what was read and what was left out, for plans.
+        unused: stored tensors that are in no spec, such as scales of activations.
     """
 
     location: str
@@ -138,6 +142,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     specs: Mapping[str, TensorSpec]
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     @abc.abstractmethod
@@ -153,9 +158,17 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Layout of a tensor of codes, in words; empty for a tensor that is stored as it is read."""
         return ""
 
+    def coding(self, name: str) -> CodedTensor | None:
+        """Layout of a tensor of codes, by which others are written; None where it is not stored as codes."""
+        return None
+
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Specs of the stored tensors that a tensor is made of: itself, where it is not stored as codes."""
+        return (self.specs[name],)
+
     def stored_bytes(self, name: str) -> int:
         """Bytes that are read from storage for a tensor: less than its own where it is stored as codes."""
-        return self.specs[name].nbytes
+        return sum(spec.nbytes for spec in self.stored_specs(name))
 
     @abc.abstractmethod
     def identity(self) -> tuple[FileIdentity, ...]:

@@ -118,10 +118,10 @@ class StackedCheckpoint(Checkpoint):
         origin = self._origins[name]
         return origin.checkpoint.scheme(origin.name)
 
-    def stored_bytes(self, name: str) -> int:
-        """Of the part that holds it."""
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Of the part that holds it, with its names."""
         origin = self._origins[name]
-        return origin.checkpoint.stored_bytes(origin.name)
+        return origin.checkpoint.stored_specs(origin.name)
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files of all parts."""

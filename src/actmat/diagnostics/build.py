@@ -85,8 +85,8 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         ),
         storage_dtypes=tuple(storage_dtypes(plan)),
         totals=Totals(
-            tensors=len(plan.specs),
-            parameters=sum(math.prod(s.shape) for s in plan.specs),
+            tensors=len(names),
+            parameters=sum(i.numel for i in plan.items) if plan.output == "model" else sum(s.numel for s in plan.specs),
             measured=len(measures),
             seconds=round(seconds, 3),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -103,7 +103,10 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
 
 def _names(plan: MergePlan) -> list[str]:
     """Items in the order of the output."""
-    return [s.name for s in plan.specs] if plan.output == "model" else [i.name for i in plan.items]
+    if plan.output == "adapter":
+        return [i.name for i in plan.items]
+    of_part = {s.name: i.name for i in plan.items if i.encoding for s in i.outputs}  # tensors of codes are one item
+    return list(dict.fromkeys(of_part.get(s.name, s.name) for s in plan.specs))
 
 
 def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:

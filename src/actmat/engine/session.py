@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import CheckpointHandle, torch_dtype
+from actmat.checkpoints.codecs.base import CodedTensor
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.deltas import Deltas
@@ -299,6 +300,7 @@ class Session:
             survey=self.spec.surveys.get(survey_key(member[0], item.call)) if item.call is not None else None,
             observer=self.spec.observers.observer(item) if observed and self.spec.observers is not None else None,
             layer_factors=self._layer_factors(member[0], item),
+            coding=self._coding(member[0], item),
         )
 
     def _layer_factors(self, plan: int, item: Item) -> Mapping[str, float] | None:
@@ -307,6 +309,12 @@ class Session:
             return None
         factors: Mapping[str, float] = self.spec.surveys[layer_key(plan, call)][item.name]
         return factors
+
+    def _coding(self, plan: int, item: Item) -> CodedTensor | None:
+        """Layout of codes of an item that is written as the base's tensor is stored."""
+        if not item.encoding or self.inputs.base is None or isinstance(self._writers[plan], NoWriter):
+            return None
+        return self.inputs.base.coding(item.name)
 
     def _item(self, member: Member) -> Item:
         return self.spec.plans[member[0]].items[member[1]]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from actmat.checkpoints.codecs.base import CodedTensor
+from actmat.checkpoints.codecs.encode import EncodingSink
 from actmat.engine.observer import Observer, Sink, SinkSource
 from actmat.engine.size import Sample
 from actmat.linalg.lapack import retry_stats
@@ -34,6 +36,7 @@ class Task:
         observer: measures the merge, if one was asked for.
         layer_factors: by label, the factor of each logical matrix from a survey of the merged model, if there is one.
         stats: what the method reported so far.
+        coding: layout of codes in which the tensor is written; None: as floats, or not at all.
     """
 
     plan: MergePlan
@@ -43,6 +46,7 @@ class Task:
     observer: Observer | None = None
     layer_factors: Mapping[str, float] | None = None
     stats: dict[str, Any] = field(default_factory=dict)
+    coding: CodedTensor | None = None
 
     @property
     def call(self) -> MethodCall:
@@ -63,12 +67,28 @@ class Task:
     @cached_property
     def sink(self) -> Sink:
         """Receives the bytes of the item's tensor, and of those tied to it."""
+        if self.coding is not None:
+            return EncodingSink(self.coding, {s.name: self.writer.sink(s.name) for s in self.item.outputs})
         return self.writer.sink(self.item.name, self.item.aliases)
 
     @cached_property
     def merged_sample(self) -> Sample:
         """Sampled entries of the merged delta, see `engine.size`."""
         return Sample(self.item.numel)
+
+    @property
+    def hashes(self) -> Mapping[str, str]:
+        """Content hash of every tensor of the output; all must be written."""
+        if isinstance(self.sink, EncodingSink):
+            return self.sink.hashes
+        return dict.fromkeys((self.item.name, *self.item.aliases), self.sink.digest)
+
+    @property
+    def written_stats(self) -> dict[str, Any]:
+        """Report of the method, and the relative error of the codes that were written."""
+        if isinstance(self.sink, EncodingSink):
+            return self.stats | {"quantisation_error": self.sink.error}
+        return self.stats
 
     @property
     def kind(self) -> str:

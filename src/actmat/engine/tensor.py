@@ -193,10 +193,10 @@ def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: flo
     return Record(
         name=task.item.name,
         hash=digest,
-        hashes=dict.fromkeys((task.item.name, *task.item.aliases), digest),
+        hashes=task.hashes,
         base_hash=base_hash,
         expert_hashes=expert_hashes if task.merges else (),
-        stats=task.stats,
+        stats=task.written_stats,
         unchanged=not (task.merges and changed),
         nonfinite=findings.count(task.item.name) if task.merges else 0,
         seconds=seconds,

@@ -29,7 +29,7 @@ def write_region(
             write_chunk(task, chunk, chunk, reader)
         return
     task.merged_sample.add(region.start, delta, task.call.scale)
-    low, out_dtype = 0, torch_dtype(task.item.out_dtype)
+    low, out_dtype = 0, torch_dtype(task.item.write_dtype)
     for chunk in reader.merged_chunks(region, base_raw, delta, task.call.scale, out_dtype):
         write_chunk(task, chunk, base_raw[low : low + chunk.numel()], reader)
         low += chunk.numel()
@@ -45,7 +45,7 @@ def write_chunk(task: Task, chunk: Tensor, base_raw: Tensor, reader: TensorReade
     Raises:
         NumericalError: from `check_range` and `check_sign`.
     """
-    out_dtype = torch_dtype(task.item.out_dtype)
+    out_dtype = torch_dtype(task.item.write_dtype)
     cast = chunk
     if chunk.dtype != out_dtype:
         cast = reader.scratch.cast.take(chunk.numel(), out_dtype).copy_(chunk)
@@ -69,7 +69,7 @@ def check_range(item: Item, value: Tensor, cast: Tensor, base_raw: Tensor) -> No
     lost = torch.isfinite(base_raw) & ~torch.isfinite(cast)
     if not bool(lost.any()):
         return
-    largest = f"{item.out_dtype}'s range ({torch.finfo(cast.dtype).max:g})"
+    largest = f"{item.write_dtype}'s range ({torch.finfo(cast.dtype).max:g})"
     how = f"after merging with '{item.call.method}'" if item.call else "in the base"
     found = float(value[lost][0])
     such = f", such as {found:g}" if math.isfinite(found) else ""

@@ -179,6 +179,7 @@ class Item(_Plain):
         pool: items with the same non-empty pool are merged as one matrix, their rows one below the other.
         factors: how A and B are written, for a module.
         cost: traffic, operations and memory.
+        encoding: layout of codes in which the tensor is written, in words; empty: as floats.
     """
 
     name: str
@@ -196,6 +197,7 @@ class Item(_Plain):
     pool: str = ""
     factors: FactorPlan | None = None
     cost: Cost = Cost()
+    encoding: str = ""
 
     @property
     def numel(self) -> int:
@@ -210,13 +212,18 @@ class Item(_Plain):
 
     @property
     def out_dtype(self) -> str:
-        """dtype of what is written."""
-        return self.outputs[0].dtype
+        """dtype of what is written, or of what is read of it where it is written as codes."""
+        return self.base_dtype if self.encoding else self.outputs[0].dtype
+
+    @property
+    def write_dtype(self) -> str:
+        """dtype that the merged tensor is rounded to; codes are made of float32."""
+        return "float32" if self.encoding else self.out_dtype
 
     @property
     def aliases(self) -> tuple[str, ...]:
         """Tied tensors that are written with the same bytes."""
-        return () if self.factors is not None else tuple(s.name for s in self.outputs[1:])
+        return () if self.factors is not None or self.encoding else tuple(s.name for s in self.outputs[1:])
 
     @property
     def expert_dtypes(self) -> tuple[str, ...]:

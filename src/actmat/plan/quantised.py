@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.base import Expert, Source
+from actmat.recipe import Recipe
 
-__all__ = ["quantisation_notes", "scheme_words"]
+__all__ = ["encoding_problems", "quantisation_notes", "scheme_words"]
 
 
 def scheme_words(
@@ -29,8 +30,40 @@ def scheme_words(
     return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in found.items())
 
 
-def quantisation_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
-    """Notes about quantised inputs: what they are, what is written, and how they differ."""
+def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Reasons why the output cannot be written in the base's layout of codes; none where that is not asked for.
+
+    Args:
+        names: tensors of the base -> those tied to each.
+    """
+    if recipe.quantise is None:
+        return []
+    asked = "--quantise same writes the base's layout of codes"
+    coded = {n: c for n in names if (c := base.coding(n)) is not None}
+    if not coded:
+        return [f"{asked}, and the base ({base.location}) stores none of its own. Fix: leave it out"]
+    problems = []
+    if recipe.dtype is not None:
+        problems.append(f"{asked}, which --dtype {recipe.dtype} would change. Fix: leave one of them out")
+    reasons: dict[str, list[str]] = {}
+    for name, coding in coded.items():
+        if names[name]:
+            reasons.setdefault("tied tensors are not written as codes", []).append(name)
+        elif coding.why_not_written:
+            reasons.setdefault(f"{coding.scheme}: {coding.why_not_written}", []).append(name)
+    for reason, listed in reasons.items():
+        problems.append(f"{len(listed)} tensors such as '{listed[0]}' ({reason}). Fix: leave out --quantise same")
+    if base.unused:
+        problems.append(
+            f"the base has scales of activations that were measured on it, such as '{base.unused[0]}', and a merged "
+            "model has others. Fix: leave out --quantise same, and quantise the merged model"
+        )
+    return problems
+
+
+def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+    """Notes about quantised inputs: their layouts, the form of the output, and differences."""
+    labels = recipe.labels
     of_base = _schemes(base)
     of_experts = [(label, _schemes(expert)) for label, expert in zip(labels, experts, strict=True)]
     notes = [
@@ -39,7 +72,12 @@ def quantisation_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequ
         for who, schemes in (("the base", of_base), *((f"expert '{n}'", s) for n, s in of_experts))
         if schemes
     ]
-    if of_base:
+    if of_base and recipe.quantise is not None:
+        notes.append(
+            "merged tensors are written in the base's layouts of codes; the relative error of each is its "
+            "'quantisation_error' in the manifest"
+        )
+    elif of_base:
         notes.append(
             "the output is not quantised: decoded tensors are written as floats, and config.json without its entry "
             "about quantisation"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.codecs.encode import encoding_bytes
 from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
@@ -28,7 +29,7 @@ from actmat.plan.parts import absent_parts, part_notes, stems_of
 from actmat.plan.placement import HOST, DeviceRoom, Placed, place
 from actmat.plan.pools import assign_pools
 from actmat.plan.post import factor_problems, in_space, post_problems, space_input_problems
-from actmat.plan.quantised import quantisation_notes, scheme_words
+from actmat.plan.quantised import encoding_problems, quantisation_notes, scheme_words
 from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
 from actmat.plan.statistics import ExpertStatistics, with_statistics
@@ -62,7 +63,7 @@ def plan_tensors(
         given[name] = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
         decided[name] = _of_touched(name, decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
-    problems += _space_problems(recipe, experts, chooser)
+    problems += _space_problems(recipe, experts, chooser) + encoding_problems(recipe, base, alignment.canonical)
     problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     max_shard_bytes = 1
     try:
@@ -78,7 +79,7 @@ def plan_tensors(
         raise AlignmentError(headline(problems), problems)
     return Draft(
         items=items,
-        specs=tuple(planner.out_spec(spec) for spec in base.specs.values()),
+        specs=tuple(o for spec in base.specs.values() for o in planner.out_specs(spec)),
         max_shard_bytes=max_shard_bytes,
         stem=stem,
         stems=stems,
@@ -89,7 +90,7 @@ def plan_tensors(
             *alignment.notes,
             *chooser.unused_entries(),
             *_vocabulary_notes(experts, recipe.labels),
-            *_storage_notes(base, experts, recipe.labels),
+            *_storage_notes(recipe, base, experts),
             *_adapter_notes(recipe.labels, experts, items),
         ),
     )
@@ -177,6 +178,12 @@ class _TensorPlanner:
             out.extend(self._tie(alias, name, decision) for alias in aliases)
         return tuple(out)
 
+    def out_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Specs of the output for a tensor of the base: its codes and scales where it is written as they are."""
+        if self.recipe.quantise is None or self.base.coding(spec.name) is None:
+            return (self.out_spec(spec),)
+        return tuple(dataclasses.replace(s, file="", offset=0) for s in self.base.stored_specs(spec.name))
+
     def out_spec(self, spec: TensorSpec) -> TensorSpec:
         """Spec of the output for a tensor of the base."""
         dtype = self.recipe.dtype if self.recipe.dtype is not None and spec.is_floating else spec.dtype
@@ -199,7 +206,8 @@ class _TensorPlanner:
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
         reason += scheme_words(spec.name, self.base, sources, self.experts, self.recipe.labels)
-        outputs = tuple(self.out_spec(self.base.specs[n]) for n in names)
+        coding = self.base.coding(spec.name) if self.recipe.quantise is not None else None
+        outputs = tuple(o for n in names for o in self.out_specs(self.base.specs[n]))
         item = Item(
             name=names[0],
             shape=spec.shape,
@@ -212,13 +220,14 @@ class _TensorPlanner:
             base_dtype=spec.dtype,
             sources=sources,
             twins=twins,
+            encoding="" if coding is None else coding.scheme,
         )
         placed = self.place(item)
         cost = Cost(
             read_bytes=self.base.stored_bytes(spec.name) + sum(s.nbytes for s in sources),
-            write_bytes=spec.numel * torch_dtype(outputs[0].dtype).itemsize * len(outputs),
+            write_bytes=sum(o.nbytes for o in outputs),
             flops=self.flops(item),
-            host_bytes=placed.host_bytes,
+            host_bytes=placed.host_bytes + (0 if coding is None else encoding_bytes(coding)),
             device_bytes=placed.device_bytes,
         )
         return dataclasses.replace(item, cost=cost, reason=item.reason + placed.words)
@@ -296,7 +305,7 @@ def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser)
     ]
 
 
-def _storage_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
+def _storage_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
     """Notes about inputs that are stored in other forms than the base, or as codes."""
 
     def dtypes(specs: Mapping[str, TensorSpec]) -> str:
@@ -306,9 +315,9 @@ def _storage_notes(base: Checkpoint, experts: Sequence[Expert], labels: Sequence
     return [
         f"expert '{label}' is stored in {dtypes(e.specs)}, the base in {mine}: the delta of a coarser copy is part "
         "rounding"
-        for label, e in zip(labels, experts, strict=True)
+        for label, e in zip(recipe.labels, experts, strict=True)
         if dtypes(e.specs) != mine
-    ] + quantisation_notes(base, experts, labels)
+    ] + quantisation_notes(recipe, base, experts)
 
 
 def _vocabulary_notes(experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:

@@ -269,6 +269,11 @@ class Recipe(Strict):
         default=None,
         description="dtype of the output: float64, float32, bfloat16 or float16; default: the base's, per tensor",
     )
+    quantise: Annotated[Literal["same"] | None, Flag()] = Field(
+        default=None,
+        description="'same': write tensors that the base stores as codes in the same layout, with the rounding error "
+        "of each on record; default: as floats",
+    )
     vocabulary: Annotated[Literal["base", "union"] | None, Flag()] = Field(
         default=None,
         description="'base': put the rows of the experts' embeddings and heads in the order of the base's tokens, by "

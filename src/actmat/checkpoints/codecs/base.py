@@ -97,6 +97,36 @@ class CodedTensor(abc.ABC):
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Rows `start:stop` of a matrix (counted over all leading axes): `[stop - start, I]`, float32 or float64."""
 
+    @property
+    def granule(self) -> int:
+        """Rows that are encoded together; 0 for a layout that is only read, see `why_not_written`."""
+        return 0
+
+    @property
+    def why_not_written(self) -> str:
+        """Reason why the layout is only read; empty where it is written."""
+        return "" if self.granule else "this layout is only read"
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Stored parts that do not depend on the values."""
+        return {}
+
+    def encode(self, values: Tensor) -> Mapping[str, Tensor]:
+        """Stored parts of a run of rows, by name.
+
+        Args:
+            values: float32 `[rows, I]`, `granule` rows or the last of a matrix.
+        """
+        raise NotImplementedError(self.why_not_written)
+
+    def part(self, rows: int) -> CodedTensor:
+        """The layout of a run of rows of one matrix, as `encode` gives its parts."""
+        raise NotImplementedError(self.why_not_written)
+
+
+WINDOW = 1 << 17
+"""Entries that are decoded or encoded at a time, unless a row has more: their floats fit a cache."""
+
 
 @dataclass(frozen=True)
 class Headers:
@@ -188,6 +218,16 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     split = (data.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return split.view(*data.shape[:-1], data.shape[-1] * (8 // bits))
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes of 4 or 8 bits as int32 words, the lowest bits first; the inverse of `unpack_words`.
+
+    >>> pack_words(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8), 4).tolist() == [0x76543210]
+    True
+    """
+    data = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return data.contiguous().view(torch.int32)
 
 
 def group_index(order: Tensor, groups: int) -> Tensor:

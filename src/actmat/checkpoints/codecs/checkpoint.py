@@ -11,14 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, CodedTensor, StoredParts
+from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, WINDOW, CodedTensor, StoredParts
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.errors import CheckpointError
 
 __all__ = ["QuantisedCheckpoint", "without_quantisation"]
-
-WINDOW = 1 << 17
-"""Entries that are decoded at a time, unless a row has more: their floats fit a cache."""
 
 BYTES_PER_ENTRY = 24
 """Memory while an entry is decoded: code, indices, scale and value as float32, and the result."""
@@ -68,11 +65,15 @@ class QuantisedCheckpoint(Checkpoint):
         """Layout of a tensor of codes, in words; empty for one that is stored as it is read."""
         return self.coded[name].scheme if name in self.coded else ""
 
-    def stored_bytes(self, name: str) -> int:
-        """Bytes of codes, scales and zero points."""
+    def coding(self, name: str) -> CodedTensor | None:
+        """Layout of a tensor of codes; None for one that is stored as it is read."""
+        return self.coded.get(name)
+
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Specs of codes, scales and zero points."""
         if name not in self.coded:
-            return self.inner.stored_bytes(name)
-        return sum(self.inner.specs[part].nbytes for part in self.coded[name].parts)
+            return self.inner.stored_specs(name)
+        return tuple(self.inner.specs[part] for part in self.coded[name].parts)
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files."""

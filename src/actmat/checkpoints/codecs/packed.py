@@ -8,13 +8,24 @@ Stored as `weight_packed`, `weight_scale`, `weight_shape`, and `weight_zero_poin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, group_index, unpack_words
+from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.codecs.base import (
+    WINDOW,
+    Claims,
+    Codec,
+    CodedTensor,
+    Headers,
+    StoredParts,
+    group_index,
+    pack_words,
+    unpack_words,
+)
 from actmat.checkpoints.codecs.scaled import Grid
 from actmat.errors import CheckpointError
 
@@ -34,6 +45,7 @@ class PackedTensor(CodedTensor):
     grid: Grid
     zero: str = ""
     order: str = ""
+    scale_dtype: str = "float32"
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Codes less zero points, times scales."""
@@ -52,6 +64,45 @@ class PackedTensor(CodedTensor):
         scales = stored.entries(self.scale, (matrix * self.grid.rows + low) * groups, (high - low) * groups)
         wide = scales.view(high - low, groups).to(torch.float32)
         return values.mul_(self.grid.expand(wide, start, stop, self.columns, order))
+
+    @property
+    def granule(self) -> int:
+        """Rows whose zero points fill words."""
+        if self.order or (self.grid.rows == 1 and self.rows > 1):
+            return 0
+        step = WORD_BITS // self.bits if self.zero else 1
+        return step * max(1, WINDOW // (step * self.columns))
+
+    @property
+    def why_not_written(self) -> str:
+        """Reason why the layout is only read."""
+        return "" if self.granule else "packed codes with an order of columns, or one scale, are only read"
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """The shape."""
+        return {self.size: torch.tensor(self.shape, dtype=torch.int64)} if self.size else {}
+
+    def encode(self, values: Tensor) -> Mapping[str, Tensor]:
+        """Scales from the extremes of each group, as compressed-tensors has them; codes are the nearest."""
+        rows, groups, offset = len(values), self.grid.columns, 1 << (self.bits - 1)
+        split = values.view(rows, groups, -1)
+        low, high = split.amin(-1).clamp(max=0), split.amax(-1).clamp(min=0)
+        width = high - low if self.zero else 2 * torch.maximum(-low, high)
+        scale = (width / (2 * offset - 1)).to(torch_dtype(self.scale_dtype))
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        wide = scale.float()
+        zero = (-offset - low / wide).round().clamp(-offset, offset - 1) if self.zero else torch.zeros(rows, groups)
+        codes = (split / wide[..., None] + zero[..., None]).round().clamp(-offset, offset - 1) + offset
+        parts = {self.packed: pack_words(codes.view(rows, -1).to(torch.uint8), self.bits), self.scale: scale}
+        if self.zero:
+            per_word = WORD_BITS // self.bits
+            filled = torch.nn.functional.pad(zero + offset, (0, 0, 0, -rows % per_word)).to(torch.uint8)
+            parts[self.zero] = pack_words(filled.t().contiguous(), self.bits).t()
+        return parts
+
+    def part(self, rows: int) -> PackedTensor:
+        """A matrix of the first rows."""
+        return replace(self, shape=(rows, self.columns), grid=replace(self.grid, rows=rows), size="")
 
     def _zeros(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Unsigned zero points of rows `start:stop`: both they and the codes carry the offset, which cancels."""
@@ -125,6 +176,7 @@ def _tensor(name: str, packed: TensorSpec, headers: Headers) -> PackedTensor | s
         grid=grid,
         zero=zero if zero in specs else "",
         order=order if order in specs else "",
+        scale_dtype=specs[scale].dtype,
     )
 
 

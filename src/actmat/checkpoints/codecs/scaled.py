@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, count, group_index
+from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts, count, group_index
 
 __all__ = ["SCALED", "Grid", "ScaledTensor", "blocks_of_config", "grid_of"]
 
 METHODS = ("", "fp8", "compressed-tensors")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = (128, 128)
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.5}
+"""Magnitude of codes that the largest entry of a block is put on; for int8 the middle of 127 and 128, as
+compressed-tensors has it."""
+
 ACTIVATIONS = ("input_scale", "scale_input", "activation_scale", "input_zero_point", "output_scale",
                "k_scale", "v_scale", "q_scale", "input_global_scale")  # fmt: skip
 """Last parts of names of scales that belong to activations and caches, which no weight needs."""
@@ -78,6 +82,8 @@ class ScaledTensor(CodedTensor):
     zero: str = ""
     order: str = ""
     per_tensor: bool = False
+    codes_dtype: str = ""
+    scale_dtype: str = "float32"
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Codes times scales."""
@@ -88,6 +94,45 @@ class ScaledTensor(CodedTensor):
         if self.zero:
             values -= self._of_grid(stored, self.zero, matrix, start, stop, order)
         return values.mul_(self._of_grid(stored, self.scale, matrix, start, stop, order))
+
+    @property
+    def granule(self) -> int:
+        """Whole blocks; the whole tensor where it has one scale."""
+        if self.zero or self.order or self.codes_dtype not in LARGEST:
+            return 0
+        if self.per_tensor:
+            return count(self.shape) // self.columns
+        if self.grid.rows == 1:
+            return self.rows
+        return self.grid.height * max(1, WINDOW // (self.grid.height * self.columns))
+
+    @property
+    def why_not_written(self) -> str:
+        """Reason why the layout is only read."""
+        return "" if self.granule else "codes with zero points or an order of columns are only read"
+
+    def encode(self, values: Tensor) -> Mapping[str, Tensor]:
+        """The scale of a block is its largest magnitude over that of the codes; codes are the nearest."""
+        grid, rows = self.part(len(values)).grid, len(values)
+        padded = torch.nn.functional.pad(
+            values.abs(), (0, grid.columns * grid.width - self.columns, 0, grid.rows * grid.height - rows)
+        )
+        largest = padded.view(grid.rows, grid.height, grid.columns, grid.width).amax((1, 3))
+        scale = (largest / LARGEST[self.codes_dtype]).to(torch_dtype(self.scale_dtype))
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        codes = values / grid.expand(scale.float(), 0, rows, self.columns)
+        if self.codes_dtype == "int8":
+            codes = codes.round().clamp(-128, 127).to(torch.int8)
+        else:
+            most = LARGEST[self.codes_dtype]
+            codes = codes.clamp(-most, most).to(torch_dtype(self.codes_dtype))
+        return {self.codes: codes, self.scale: scale}
+
+    def part(self, rows: int) -> ScaledTensor:
+        """A matrix of the first blocks."""
+        grid = self.grid
+        few = replace(grid, rows=-(-rows // grid.height)) if grid.rows > 1 else replace(grid, height=rows)
+        return replace(self, shape=(rows, self.columns), grid=few)
 
     def _of_grid(
         self, stored: StoredParts, name: str, matrix: int, start: int, stop: int, order: Tensor | None
@@ -183,6 +228,8 @@ def _claims(headers: Headers) -> Claims:
                 zero=zero if zero in headers.specs else "",
                 order=order if order in headers.specs else "",
                 per_tensor=per_tensor,
+                codes_dtype=spec.dtype,
+                scale_dtype=scale.dtype,
             )
         )
         _check_extras(claims, headers)
