@@ -63,7 +63,10 @@ def compressed(**arguments: Any) -> tuple[Writer, dict[str, Any]]:
         stem = name.removesuffix("weight")
         return {stem + n: t.contiguous() for n, t in stored.items()}, read.to(weight.dtype)
 
-    config = QuantizationConfig(config_groups={"group_0": scheme}, format=form.value, quant_method="compressed-tensors")
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=form.value, quant_method="compressed-tensors", ignore=["lm_head"],
+        quantization_status="compressed",
+    )  # fmt: skip
     return write, json.loads(config.model_dump_json())
 
 

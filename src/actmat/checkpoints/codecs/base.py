@@ -99,7 +99,7 @@ class CodedTensor(abc.ABC):
 
     @property
     def granule(self) -> int:
-        """Rows that are encoded together; 0 for a layout that is only read, see `why_not_written`."""
+        """Rows that are encoded together, more than a matrix has where all of a stack share a scale; 0: not written."""
         return 0
 
     @property

@@ -46,7 +46,7 @@ class EncodingSink:
     def __init__(self, coded: CodedTensor, sinks: Mapping[str, _Sink]) -> None:
         self._coded, self._sinks = coded, sinks
         total = count(coded.shape) // coded.columns
-        self._span = total if coded.granule > coded.rows else coded.rows  # codes of a run never cross a matrix
+        self._span = total if coded.granule > coded.rows else coded.rows  # else no run crosses a matrix
         self._buffer = torch.empty(min(coded.granule, self._span), coded.columns)
         self._row = self._filled = 0  # rows that are written; bytes in the buffer
         self._hash = ContentHash()

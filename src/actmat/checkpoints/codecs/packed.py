@@ -71,7 +71,7 @@ class PackedTensor(CodedTensor):
         if self.order or (self.grid.rows == 1 and self.rows > 1):
             return 0
         step = WORD_BITS // self.bits if self.zero else 1
-        return step * max(1, WINDOW // (step * self.columns))
+        return min(self.rows, step * max(1, WINDOW // (step * self.columns)))
 
     @property
     def why_not_written(self) -> str:

@@ -104,7 +104,7 @@ class ScaledTensor(CodedTensor):
             return count(self.shape) // self.columns
         if self.grid.rows == 1:
             return self.rows
-        return self.grid.height * max(1, WINDOW // (self.grid.height * self.columns))
+        return min(self.rows, self.grid.height * max(1, WINDOW // (self.grid.height * self.columns)))
 
     @property
     def why_not_written(self) -> str:
