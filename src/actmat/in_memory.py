@@ -117,6 +117,8 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
     executor = executor_of(settings, recipe)
     if not computes_here(executor):
         raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
+    if recipe.quantise is not None:
+        raise RecipeError("Codes are written into a folder: leave out 'quantise' for a merge in memory, or give --out.")
     problems = Problems()
     room = checked_room(settings, executor, problems)
     with opened_inputs([recipe], problems) as inputs:

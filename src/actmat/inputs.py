@@ -117,6 +117,8 @@ def writes_adapter(recipe: Recipe) -> bool:
         if recipe.rank is not None:
             raise RecipeError("'rank' is the rank of a merged adapter; write one with --to adapter, or leave it out.")
         return False
+    if recipe.quantise is not None:
+        raise RecipeError("--quantise same writes a full model like its base: leave it out for an adapter.")
     full = [e.label for e in recipe.experts if not is_adapter(e.path)]
     if full:
         raise RecipeError(

@@ -10,6 +10,7 @@ from tests.helpers.quantised import Stored, compressed, fp8_blocks, mxfp4, save_
 from torch import Tensor
 
 from actmat.checkpoints.codecs.base import CodedTensor
+from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.codecs.encode import EncodingSink, encoding_bytes
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
@@ -30,9 +31,9 @@ class Sink:
         return content.hexdigest()
 
 
-def coding_of(stored: Stored, config: dict[str, Any], folder: Path, name: str = NAME) -> CodedTensor:
+def layout_of(stored: Stored, config: dict[str, Any], folder: Path, name: str = NAME) -> CodedTensor:
     with open_checkpoint(save_model(folder, stored, config)) as checkpoint:
-        found = checkpoint.coding(name)
+        found = coding_of(checkpoint, name)
     assert found is not None
     return found
 
@@ -75,7 +76,7 @@ def test_codes_are_those_of_compressed_tensors(scheme: str, tmp_path: Path) -> N
     config = {"dtype": "float32", "quantization_config": entry}
     first, values = noise(48, 96, dtype=torch.float32), noise(48, 96, dtype=torch.float32).flip(0) * 1.7
     stored, _ = write(NAME, first)
-    coding = coding_of(stored, config, tmp_path / "a")
+    coding = layout_of(stored, config, tmp_path / "a")
     expected, read = write(NAME, values)
     found, sink = written(coding, values, stored, step=1000)
     again = checked(coding, values, found, sink, config, tmp_path / "b")
@@ -91,7 +92,7 @@ def test_fp8_blocks_are_those_of_transformers(shape: tuple[int, ...], tmp_path: 
     config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     stored, _ = fp8_blocks(NAME, noise(*shape))
     values = noise(*shape).flip(-1)
-    coding = coding_of(stored, config, tmp_path / "a")
+    coding = layout_of(stored, config, tmp_path / "a")
     found, sink = written(coding, values, stored)
     checked(coding, values, found, sink, config, tmp_path / "b")
     expected, _ = fp8_blocks(NAME, values)
@@ -105,7 +106,7 @@ def test_mxfp4_that_is_written_again_is_the_same(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     config = {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"}}
     stored, values = mxfp4(name, noise(2, 64, 24))
-    coding = coding_of(stored, config, tmp_path / "a", name)
+    coding = layout_of(stored, config, tmp_path / "a", name)
     found, sink = written(coding, values, stored)
     assert torch.equal(checked(coding, values, found, sink, config, tmp_path / "b"), values)
     assert sink.error == 0.0
@@ -114,7 +115,7 @@ def test_mxfp4_that_is_written_again_is_the_same(tmp_path: Path) -> None:
 def test_mxfp4_rounds_to_the_nearest_with_ties_to_even(tmp_path: Path) -> None:
     name = "experts.up"
     stored, _ = mxfp4(name, noise(1, 32, 1))
-    coding = coding_of(stored, {"dtype": "float32"}, tmp_path, name)
+    coding = layout_of(stored, {"dtype": "float32"}, tmp_path, name)
     given = [4.0, 0.25, 0.26, 0.75, 1.25, 1.26, 1.75, 2.5, 3.5, 5.0, 5.1, 7.9, -0.25, -0.75, -5.1, 0.0]
     wanted = [4.0, 0.0, 0.5, 1.0, 1.0, 1.5, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 0.0, -1.0, -6.0, 0.0]
     values = torch.tensor(given + [0.0] * 16).view(32, 1)
@@ -128,7 +129,7 @@ def test_rows_of_zeros_stay_zeros(scheme: str, tmp_path: Path) -> None:
     write, entry = compressed(**SCHEMES[scheme][0])
     config = {"dtype": "float32", "quantization_config": entry}
     stored, _ = write(NAME, noise(48, 96, dtype=torch.float32))
-    coding = coding_of(stored, config, tmp_path / "a")
+    coding = layout_of(stored, config, tmp_path / "a")
     values = torch.zeros(48, 96)
     found, sink = written(coding, values, stored)
     assert not checked_zero(coding, found, config, tmp_path / "b").any()
@@ -143,6 +144,6 @@ def checked_zero(coding: CodedTensor, found: Stored, config: Any, folder: Path) 
 def test_layouts_that_are_only_read_say_so(tmp_path: Path) -> None:
     write, entry = compressed(**SCHEMES["int8 with zero points"][0])
     stored, _ = write(NAME, noise(48, 96))
-    coding = coding_of(stored, {"quantization_config": entry}, tmp_path)
+    coding = layout_of(stored, {"quantization_config": entry}, tmp_path)
     assert coding.granule == 0 == encoding_bytes(coding)
     assert "zero points" in coding.why_not_written

@@ -10,7 +10,8 @@ from fuzz.worker import run_batch, run_files
 
 CASES = 200
 WANTED = {"headers", "indexes", "configs", "adapter configs", "recipes", "options", "patterns", "manifests", "journals",
-          "statistics", "torch files", "distributed checkpoints", "paths", "verify", "compare", "reports"}  # fmt: skip
+          "statistics", "torch files", "distributed checkpoints", "paths", "verify", "compare", "reports", "gguf files",
+          "quantised checkpoints"}  # fmt: skip
 
 
 @pytest.mark.fuzz

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch import Tensor
 from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError, format_size
 from actmat.foreign import html_table, terminal
-
-if TYPE_CHECKING:
-    from actmat.checkpoints.codecs.base import CodedTensor
 
 __all__ = ["DTYPES", "Checkpoint", "CheckpointHandle", "FileIdentity", "TensorSpec", "torch_dtype", "versions_of_files"]
 
@@ -157,10 +154,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def scheme(self, name: str) -> str:
         """Layout of a tensor of codes, in words; empty for a tensor that is stored as it is read."""
         return ""
-
-    def coding(self, name: str) -> CodedTensor | None:
-        """Layout of a tensor of codes, by which others are written; None where it is not stored as codes."""
-        return None
 
     def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
         """Specs of the stored tensors that a tensor is made of: itself, where it is not stored as codes."""

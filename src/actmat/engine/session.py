@@ -19,6 +19,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import CheckpointHandle, torch_dtype
 from actmat.checkpoints.codecs.base import CodedTensor
+from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.deltas import Deltas
@@ -314,7 +315,7 @@ class Session:
         """Layout of codes of an item that is written as the base's tensor is stored."""
         if not item.encoding or self.inputs.base is None or isinstance(self._writers[plan], NoWriter):
             return None
-        return self.inputs.base.coding(item.name)
+        return coding_of(self.inputs.base, item.name)
 
     def _item(self, member: Member) -> Item:
         return self.spec.plans[member[0]].items[member[1]]

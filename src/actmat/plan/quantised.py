@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.experts.base import Expert, Source
 from actmat.recipe import Recipe
 
@@ -39,7 +40,7 @@ def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequ
     if recipe.quantise is None:
         return []
     asked = "--quantise same writes the base's layout of codes"
-    coded = {n: c for n in names if (c := base.coding(n)) is not None}
+    coded = {n: c for n in names if (c := coding_of(base, n)) is not None}
     if not coded:
         return [f"{asked}, and the base ({base.location}) stores none of its own. Fix: leave it out"]
     problems = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.codecs.encode import encoding_bytes
 from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.writing.shards import parse_size
@@ -180,7 +181,7 @@ class _TensorPlanner:
 
     def out_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Specs of the output for a tensor of the base: its codes and scales where it is written as they are."""
-        if self.recipe.quantise is None or self.base.coding(spec.name) is None:
+        if self.recipe.quantise is None or coding_of(self.base, spec.name) is None:
             return (self.out_spec(spec),)
         return tuple(dataclasses.replace(s, file="", offset=0) for s in self.base.stored_specs(spec.name))
 
@@ -206,7 +207,7 @@ class _TensorPlanner:
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
         reason += scheme_words(spec.name, self.base, sources, self.experts, self.recipe.labels)
-        coding = self.base.coding(spec.name) if self.recipe.quantise is not None else None
+        coding = coding_of(self.base, spec.name) if self.recipe.quantise is not None else None
         outputs = tuple(o for n in names for o in self.out_specs(self.base.specs[n]))
         item = Item(
             name=names[0],

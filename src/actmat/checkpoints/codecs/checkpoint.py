@@ -15,7 +15,7 @@ from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, WINDOW, CodedTen
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.errors import CheckpointError
 
-__all__ = ["QuantisedCheckpoint", "without_quantisation"]
+__all__ = ["QuantisedCheckpoint", "coding_of", "without_quantisation"]
 
 BYTES_PER_ENTRY = 24
 """Memory while an entry is decoded: code, indices, scale and value as float32, and the result."""
@@ -36,6 +36,7 @@ class QuantisedCheckpoint(Checkpoint):
         self.directory = inner.directory
         self.coded: Mapping[str, CodedTensor] = MappingProxyType({c.name: c for c in coded})
         self.unused = tuple(unused)
+        self.notes = inner.notes
         self._stored = StoredParts(inner)
         first = {c.parts[0]: c for c in self.coded.values()}
         hidden = {p for c in self.coded.values() for p in c.parts} | set(self.unused)
@@ -64,10 +65,6 @@ class QuantisedCheckpoint(Checkpoint):
     def scheme(self, name: str) -> str:
         """Layout of a tensor of codes, in words; empty for one that is stored as it is read."""
         return self.coded[name].scheme if name in self.coded else ""
-
-    def coding(self, name: str) -> CodedTensor | None:
-        """Layout of a tensor of codes; None for one that is stored as it is read."""
-        return self.coded.get(name)
 
     def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
         """Specs of codes, scales and zero points."""
@@ -143,6 +140,11 @@ class QuantisedCheckpoint(Checkpoint):
             low, high = max(start, first), min(start + len(out), first + rows * width)
             out[low - start : high - start] = raw_bytes(values)[low - first : high - first]
             row += rows
+
+
+def coding_of(checkpoint: Checkpoint, name: str) -> CodedTensor | None:
+    """Layout of a tensor of codes, in which others can be written; None for one that is stored as it is read."""
+    return checkpoint.coded.get(name) if isinstance(checkpoint, QuantisedCheckpoint) else None
 
 
 def without_quantisation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -48,6 +48,11 @@ class GgufFile(StoredCheckpoint):
             size = self._reader.size(label)
             self.header = read_gguf_header(partial(self._reader.read, label), size, file=f"{source.location}")
             self.specs = MappingProxyType(_stored_specs(self.header, label, size, source.location))
+            if any(name in self.specs for name in UNUSED):
+                self.notes = (
+                    "its rotary embeddings are scaled, and the file does not say how: as a base it gives no "
+                    "config.json; put that of the original model into the output",
+                )
         except CheckpointError:
             self._reader.close()
             raise
