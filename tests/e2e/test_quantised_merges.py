@@ -91,6 +91,7 @@ def test_output_is_that_of_dequantised_copies(scheme: str, method: str, tmp_path
     assert "; decoded from " in row["reason"]
     assert "in the base, expert 'coded1' and expert 'coded2'" in row["reason"]
     assert any("not quantised" in note for note in report.manifest["notes"])
+    assert not any("not copied" in note for note in report.manifest["notes"])
     assert verify(tmp_path / "out").ok
 
 
@@ -154,6 +155,10 @@ def test_an_adapter_is_added_to_the_decoded_base(tmp_path: Path) -> None:
     for base, out in ((coded[0], "out"), (plain[0], "expected")):
         merge(base, [adapter], out=tmp_path / out, method="average", to="model")
     same_tensors(tmp_path / "out", tmp_path / "expected")
+    merge(coded[0], [adapter], out=tmp_path / "codes", method="average", to="model", quantise="same")
+    assert verify(tmp_path / "codes").ok
+    with pytest.raises(MergeError, match="leave it out for an adapter"):
+        merge(None, [adapter], out=tmp_path / "no", quantise="same")
 
 
 def test_codes_are_never_cast(tmp_path: Path) -> None:

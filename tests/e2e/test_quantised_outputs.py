@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.e2e.test_quantised_merges import WRITERS, family, is_coded
 from tests.helpers.quantised import compressed, fp8_scaled
 
-from actmat import merge, merge_part, plan
+from actmat import merge, merge_in_memory, merge_part, plan
 from actmat.api.parts import finish
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
@@ -88,3 +88,5 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     for folders, fields, says in cases:
         with pytest.raises(MergeError, match=says):
             plan(folders[0], folders[1:], method="average", quantise="same", **fields)
+    with pytest.raises(MergeError, match="merge in memory"):
+        merge_in_memory(coded[0], coded[1:], quantise="same")

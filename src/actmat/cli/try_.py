@@ -91,7 +91,7 @@ class QuestionFlags:
 def try_(
     *,
     recipe: flags.RecipeFile = None,
-    given: Annotated[RecipeFlags, Fields(without=("out",))],
+    given: Annotated[RecipeFlags, Fields(without=("out", "quantise"))],
     run: Annotated[RunSettings, Fields(only=("device", "device_memory", "max_memory", "threads"))],
     question: QuestionFlags,
     json: flags.Json = False,

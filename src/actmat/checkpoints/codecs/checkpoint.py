@@ -13,6 +13,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, WINDOW, CodedTensor, StoredParts
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError
 
 __all__ = ["QuantisedCheckpoint", "coding_of", "without_quantisation"]
@@ -110,6 +111,10 @@ class QuantisedCheckpoint(Checkpoint):
     def handle(self) -> CheckpointHandle:
         """Address of the stored checkpoint: opening it finds the codes again."""
         return self.inner.handle()
+
+    def side_files(self) -> SideFiles:
+        """Files beside the weights."""
+        return self.inner.side_files()
 
     def fetch_sidecars(self) -> Path | None:
         """Local folder of config, tokenizer and processor files."""
