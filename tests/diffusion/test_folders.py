@@ -57,7 +57,7 @@ def forward(model: Any) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("size", ["5GB", "20KB"])
+@pytest.mark.parametrize("size", ["5GB", pytest.param("20KB", marks=pytest.mark.slow)])
 def test_a_merged_unet_loads_and_runs(unets: Path, tmp_path: Path, size: str) -> None:
     report = actmat.merge(
         unets / "base",
@@ -101,6 +101,7 @@ def test_what_a_unet_packs_and_convolves(unets: Path) -> None:
     assert ruled["mid_block.resnets.0.conv1.weight"].action == "merge"
 
 
+@pytest.mark.slow
 def test_a_kernel_is_unfolded_for_the_method(unets: Path, tmp_path: Path) -> None:
     """A 3 x 3 convolution by a rule: what a matrix of out x (in 3 3) would be merged to."""
     rule = {"match": "conv_in.weight", "method": "actmat"}
@@ -151,6 +152,7 @@ def test_a_pipeline_is_merged_component_by_component(pipelines: Path, tmp_path: 
         assert torch.equal(stored(out / "vae")[name], tensor)
 
 
+@pytest.mark.slow
 def test_a_component_merges_like_the_model_alone(pipelines: Path, tmp_path: Path) -> None:
     whole = actmat.merge(pipelines / "base", [pipelines / "e1", pipelines / "e2"], out=tmp_path / "whole", **QUICK)
     for part in ("unet", "text_encoder"):
@@ -193,6 +195,7 @@ def test_weights_of_blocks_by_pattern(pipelines: Path) -> None:
     assert MergePlan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_an_interrupted_pipeline_goes_on(pipelines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = (pipelines / "base", [pipelines / "e1", pipelines / "e2"])
     with monkeypatch.context() as patch:
@@ -207,6 +210,7 @@ def test_an_interrupted_pipeline_goes_on(pipelines: Path, tmp_path: Path, monkey
         assert (Path(report.out) / name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_to_a_bucket(pipelines: Path, tmp_path: Path) -> None:
     from diffusers import DiffusionPipeline
 

@@ -178,3 +178,31 @@ def test_convolutions_of_one_point_are_merged_and_others_say_why_not(tmp_path: P
     assert "scope: all or a rule merges it unfolded" in items["conv2.weight"].reason
     all_of_them = {i.name: i.action for i in actmat.plan(base, experts, scope="all").items}
     assert all_of_them == dict.fromkeys(items, "merge")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "config", "blocks"),
+    [
+        ("conv.in_proj.weight", (96, 32), {"model_type": "lfm3"}, {"B": 32, "C": 32, "x": 32}),
+        ("self_attention.kv_proj.weight", (32, 16), {"model_type": "jetmoe"}, {"k": 16, "v": 16}),
+        ("attn.qkv.weight", (192, 32), {"model_type": "hiera"}, {"q": 64, "k": 64, "v": 64}),
+        (
+            "self_attn.q_proj.weight",
+            (64, 32),
+            {"model_type": "qwen3_next", "num_attention_heads": 4, "head_dim": 8, "hidden_size": 32},
+            {"query": 8, "gate": 8},
+        ),
+    ],
+)
+def test_what_the_matrix_of_families_found_whole(
+    name: str, shape: tuple[int, ...], config: dict[str, Any], blocks: dict[str, int]
+) -> None:
+    """Splits that the running code showed; of gated queries, in each of four heads."""
+    layout = layout_of(name, shape, config)
+    assert sizes(layout) == blocks
+    assert {b.groups for b in layout.blocks} == ({4} if "query" in blocks else {1})
+
+
+def test_a_query_without_a_gate_stays_whole() -> None:
+    config = {"model_type": "qwen3_next", "num_attention_heads": 4, "head_dim": 8, "hidden_size": 32}
+    assert layout_of("self_attn.q_proj.weight", (32, 32), config).role is Role.LINEAR
