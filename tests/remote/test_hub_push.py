@@ -250,7 +250,9 @@ def test_files_in_folders_go_into_folders(hub: HubStandIn, models: Models, tmp_p
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "model_index.json").write_text("{}")
-    names = ["model_index.json", "unet/model.safetensors"]
+    output = {"files": {"unet/model.safetensors": 7}, "side_files": {"model_index.json": {}}}
+    (tmp_path / "actmat_manifest.json").write_text(json.dumps({"output": output}))
+    names = ["actmat_manifest.json", "model_index.json", "unet/model.safetensors"]
     send(plan_push(look_up("org/pipe"), tmp_path, names, private=True, overwrite=False), "pipeline")
     folder = hub.repositories["org/pipe"][hub.branches["org/pipe", "main"]]
     assert (folder / "unet" / "model.safetensors").read_bytes() == b"weights"
