@@ -59,7 +59,7 @@ class SingleFile:
 
 
 def single_file_of(names: Iterable[str]) -> SingleFile | None:
-    """What a checkpoint is in the layout of an image or video tool, by its names; None for any other.
+    """The layout of an image or video tool that a checkpoint has, by its names; None for any other.
 
     >>> single_file_of(["model.diffusion_model.double_blocks.0.img_attn.qkv.weight"]).words
     'Flux in the layout of its own tool: model.diffusion_model.* (diffusion model)'

@@ -47,7 +47,7 @@ def stems_of(base: Checkpoint) -> tuple[str, Mapping[str, str]]:
 
 
 def part_notes(base: Checkpoint) -> list[str]:
-    """What the base is, where it is a single file of an image or video tool, or a pipeline."""
+    """Notes on a base that is a single file of an image or video tool, or a pipeline."""
     components = component_configs(base.config)
     if components is not None:
         return [f"the base is a pipeline with weights in {', '.join(components)}; its other files are copied"]
