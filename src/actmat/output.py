@@ -146,7 +146,10 @@ class StagedOutput:
                 (stage.path / "adapter_config.json").write_text(config, encoding="utf-8")
             elif self.plan.output == "model":
                 written = inputs.base.written_config if inputs.base is not None else None
+                own = inputs.base.written_sidecars if inputs.base is not None else {}
                 copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype, written)
+                for name, text in own.items():
+                    (stage.path / name).write_text(text, encoding="utf-8")
             (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
             manifest = build_manifest(
                 self.plan,
@@ -170,7 +173,7 @@ class StagedOutput:
         """Side files of the base, and of the input that the recipe names."""
         if inputs.base is None:
             return None, None
-        wanted = self.plan.recipe.files_from
+        wanted = self.plan.recipe.files_of
         chosen = inputs.base if wanted == "base" else inputs.experts[inputs.labels.index(wanted)]
         base = inputs.base.fetch_sidecars()
         other = base if wanted == "base" else chosen.fetch_sidecars()

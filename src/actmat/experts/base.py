@@ -22,7 +22,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["AdapterHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind", "VocabularyHandle"]
+__all__ = ["AdapterHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
 
 SourceKind = Literal["stored", "formed", "zero"]
 """stored: `W_t` is in storage, to be reduced by `W_0`; formed: a product of factors, or what is added to a bias; zero:
@@ -205,18 +205,5 @@ class AdapterHandle:
         return self.location
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyHandle:
-    """Address of a full checkpoint whose tables of tokens are read in the order of the base's vocabulary."""
-
-    checkpoint: CheckpointHandle
-    base: CheckpointHandle
-
-    @property
-    def address(self) -> str:
-        """Address of the checkpoint."""
-        return self.checkpoint.address
-
-
-ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | VocabularyHandle
+ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle
 """Address of an expert: that of a checkpoint for a full one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
 from actmat.experts.resolve import is_adapter, open_adapter
-from actmat.experts.vocabulary import align_vocabulary
+from actmat.experts.vocabulary import align_vocabularies
+from actmat.recipe.vocabulary import Vocabulary
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.statistics.header import header_hash
@@ -198,12 +200,17 @@ def _opened(location: str | Path) -> Checkpoint:
 
 
 def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: Path) -> Checkpoint | Expert:
-    """The tensors of an input as the merge read them: an expert's rows may be in the order of the base's tokens."""
-    aligned = manifest["recipe"].get("vocabulary") is not None and label != "base" and not is_adapter(location)
-    if not aligned:
+    """The tensors of an input as the merge read them: rows of tables may be in the order of another vocabulary."""
+    chosen = manifest["recipe"].get("vocabulary")
+    if chosen is None or is_adapter(location):
         return _opened(location)
-    base = open_checkpoint(input_location(manifest["base"], out))
-    return align_vocabulary(open_checkpoint(location), base, owns_base=True)
+    places = {entry["name"]: input_location(entry, out) for entry in manifest["experts"]}
+    with contextlib.ExitStack() as stack:
+        base = stack.enter_context(open_checkpoint(input_location(manifest["base"], out)))
+        full = {n: stack.enter_context(open_checkpoint(p)) for n, p in places.items() if not is_adapter(p)}
+        base, experts = align_vocabularies(base, full, Vocabulary.model_validate(chosen).policy(), owned=True)
+        stack.pop_all()
+    return base if label == "base" else experts[label]
 
 
 def _form_problems(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> list[str]:
