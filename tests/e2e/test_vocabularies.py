@@ -192,6 +192,13 @@ def test_bytes_do_not_depend_on_workers_or_on_parts(family: Path, tmp_path: Path
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+def test_a_search_compares_predictions_over_one_vocabulary(family: Path, tmp_path: Path) -> None:
+    data = {"chat": tmp_path / "a.txt"}
+    (tmp_path / "a.txt").write_text("abc")
+    with pytest.raises(MergeError, match="over one vocabulary"):
+        library.tune(family / "base", [family / "chat"], data=data, vocabulary="union", out=tmp_path / "out")
+
+
 def test_choices_that_do_not_go_together_are_refused(family: Path, tmp_path: Path) -> None:
     common = {"out": tmp_path / "out", "method": "average"}
     with pytest.raises(MergeError, match="must be 'base', 'union' or one of"):

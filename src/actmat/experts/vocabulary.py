@@ -249,7 +249,7 @@ class _Joined:
             return f"of padding, from {self.labels[sources[0][0]]}"
         if sources[0][0] == number and len(sources) == 1:
             return "of its own"
-        return ("from " if len(sources) == 1 else "means of ") + " and ".join(self.labels[k] for k, _ in sources)
+        return ("from " if len(sources) == 1 else "mean of ") + " and ".join(self.labels[k] for k, _ in sources)
 
     def _new_tokens(self) -> Iterator[str]:
         """Note on the tokens that are new to the kept tokenizer."""
