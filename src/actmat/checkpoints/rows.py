@@ -27,6 +27,7 @@ from actmat.checkpoints.base import (
     torch_dtype,
 )
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.side_files import SideFiles
 
 __all__ = ["OWN_MEAN", "Around", "RowsCheckpoint", "joined_runs"]
 
@@ -125,6 +126,18 @@ class RowsCheckpoint(Checkpoint):
     def written_config(self) -> Mapping[str, Any] | None:
         """The config, where it is not a copy."""
         return self._own.written_config if self._config is None else self._config
+
+    def scheme(self, name: str) -> str:
+        """Of the checkpoint."""
+        return self._own.scheme(name)
+
+    def stored_bytes(self, name: str) -> int:
+        """Of the checkpoint; those of a table are as many as it has."""
+        return self.specs[name].nbytes if name in self._tables else self._own.stored_bytes(name)
+
+    def side_files(self) -> SideFiles:
+        """Those of the checkpoint."""
+        return self._own.side_files()
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files, and of the files that decide on the rows."""
