@@ -52,7 +52,7 @@ def _unclaimed_file(name: str, location: str) -> CheckpointError:
         )
     foreign = foreign_format(name)
     found = f"{foreign}, which is not read" if foreign else f"'{name}'"
-    suffixes = ", ".join(PurePath(pattern).suffix for f in FORMATS for pattern in f.patterns if "." in pattern[1:])
+    suffixes = ", ".join(PurePath(pattern).suffix for f in FORMATS for pattern in f.patterns if "*" in pattern)
     return CheckpointError(
         f"{location}: expected a file ending in {suffixes} or {INDEX_SUFFIX}, found {found}. "
         "Fix: load it with its own library and save it as safetensors."
