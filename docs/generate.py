@@ -44,13 +44,14 @@ from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
 from actmat.methods.post import STEPS, get_step
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.values import Entry
+from actmat.recipe.vocabulary import TokenRow, Vocabulary
 from actmat.report.html.explained import FILE as EXPLAINED
 
 __all__ = ["filled", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>[\w-]*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess)
+SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess, Vocabulary, TokenRow)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 SIDE, EXPERTS = 4096, 4
 """The layer and the number of experts for which pages give the memory of a rule."""

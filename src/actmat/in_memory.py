@@ -88,7 +88,7 @@ class MemoryMerge:
             StatisticsError: transformers, or PEFT, does not load it.
         """
         recipe, base = self.plan.recipe, self.base
-        files = base if recipe.files_from == "base" else recipe.experts[recipe.labels.index(recipe.files_from)].path
+        files = base if recipe.files_of == "base" else recipe.experts[recipe.labels.index(recipe.files_of)].path
         return load_tensors(
             self.tensors,
             base,

@@ -15,7 +15,9 @@ from actmat.engine.statistics import check_adapters, check_probes
 from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.policy import VocabularyPolicy
 from actmat.experts.resolve import is_adapter, open_base, open_expert
+from actmat.experts.vocabulary import align_vocabularies
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
 from actmat.plan.placement import HOST, DeviceRoom
@@ -66,7 +68,10 @@ def opened_inputs(recipes: Sequence[Recipe], problems: Problems | None = None) -
     with contextlib.ExitStack() as stack:
         opened = _Opening(stack)
         base = opened(lambda: open_base(recipe.base)) if not to_adapter else None
-        experts = [opened(_opener(e.path, base, to_adapter, recipe.vocabulary)) for e in recipe.experts]
+        if recipe.vocabulary is not None and base is not None:
+            base, experts = _aligned(recipe, recipe.vocabulary.policy(), base, opened)
+        else:
+            experts = [opened(_opener(e.path, base, to_adapter)) for e in recipe.experts]
         if opened.problems:
             many = "s" * (len(opened.problems) > 1)
             problems.found.append(CheckpointError(f"{len(opened.problems)} problem{many} with the inputs.",
@@ -90,19 +95,44 @@ class _Opening:
         self.problems: list[str] = []
 
     def __call__(self, open_input: Callable[[], T]) -> T | None:
+        found: list[T] = []
+        with self.noted():
+            found.append(open_input())
+            self._stack.callback(found[0].close)
+        return found[0] if found else None
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error, and go on."""
         try:
-            opened = open_input()
+            yield
         except CheckpointError as error:
             self.problems += error.problems if len(error.problems) > 1 else [error.sentence]
-            return None
-        self._stack.callback(opened.close)
-        return opened
 
 
-def _opener(location: str, base: Checkpoint | None, to_adapter: bool, vocabulary: str | None) -> Callable[[], Expert]:
+def _aligned(
+    recipe: Recipe, policy: VocabularyPolicy, base: Checkpoint, opened: _Opening
+) -> tuple[Checkpoint, list[Expert | None]]:
+    """The base and the experts with the rows of one vocabulary; adapters are fitted to that base."""
+    full = {e.label: opened(_checkpoint(e.path)) for e in recipe.experts if not is_adapter(e.path)}
+    found = {label: checkpoint for label, checkpoint in full.items() if checkpoint is not None}
+    if len(found) == len(full):
+        with opened.noted():
+            base, found = align_vocabularies(base, found, policy)
+    experts = {label: CheckpointExpert(checkpoint) for label, checkpoint in found.items()}
+    return base, [
+        experts.get(e.label) if e.label in full else opened(_opener(e.path, base, False)) for e in recipe.experts
+    ]
+
+
+def _checkpoint(location: str) -> Callable[[], Checkpoint]:
+    return lambda: open_base(location)
+
+
+def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callable[[], Expert]:
     if base is None and not to_adapter and not is_adapter(location):  # look only for further problems
         return lambda: CheckpointExpert(open_checkpoint(location))
-    return lambda: open_expert(location, base, vocabulary=vocabulary)
+    return lambda: open_expert(location, base)
 
 
 def writes_adapter(recipe: Recipe) -> bool:
@@ -169,7 +199,7 @@ def check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
     """
     if inputs.base is None or inputs.base.directory is None:
         return
-    for wanted in {recipe.files_from for recipe in recipes}:
+    for wanted in {recipe.files_of for recipe in recipes}:
         chosen: Checkpoint | None = inputs.base
         if wanted in inputs.labels:
             expert = inputs.experts[inputs.labels.index(wanted)]

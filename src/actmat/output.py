@@ -148,7 +148,10 @@ class StagedOutput:
             elif self.plan.output == "model":
                 floats = inputs.base is not None and self.plan.recipe.quantise is None
                 written = inputs.base.written_config if inputs.base is not None and floats else None
+                own = inputs.base.written_sidecars if inputs.base is not None else {}
                 copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype, written)
+                for name, text in own.items():
+                    (stage.path / name).write_text(text, encoding="utf-8")
             (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
             manifest = build_manifest(
                 self.plan,
@@ -172,7 +175,7 @@ class StagedOutput:
         """Side files of the base, and of the input that the recipe names."""
         if inputs.base is None:
             return None, None
-        wanted = self.plan.recipe.files_from
+        wanted = self.plan.recipe.files_of
         chosen = inputs.base if wanted == "base" else inputs.experts[inputs.labels.index(wanted)]
         base = inputs.base.fetch_sidecars()
         other = base if wanted == "base" else chosen.fetch_sidecars()

@@ -66,7 +66,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "'keep' copies tensors of a base"
     if recipe.post or recipe.postprocess != Postprocess():
         yield "post-processing changes the delta from a base"
-    if recipe.vocabulary == "base":
+    if recipe.vocabulary is not None and recipe.vocabulary.source == "base":
         yield "'vocabulary: base' takes the tokens of a base"
 
 

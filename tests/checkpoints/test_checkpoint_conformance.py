@@ -15,12 +15,31 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.conformance import CheckpointConformance
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.token_rows import TokenRowsCheckpoint, joined_runs
 
 
 class TestSingleSafetensorsFile(CheckpointConformance):
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         save_file(dict(tensors), folder / "model.safetensors")
         return open_checkpoint(folder)
+
+
+class TestTablesOfOtherRows(CheckpointConformance):
+    """Rows stored backwards in two files, and taken in order from both in turn."""
+
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
+        turned = {n: t.flip(0).contiguous() if t.ndim else t for n, t in tensors.items()}
+        for name in ("own", "other"):
+            save_file(turned, folder / f"{name}.safetensors")
+        sources = [open_checkpoint(folder / f"{name}.safetensors") for name in ("own", "other")]
+        height = next((t.shape[0] for t in tensors.values() if t.ndim), 1)
+        tables = {n: (n, n) for n, t in tensors.items() if t.shape[:1] == (height,)}
+        rows = joined_runs(((r % 2, height - 1 - r),) for r in range(height))
+        others = {n: t for n, t in tensors.items() if n not in tables}
+        save_file({**turned, **others}, folder / "own.safetensors")
+        sources[0].close()
+        sources[0] = open_checkpoint(folder / "own.safetensors")
+        return TokenRowsCheckpoint(sources[0], sources, tables, rows, owned=True)
 
 
 class TestShardedSafetensors(CheckpointConformance):

@@ -280,6 +280,10 @@ def test_an_export_is_what_torch_loads(tmp_path: Path, under: str) -> None:
         assert all(torch.equal(again.read(n), t) for n, t in tensors.items())
 
 
+def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
+    assert actmat(["export", str(tmp_path), "--to", "gguf", "--out", str(tmp_path / "out")]).code == 2
+
+
 def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     source = save_checkpoint(tmp_path / "model", {"w": torch.ones(2)})
     (tmp_path / "taken").mkdir()

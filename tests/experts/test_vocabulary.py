@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.merging import actmat, llama_tensors, save_checkpoint
+from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 from tests.tolerances import F32_ELEMENTWISE
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.token_rows import TokenRowsCheckpoint
 from actmat.errors import CheckpointError
-from actmat.experts.resolve import open_expert, open_handle
-from actmat.experts.vocabulary import AlignedExpert, read_vocabulary
+from actmat.experts.policy import TokenSource, VocabularyPolicy
+from actmat.experts.vocabulary import align_vocabularies, read_vocabulary
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BASE = [f"t{i}" for i in range(18)]  # two rows of padding
@@ -45,45 +49,119 @@ def wanted(folder: Path, name: str) -> torch.Tensor:
     return torch.stack([*rows, *base[len(BASE) :]])
 
 
+def aligned(source: str, *labels: str, **policy: Any) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+    """Base and experts, opened and put in order."""
+    opened = {label: open_checkpoint(label) for label in labels}
+    return align_vocabularies(open_checkpoint("base"), opened, VocabularyPolicy(source, **policy))
+
+
 def test_rows_are_taken_by_token(folder: Path) -> None:
-    with open_checkpoint("base") as base, open_expert("expert", base, vocabulary="base") as expert:
-        assert isinstance(expert, AlignedExpert)
-        assert (expert.missing, expert.dropped) == (2, 2)
-        for name in (EMBEDDING, HEAD):
-            assert expert.specs[name].shape == base.specs[name].shape
-            assert expert.source(name).nbytes == base.specs[name].nbytes
-            assert torch.equal(expert.read(name), wanted(folder, name))
-            whole = wanted(folder, name).numpy().tobytes()
-            for start, size in ((0, 640), (5, 100), (31, 1), (64, 96), (600, 40), (7, 0)):
-                buffer = bytearray(size)
-                expert.read_into(name, start, memoryview(buffer))
-                assert bytes(buffer) == whole[start : start + size]
-        assert torch.equal(expert.read("model.norm.weight"), load_file("expert/model.safetensors")["model.norm.weight"])
-        with pytest.raises(ValueError, match="640"):
-            expert.read_into(EMBEDDING, 630, memoryview(bytearray(20)))
-        paths = [Path(i.path).name for i in expert.identity()]
-        assert paths.count("tokenizer.json") == 2, "a change of a tokenizer is a change of the input"
+    base, experts = aligned("base", "expert")
+    expert = experts["expert"]
+    assert not isinstance(base, TokenRowsCheckpoint), "its rows stay as they are"
+    assert "2 tokens that it lacks are lent to it, 2 that the new vocabulary lacks" in expert.notes[0]
+    assert "16 of its own, 2 from base, 2 of padding, from base" in expert.notes[0]
+    for name in (EMBEDDING, HEAD):
+        assert expert.specs[name].shape == base.specs[name].shape
+        assert torch.equal(expert.read(name), wanted(folder, name))
+        whole = wanted(folder, name).numpy().tobytes()
+        for start, size in ((0, 640), (5, 100), (31, 1), (64, 96), (600, 40), (7, 0)):
+            buffer = bytearray(size)
+            expert.read_into(name, start, memoryview(buffer))
+            assert bytes(buffer) == whole[start : start + size]
+    assert torch.equal(expert.read("model.norm.weight"), load_file("expert/model.safetensors")["model.norm.weight"])
+    with pytest.raises(ValueError, match="640"):
+        expert.read_into(EMBEDDING, 630, memoryview(bytearray(20)))
+    paths = [Path(i.path).name for i in expert.identity()]
+    assert paths.count("tokenizer.json") == 2, "a change of a tokenizer is a change of the input"
 
 
 def test_a_handle_opens_the_same_rows(folder: Path) -> None:
-    with open_checkpoint("base") as base, open_expert("expert", base, vocabulary="base") as expert:
-        handle = pickle.loads(pickle.dumps(expert.handle()))
+    _, experts = aligned("base", "expert")
+    handle = pickle.loads(pickle.dumps(experts["expert"].handle()))
     with open_handle(handle) as again:
         assert torch.equal(again.read(HEAD), wanted(folder, HEAD))
 
 
 def test_the_same_vocabulary_needs_no_other_order(folder: Path) -> None:
     tokenizer(save_checkpoint(folder / "same", llama_tensors(seed=6)), BASE)
-    with open_checkpoint("base") as base, open_expert("same", base, vocabulary="union") as expert:
-        assert torch.equal(expert.read(HEAD)[:18], load_file("same/model.safetensors")[HEAD][:18])
+    base, experts = aligned("union", "same")
+    assert not isinstance(base, TokenRowsCheckpoint)
+    assert not isinstance(experts["same"], TokenRowsCheckpoint)
 
 
-def test_a_union_that_would_lose_tokens_is_refused(folder: Path) -> None:
-    with (
-        open_checkpoint("base") as base,
-        pytest.raises(CheckpointError, match="2 tokens that the base lacks \\('new', 'newer'\\)"),
-    ):
-        open_expert("expert", base, vocabulary="union")
+def rows_of(place: str, name: str = EMBEDDING) -> torch.Tensor:
+    return load_file(f"{place}/model.safetensors")[name]
+
+
+def test_a_union_lends_new_rows(folder: Path) -> None:
+    """<a> of one expert is its row everywhere; <b> of two is lent as their mean; padding stays the base's."""
+    for number, (name, new) in enumerate({"one": ["<a>", "<b>"], "two": ["<b>", "<c>", "<d>"]}.items()):
+        tensors = llama_tensors(seed=7 + number)
+        tensors |= {n: torch.cat([tensors[n][:18], torch.randn(len(new), 8)]) for n in (EMBEDDING, HEAD)}
+        place = save_checkpoint(folder / name, tensors, CONFIG | {"vocab_size": 18 + len(new)})
+        tokenizer(place, BASE)
+        added = [{"id": 17, "content": BASE[-1]}, *({"id": 18 + k, "content": t} for k, t in enumerate(new))]
+        data = json.loads((place / "tokenizer.json").read_text())
+        (place / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": added}))
+    base, experts = aligned("union", "one", "two")
+    one, two, own = rows_of("one"), rows_of("two"), rows_of("base")
+    mean = (one[19].double() + two[18].double()).div(2).float()
+    assert torch.equal(base.read(EMBEDDING), torch.stack([*own[:18], one[18], mean, two[19], two[20]]))
+    assert torch.equal(experts["one"].read(EMBEDDING), torch.stack([*one, two[19], two[20]]))
+    assert torch.equal(experts["two"].read(EMBEDDING), torch.stack([*two[:18], one[18], two[18], two[19], two[20]]))
+    assert base.config is not None
+    assert base.config["vocab_size"] == 22
+    listed = json.loads(base.written_sidecars["tokenizer.json"])["added_tokens"]
+    assert [(e["content"], e["id"]) for e in listed[1:]] == [("<a>", 18), ("<b>", 19), ("<c>", 20), ("<d>", 21)]
+    assert "18 '<a>' from one, 19 '<b>' from one and two (mean), 20 '<c>' from two" in base.notes[1]
+    _, by_name = aligned("two", "one", "two")
+    assert torch.equal(by_name["one"].read(EMBEDDING), torch.stack([*one[:18], one[19], two[19], two[20]]))
+    with open_handle(base.handle()) as again:
+        assert torch.equal(again.read(HEAD), base.read(HEAD))
+
+
+def test_new_tokens_fill_padding_and_sizes_are_rounded(folder: Path) -> None:
+    rows = {"<new>": TokenSource("base", token="t3"), "<zero>": TokenSource(), "t1": TokenSource("base", token_id=9)}
+    rows["t2"] = TokenSource("expert", token="newer", force=True)
+    own = rows_of("base")
+    base, _ = aligned("base", "expert", tokens=rows)
+    wanted_rows = torch.stack([*own[:2], rows_of("expert")[17], *own[3:18], own[3], torch.zeros(8)])
+    assert torch.equal(base.read(EMBEDDING), wanted_rows), "two new tokens in the two rows of padding"
+    base, experts = aligned("base", "expert", tokens=rows, pad_to_multiple_of=8)
+    mean = wanted_rows.double().mean(0).float()
+    assert torch.equal(base.read(EMBEDDING), torch.stack([*wanted_rows, *[mean] * 4]))
+    assert torch.equal(experts["expert"].read(EMBEDDING)[1], own[9]), "lent, as the expert has no t1"
+
+
+def test_tables_of_several_dtypes_and_tied_heads(folder: Path) -> None:
+    tensors = {n: t.bfloat16() for n, t in llama_tensors(seed=5).items()}
+    tensors |= {EMBEDDING: tensors[EMBEDDING][: len(EXPERT)]}
+    del tensors[HEAD]
+    tied = CONFIG | {"tie_word_embeddings": True, "vocab_size": len(EXPERT)}
+    tokenizer(save_checkpoint(folder / "tied", tensors, tied), EXPERT)
+    base, experts = aligned("tied", "tied")
+    own, lent = rows_of("base", HEAD), tensors[EMBEDDING].float()
+    found = base.read(HEAD)
+    assert torch.equal(found[0], lent[0]), "of the head of a tied model, which is its embedding"
+    assert torch.equal(found[16], own[0])
+    back, experts = aligned("base", "tied")
+    assert torch.equal(experts["tied"].read(EMBEDDING)[1], rows_of("base")[1].bfloat16())
+    assert torch.equal(back.read(HEAD), own)
+
+
+def test_what_cannot_be_joined_is_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"1 tokens of its own .*'new'.*cannot be joined"):
+        aligned("union", "expert")
+    rows = {"x": TokenSource("nobody"), "y": TokenSource("base", token="new"), "z": TokenSource("base", token_id=99)}
+    with pytest.raises(CheckpointError) as found:
+        aligned("base", "expert", tokens=rows)
+    assert [p.partition("row of ")[2][:3] for p in found.value.problems] == ["'x'", "'y'", "'z'"]
+    narrow = {n: t[:, :4] if t.ndim == 2 else t for n, t in llama_tensors().items()}
+    tokenizer(save_checkpoint(folder / "narrow", narrow), EXPERT)
+    with pytest.raises(CheckpointError, match="no such table of the same width"):
+        aligned("base", "narrow")
+    shutil.rmtree(folder / "narrow")
 
 
 def test_a_tokenizer_is_needed(folder: Path) -> None:

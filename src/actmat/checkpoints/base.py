@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,17 @@ from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError, format_size
 from actmat.foreign import html_table, terminal
 
-__all__ = ["DTYPES", "Checkpoint", "CheckpointHandle", "FileIdentity", "TensorSpec", "torch_dtype", "versions_of_files"]
+__all__ = [
+    "DTYPES",
+    "Checkpoint",
+    "CheckpointHandle",
+    "FileIdentity",
+    "RowRun",
+    "RowsHandle",
+    "TensorSpec",
+    "torch_dtype",
+    "versions_of_files",
+]
 
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float64": (torch.float64, "F64"),
@@ -104,6 +115,35 @@ def versions_of_files(files: Iterable[FileIdentity]) -> tuple[tuple[str, int, st
 
 
 @dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows from `start` of a table: some of a source, one after the other, a mean, or zeros; see `token_rows`."""
+
+    start: int
+    count: int
+    sources: tuple[tuple[int, int], ...]  # number of a checkpoint, and the first row there
+
+
+@dataclass(frozen=True, slots=True)
+class RowsHandle:
+    """Tables of a checkpoint that are made of rows of several; see `checkpoints.token_rows`. Plain data."""
+
+    own: CheckpointHandle
+    sources: tuple[CheckpointHandle, ...]
+    tables: tuple[tuple[str, tuple[str, ...]], ...]
+    runs: tuple[RowRun, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RowsHandle:
+        """The handle that `dataclasses.asdict` and JSON took apart."""
+        return cls(
+            CheckpointHandle(**data["own"]),
+            tuple(CheckpointHandle(**s) for s in data["sources"]),
+            tuple((n, tuple(t)) for n, t in data["tables"]),
+            tuple(RowRun(r["start"], r["count"], tuple((k, row) for k, row in r["sources"])) for r in data["runs"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointHandle:
     """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Plain data."""
 
@@ -114,11 +154,14 @@ class CheckpointHandle:
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
     parts: tuple[tuple[CheckpointHandle, str, int, int], ...] = ()  # of a stack: handle, location, first layer, end
+    rows: Any = None  # `RowsHandle` of a checkpoint whose tables have rows of others
 
     def __post_init__(self) -> None:
         """Take parts that come from JSON."""
         parts = tuple((h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h), *p) for h, *p in self.parts)
         object.__setattr__(self, "parts", parts)
+        if isinstance(self.rows, Mapping):
+            object.__setattr__(self, "rows", RowsHandle.from_json(self.rows))
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -132,6 +175,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             An alias has a spec too.
         notes: remarks on what was read and what was left out, for plans.
         unused: stored tensors that are in no spec, such as scales of activations.
+        written_sidecars: name -> text of files that go into an output in place of copies, such as a new tokenizer's.
     """
 
     location: str
@@ -140,6 +184,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    written_sidecars: Mapping[str, str] = MappingProxyType({})
 
     @property
     @abc.abstractmethod

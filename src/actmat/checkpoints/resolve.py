@@ -22,6 +22,7 @@ from actmat.checkpoints.layer_names import StackPart, stack_parts
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.checkpoints.stack import open_stack
+from actmat.checkpoints.token_rows import TokenRowsCheckpoint
 from actmat.errors import CheckpointError, did_you_mean
 
 __all__ = ["HUB_ID", "commit_of", "find_source", "hub_id_of", "open_checkpoint", "open_handle"]
@@ -71,6 +72,9 @@ def open_handle(handle: CheckpointHandle) -> Checkpoint:
         handles = {location: part for part, location, _, _ in handle.parts}
         layers = [StackPart(location, start, stop) for _, location, start, stop in handle.parts]
         return open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
+    if (rows := handle.rows) is not None:
+        own, sources = open_handle(rows.own), [open_handle(s) for s in rows.sources]
+        return TokenRowsCheckpoint(own, sources, dict(rows.tables), rows.runs, owned=True)
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
     return decoded(format_named(handle.format).open(source))

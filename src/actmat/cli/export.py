@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,21 +10,13 @@ import typer
 from actmat.cli import flags
 from actmat.cli.streams import optional_stdout
 
-__all__ = ["Form", "export"]
-
-
-class Form(StrEnum):
-    """Forms of an output."""
-
-    DCP = "dcp"
+__all__ = ["export"]
 
 
 def export(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
     out: Annotated[Path, typer.Option("--out", help="Directory to write; must not exist.")],
-    to: Annotated[
-        Form, typer.Option("--to", help="Form of the output: dcp, of torch.distributed.checkpoint.")
-    ] = Form.DCP,
+    to: Annotated[str, typer.Option("--to", help="Form: dcp, of torch.distributed.checkpoint.")] = "dcp",
     under: Annotated[
         str, typer.Option("--under", help="Key of the state dict that holds the model, such as 'model'; default: none.")
     ] = "",
@@ -39,15 +30,17 @@ def export(
     DIR is what torch.distributed.checkpoint.load reads, with any number of
     processes. One tensor is in memory at a time.
     """
+    if to != "dcp":
+        raise typer.BadParameter(f"expected --to dcp, found --to {to}")
     from actmat.api.exporting import export as write
     from actmat.cli.screen import console, escape
 
-    write(checkpoint, out=out, to=to.value, under=under)
+    write(checkpoint, out=out, under=under)
     with optional_stdout("The export is complete."):
         if json:
             from actmat.cli.results import print_result
 
-            print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to.value})
+            print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to})
         if json or quiet:
             return
         console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} for torch.distributed.checkpoint")

@@ -22,16 +22,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
-__all__ = [
-    "AdapterHandle",
-    "ConvertedHandle",
-    "Expert",
-    "ExpertHandle",
-    "Family",
-    "Source",
-    "SourceKind",
-    "VocabularyHandle",
-]
+__all__ = ["AdapterHandle", "ConvertedHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
 
 SourceKind = Literal["stored", "formed", "zero"]
 """stored: `W_t` is in storage, to be reduced by `W_0`; formed: a product of factors, or what is added to a bias; zero:
@@ -220,19 +211,6 @@ class AdapterHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyHandle:
-    """Address of a full checkpoint whose tables of tokens are read in the order of the base's vocabulary."""
-
-    checkpoint: CheckpointHandle
-    base: CheckpointHandle
-
-    @property
-    def address(self) -> str:
-        """Address of the checkpoint."""
-        return self.checkpoint.address
-
-
-@dataclass(frozen=True, slots=True)
 class ConvertedHandle:
     """Address of a full checkpoint that is read in the layout of the base."""
 
@@ -245,5 +223,5 @@ class ConvertedHandle:
         return self.checkpoint.address
 
 
-ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | VocabularyHandle | ConvertedHandle
+ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | ConvertedHandle
 """Address of an expert: that of a checkpoint for a full one."""

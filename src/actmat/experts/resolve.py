@@ -14,14 +14,13 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_fi
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHandle, Family, VocabularyHandle
+from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHandle, Family
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.diffusion import is_in_other_layout, open_converted
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, unmerged_problem
 from actmat.experts.lora.open import open_adapter as open_peft_adapter
 from actmat.experts.peft import LORA_FILE, PEFT
-from actmat.experts.vocabulary import align_vocabulary
 
 __all__ = ["FAMILIES", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
 
@@ -57,9 +56,7 @@ def open_base(location: str | Path | Mapping[str, Tensor] | Checkpoint) -> Check
     return opened
 
 
-def open_expert(
-    location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint | None, *, vocabulary: str | None = None
-) -> Expert:
+def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint | None) -> Expert:
     """Open what `location` names; reads headers, and no tensor of a full checkpoint.
 
     >>> import torch
@@ -70,10 +67,7 @@ def open_expert(
     Source(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
 
     Args:
-        base: what the deltas are added to; needed afterwards for its `vocabulary` only. None opens an adapter for its
-            factors.
-        vocabulary: `base` or `union`: put the rows of a full checkpoint's tables of tokens in the base's order, see
-            `experts.vocabulary`.
+        base: what the deltas are added to. None opens an adapter for its factors.
 
     Raises:
         CheckpointError: nothing there, damaged, or an adapter that cannot be merged into this base; carries all
@@ -85,11 +79,7 @@ def open_expert(
             return family.open(str(location), base)
         opened = open_base(location)
         try:
-            if is_in_other_layout(opened, base):
-                return open_converted(opened, base)
-            if vocabulary is None:
-                return CheckpointExpert(opened)
-            return align_vocabulary(opened, base, complete=vocabulary == "union")
+            return open_converted(opened, base) if is_in_other_layout(opened, base) else CheckpointExpert(opened)
         except CheckpointError:
             opened.close()
             raise
@@ -110,9 +100,6 @@ def open_handle(handle: ExpertHandle) -> Expert:
     if isinstance(handle, ConvertedHandle):
         other = open_checkpoint_handle(handle.base)
         return open_converted(open_checkpoint_handle(handle.checkpoint), other, owns_base=True)
-    if isinstance(handle, VocabularyHandle):
-        base = open_checkpoint_handle(handle.base)
-        return align_vocabulary(open_checkpoint_handle(handle.checkpoint), base, owns_base=True)
     if handle.base is None:
         return _as_it_was(_open_unfitted(handle.family, handle.location), handle)
     base = open_checkpoint_handle(handle.base)

@@ -14,7 +14,6 @@ from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import Expert, Source
-from actmat.experts.vocabulary import AlignedExpert
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
@@ -90,7 +89,6 @@ def plan_tensors(
             *part_notes(base),
             *alignment.notes,
             *chooser.unused_entries(),
-            *_vocabulary_notes(experts, recipe.labels),
             *_storage_notes(recipe, base, experts),
             *_adapter_notes(recipe.labels, experts, items),
         ),
@@ -319,16 +317,6 @@ def _storage_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) 
         for label, e in zip(recipe.labels, experts, strict=True)
         if dtypes(e.specs) != mine
     ] + quantisation_notes(recipe, base, experts)
-
-
-def _vocabulary_notes(experts: Sequence[Expert], labels: Sequence[str]) -> list[str]:
-    """Notes about experts whose rows are put in the base's order of tokens."""
-    return [
-        f"expert '{label}' has another vocabulary: its rows are taken by token; {e.missing} tokens that it lacks keep "
-        f"the base's rows, {e.dropped} that the base lacks are left out"
-        for label, e in zip(labels, experts, strict=True)
-        if isinstance(e, AlignedExpert)
-    ]
 
 
 def _adapter_problems(recipe: Recipe, experts: Sequence[Expert]) -> list[str]:

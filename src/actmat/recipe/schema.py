@@ -31,8 +31,19 @@ from actmat.recipe.values import (
     read_option,
     read_value,
 )
+from actmat.recipe.vocabulary import Vocabulary
 
-__all__ = ["ExpertRef", "PostRef", "Postprocess", "Recipe", "RoleRule", "Rule", "add_statistics", "make_recipe"]
+__all__ = [
+    "ExpertRef",
+    "PostRef",
+    "Postprocess",
+    "Recipe",
+    "RoleRule",
+    "Rule",
+    "Vocabulary",
+    "add_statistics",
+    "make_recipe",
+]
 
 Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -274,11 +285,11 @@ class Recipe(Strict):
         description="'same': write tensors that the base stores as codes in the same layout, with the rounding error "
         "of each on record; default: as floats",
     )
-    vocabulary: Annotated[Literal["base", "union"] | None, Flag()] = Field(
+    vocabulary: Annotated[Vocabulary | None, Flag(type=str)] = Field(
         default=None,
-        description="'base': put the rows of the experts' embeddings and heads in the order of the base's tokens, by "
-        "tokenizer.json; 'union': likewise, and no expert may have tokens that the base lacks; default: tables must "
-        "have one shape, and rows are taken as they lie",
+        description="tokens of the merged model, by tokenizer.json: those of the 'base', the 'union' of the base's and "
+        "of those that experts added, or those of an expert (its name); default: tables must have one shape, and rows "
+        "are taken as they lie",
     )
     compute_dtype: Annotated[Literal["float32", "float64"], Flag()] = Field(
         default="float32", description="dtype of deltas and methods: float32 or float64"
@@ -346,7 +357,18 @@ class Recipe(Strict):
             raise ValueError(f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name'")
         if self.files_from != "base" and self.files_from not in labels:
             raise ValueError(f"files_from names '{self.files_from}'; it must be 'base' or one of {labels}")
+        source = self.vocabulary.source if self.vocabulary is not None else "base"
+        if source not in ("base", "union", *labels):
+            raise ValueError(f"vocabulary names '{source}'; it must be 'base', 'union' or one of {labels}")
+        if self.vocabulary is not None and self.files_from not in ("base", source):
+            raise ValueError(f"vocabulary: the tokenizer is that of '{source}': drop 'files_from: {self.files_from}'")
         return self
+
+    @property
+    def files_of(self) -> str:
+        """Source of the tokenizer's files: `files_from`, or the expert whose vocabulary is taken."""
+        source = self.vocabulary.source if self.vocabulary is not None else "base"
+        return source if source not in ("base", "union") else self.files_from
 
     @model_validator(mode="after")
     def _held_products(self) -> Recipe:
@@ -423,6 +445,7 @@ _MODELS: dict[str, type[BaseModel]] = {
     "roles": RoleRule,
     "post": PostRef,
     "postprocess": Postprocess,
+    "vocabulary": Vocabulary,
 }
 
 

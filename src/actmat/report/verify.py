@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
 from actmat.experts.diffusion import is_in_other_layout, may_be_converted, open_converted
 from actmat.experts.resolve import is_adapter, open_adapter
-from actmat.experts.vocabulary import align_vocabulary
+from actmat.experts.vocabulary import align_vocabularies
+from actmat.recipe.vocabulary import Vocabulary
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.statistics.header import header_hash
@@ -199,19 +201,31 @@ def _opened(location: str | Path) -> Checkpoint:
 
 
 def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: Path) -> Checkpoint | Expert:
-    """The tensors of an input as the merge read them: an expert's rows may be in the order of the base's tokens."""
-    if label == "base" or manifest["base"] is None or is_adapter(location):
+    """The tensors of an input as the merge read them: in the base's layout, rows in the order of its vocabulary."""
+    if is_adapter(location):
         return _opened(location)
-    aligned, opened = manifest["recipe"].get("vocabulary") is not None, open_checkpoint(location)
-    if not aligned and not may_be_converted(opened):
+    if (chosen := manifest["recipe"].get("vocabulary")) is not None:
+        return _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
+    if label == "base" or manifest["base"] is None:
+        return _opened(location)
+    opened = open_checkpoint(location)
+    if not may_be_converted(opened):
         return opened
     base = open_checkpoint(input_location(manifest["base"], out))
     if is_in_other_layout(opened, base):
         return open_converted(opened, base, owns_base=True)
-    if aligned:
-        return align_vocabulary(opened, base, owns_base=True)
     base.close()
     return opened
+
+
+def _aligned_input(label: str, chosen: Vocabulary, manifest: Mapping[str, Any], out: Path) -> Checkpoint:
+    places = {entry["name"]: input_location(entry, out) for entry in manifest["experts"]}
+    with contextlib.ExitStack() as stack:
+        base = stack.enter_context(open_checkpoint(input_location(manifest["base"], out)))
+        full = {n: stack.enter_context(open_checkpoint(p)) for n, p in places.items() if not is_adapter(p)}
+        base, experts = align_vocabularies(base, full, chosen.policy(), owned=True)
+        stack.pop_all()
+    return base if label == "base" else experts[label]
 
 
 def _form_problems(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> list[str]:

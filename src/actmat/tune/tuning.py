@@ -14,6 +14,7 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.recipe import Recipe
+from actmat.recipe.vocabulary import Vocabulary
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 from actmat.statistics.data import DataOptions
@@ -130,6 +131,11 @@ class _Search:
         progress: TuneProgress,
         work: Path,
     ) -> None:
+        if recipe.vocabulary is not None and recipe.vocabulary != Vocabulary(source="base"):
+            raise RecipeError(
+                "tune compares predictions over one vocabulary, and the recipe's 'vocabulary' gives the merged model "
+                "another than the base's. Fix: tune with 'vocabulary: base', then merge with the choice"
+            )
         self.space, self.settings, self.run = space, settings, run
         self.progress, self.work = progress, work
         self.given = recipe

@@ -229,23 +229,44 @@ class _Conversion:
         if tokenizer is not None and rest.get("tokenizer_source") is not None:
             self.found.problem("tokenizer", "'tokenizer' and 'tokenizer_source' are both given; mergekit takes one")
         source = rest.get("tokenizer_source")
-        if isinstance(tokenizer, Mapping):
-            source = tokenizer.get("source", "union")
-            for key in ("tokens", "pad_to_multiple_of"):
-                if tokenizer.get(key):
-                    self.found.problem(f"tokenizer.{key}", f"'{key}' has no counterpart: change the vocabulary of the "
-                                       "models before the merge")  # fmt: skip
-        if source is None:
-            return {}
-        if source == "union":
-            return {"vocabulary": "union"}
-        if source not in ("base", self.config.base):
-            self.found.problem(
-                "tokenizer_source",
-                f"the tokenizer of a model other than the base ('{source}') has no counterpart: take 'base', or make "
-                "that model the base",
-            )
-        return {"vocabulary": "base"}
+        if not isinstance(tokenizer, Mapping):
+            return {} if source is None else {"vocabulary": self._tokens_of(str(source), "tokenizer_source", experts)}
+        vocabulary: dict[str, Any] = {
+            "source": self._tokens_of(str(tokenizer.get("source", "union")), "tokenizer.source", experts)
+        }
+        if tokenizer.get("pad_to_multiple_of"):
+            vocabulary["pad_to_multiple_of"] = tokenizer["pad_to_multiple_of"]
+        tokens = tokenizer.get("tokens") or {}
+        if not isinstance(tokens, Mapping):
+            self.found.problem("tokenizer.tokens", f"expected a mapping of tokens, found {str(tokens)[:80]!r}")
+            tokens = {}
+        rows = {str(t): self._row(str(t), entry, experts) for t, entry in tokens.items()}
+        return {"vocabulary": vocabulary | ({"tokens": rows} if rows else {})}
+
+    def _row(self, token: str, entry: Any, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Row of one token: of a model, zeros, or another token of a model."""
+        path = f"tokenizer.tokens.{token}"
+        source = entry.get("source") if isinstance(entry, Mapping) else None
+        row: dict[str, Any] = {}
+        if isinstance(source, str):
+            row = {"model": self._tokens_of(source, path, experts)}
+        elif isinstance(source, Mapping) and source.get("kind") == "model_token":
+            row = {"model": self._tokens_of(str(source.get("model")), path, experts)}
+            row |= {k: source[k] for k in ("token", "token_id") if source.get(k) is not None}
+        elif not isinstance(source, Mapping) or source.get("kind") != "zero":
+            self.found.problem(path, "expected 'source': a model, {kind: zero} or {kind: model_token, model, token}")
+        return row | ({"force": True} if isinstance(entry, Mapping) and entry.get("force") else {})
+
+    def _tokens_of(self, model: str, path: str, experts: Sequence[Mapping[str, Any]]) -> str:
+        """Name of a model here: `base`, `union` or that of an expert."""
+        bases = {self.config.base, *(s.base for s in self.config.slices)}
+        if model in ("base", "union") or model in bases:
+            return model if model in ("base", "union") else "base"
+        for expert in experts:
+            if expert["path"] == model:
+                return str(expert.get("name") or _name(model))
+        self.found.problem(path, f"'{model}' is none of the models that are merged")
+        return "base"
 
     def _check_parameters(self) -> None:
         """Note parameters that this method does not read."""

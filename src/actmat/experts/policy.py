@@ -1,0 +1,27 @@
+"""The choice of a vocabulary as plain data, for recipes and for the code that carries it out; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["TokenSource", "VocabularyPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """Row of one token: that of `token` (default: itself) or of number `token_id` in `model`; zeros without a model."""
+
+    model: str = ""  # 'base' or the name of an expert
+    token: str | None = None
+    token_id: int | None = None
+    force: bool = False  # also for inputs that have the token
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPolicy:
+    """The new vocabulary: `base`, `union` or the name of an expert; rows of single tokens; rounding of the size."""
+
+    source: str
+    tokens: Mapping[str, TokenSource] = field(default_factory=dict)
+    pad_to_multiple_of: int | None = None

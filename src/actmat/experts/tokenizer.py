@@ -1,0 +1,102 @@
+"""Tokenizers as files: the tokens of a `tokenizer.json`, the files of one with more tokens, and the config for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actmat.bounds import read_object
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.folder import member
+from actmat.errors import CheckpointError
+
+__all__ = ["ADDED", "TOKENIZER", "config_with_tokens", "read_tokenizer", "written_tokenizer"]
+
+TOKENIZER = "tokenizer.json"
+ADDED: Mapping[str, Any] = {
+    "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False,
+}  # fmt: skip
+"""Fields of a token that is added to a tokenizer, as `tokenizers` writes them."""
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Token -> row, and the entries of the tokens that were added, from the `tokenizer.json` of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it holds no vocabulary.
+    """
+    folder = checkpoint.fetch_sidecars()
+    if folder is None or not (Path(folder) / TOKENIZER).exists():
+        raise CheckpointError(
+            f"{checkpoint.location}: expected a {TOKENIZER}, by which rows are put in order ('vocabulary'), "
+            "found none. Fix: save the tokenizer beside the weights (AutoTokenizer.from_pretrained, save_pretrained)"
+        )
+    data = read_object(member(Path(folder), TOKENIZER))
+    model = data.get("model")
+    tokens = _tokens(model.get("vocab") if isinstance(model, Mapping) else None)
+    added = [
+        dict(entry)
+        for entry in data.get("added_tokens") or []
+        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and _is_row(entry.get("id"))
+    ]
+    tokens |= {entry["content"]: entry["id"] for entry in added}
+    if not tokens:
+        raise CheckpointError(f"{Path(folder) / TOKENIZER}: expected a vocabulary (model.vocab), found none")
+    return tokens, added
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _tokens(listed: Any) -> dict[str, int]:
+    """Vocabulary of a BPE or WordPiece model, a mapping, or of a Unigram model, a list of pairs."""
+    if isinstance(listed, Mapping):
+        return {str(t): i for t, i in listed.items() if _is_row(i)}
+    if isinstance(listed, list):
+        return {str(pair[0]): i for i, pair in enumerate(listed) if isinstance(pair, list) and pair}
+    return {}
+
+
+def written_tokenizer(folder: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Files of a tokenizer with more tokens: name -> text, of those in the folder that list added tokens.
+
+    Args:
+        folder: of the tokenizer that the tokens are added to.
+        entries: the tokens, as `tokenizer.json` has them, with their rows as `id`.
+    """
+    data = read_object(member(folder, TOKENIZER))
+    data["added_tokens"] = [*(data.get("added_tokens") or []), *entries]
+    written = {TOKENIZER: _text(data)}
+    if os.path.lexists(folder / "tokenizer_config.json"):
+        config = read_object(member(folder, "tokenizer_config.json"))
+        if isinstance(config.get("added_tokens_decoder"), dict):
+            fields = {str(e["id"]): {k: v for k, v in e.items() if k != "id"} for e in entries}
+            config["added_tokens_decoder"] |= fields
+            written["tokenizer_config.json"] = _text(config)
+    if os.path.lexists(folder / "added_tokens.json"):
+        listed = read_object(member(folder, "added_tokens.json"))
+        written["added_tokens.json"] = _text(listed | {e["content"]: e["id"] for e in entries})
+    return written
+
+
+def config_with_tokens(config: Mapping[str, Any], rows: int, of_tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A `config.json` for tables of so many rows, with the special tokens' numbers of the tokenizer's own model."""
+    out = dict(config)
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping):
+        of_inner = (of_tokenizer or {}).get("text_config")
+        out["text_config"] = config_with_tokens(inner, rows, of_inner if isinstance(of_inner, Mapping) else None)
+    if "vocab_size" in out:
+        out["vocab_size"] = rows
+    for key, value in (of_tokenizer or {}).items():
+        if key.endswith("_token_id") and key in out:
+            out[key] = value
+    return out
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
