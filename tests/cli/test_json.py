@@ -19,8 +19,6 @@ from actmat.diagnostics.model import Diagnosis
 from actmat.plan import MergePlan
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"serve-command": "docs/commands/serve_command.md", "export": "docs/formats/training.md"}
-"""Pages of commands with another name."""
 PINNED: dict[str, set[str]] = {
     "merge": {"outputs"},
     "merge outputs": {
@@ -80,7 +78,7 @@ def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
         assert {"--json", "--quiet", "-q"} <= spelled
         assert home in SCHEMAS
     assert set(EXITS[home]) == {0, 1}
-    page = (ROOT / PAGES.get(home, f"docs/commands/{home}.md")).read_text()
+    page = (ROOT / f"docs/commands/{home}.md").read_text()
     assert f"<!-- generated: exit-codes {home} -->" in page
     for code, meaning in {**EXITS[home], **COMMON}.items():
         assert f"| {code} | {meaning}" in page, f"run python -m docs.generate: {home} {code}"

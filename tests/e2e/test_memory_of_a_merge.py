@@ -61,7 +61,8 @@ def test_a_tall_head_takes_what_the_plan_says(tmp_path: Path) -> None:
     found = measured(tmp_path, heads, method="actmat", scope="all")
     assert found["peak"] <= found["foretold"]
     grown = found["peak"] - found["start"]
-    assert 0.75 * found["largest"] <= grown <= found["largest"]
+    # two copies of a delta are counted that only deltas far from 1 take, which are scaled
+    assert 0.55 * found["largest"] <= grown <= found["largest"]
 
 
 def test_many_small_tensors_are_counted(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def naive(folder: Path, merged: Path, name: str) -> float:
 
 def test_rows_are_what_the_activations_say(place: Path, tmp_path: Path) -> None:
     flags = [x for n in TEXTS for x in ("--statistics", f"{n}={place / 'stats' / n}")]
-    done = run(["diagnose", str(place / "merged"), *flags, "--out", str(tmp_path / "r.json"), "-q"])
+    done = run(["diagnose", str(place / "merged"), *flags, "--out", str(tmp_path / "r.json")])
     assert done.code == 0, done.err
     rows = read_diagnosis(tmp_path / "r.json").residual_on_data
     assert rows is not None

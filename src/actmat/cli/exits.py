@@ -26,6 +26,7 @@ EXITS: Mapping[str, Mapping[int, str]] = {
         1: f"{_INPUTS}; with `--strict`, a check of severity issue found something",
     },
     "export": {0: "written", 1: "the checkpoint cannot be read, or the output place is wrong"},
+    "extract": {0: "extracted, or found complete", 1: _INPUTS},
     "finish": {0: "the output is complete", 1: "a part is missing or damaged; the command that makes it is named"},
     "history": {0: "told", 1: "no such folder or file; with `--contains` or `--made`, no merge was found"},
     "import": {0: "the recipe is printed", 1: "it cannot be converted; all reasons are listed"},

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from actmat.cli import flags
 from actmat.cli.streams import optional_stdout
 
 if TYPE_CHECKING:
     from actmat.api.extracting import ExtractReport
 
-__all__ = ["extract", "print_extraction"]
+__all__ = ["extract", "extraction_data", "print_extraction"]
 
 WORST = 3
 """Layers that are listed by name."""
@@ -36,6 +37,8 @@ def extract(
     threads: Annotated[
         int | None, typer.Option("--threads", help="Layers at the same time (default: all cores).")
     ] = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Extract a LoRA adapter from a fine-tuned model: the best approximation of its delta, layer by layer.
 
@@ -49,7 +52,26 @@ def extract(
 
     report = run(base, model, out=out, rank=rank, energy=energy, others=others, dtype=dtype, threads=threads)
     with optional_stdout("The adapter is complete."):
-        print_extraction(report)
+        if json:
+            from actmat.cli.results import print_result
+
+            print_result("extract", extraction_data(report))
+        elif not quiet:
+            print_extraction(report)
+
+
+def extraction_data(report: ExtractReport) -> dict[str, Any]:
+    """An extracted adapter as plain data; the error of every layer is in its record."""
+    rows: list[dict[str, Any]] = list(report.record["tensors"])
+    return {
+        "out": str(report.out),
+        "was_finished": report.was_finished,
+        "relative_error": report.relative_error,
+        "layers": sum("rank" in r for r in rows),
+        "saved": sum(r["kind"] == "saved" for r in rows),
+        "left_out": sum(r["kind"] == "left out" for r in rows),
+        "notes": list(report.record["notes"]),
+    }
 
 
 def print_extraction(report: ExtractReport) -> None:

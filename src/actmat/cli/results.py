@@ -23,6 +23,7 @@ SCHEMAS: Mapping[str, int] = {
     "demo": 1,
     "diagnose": 1,
     "export": 1,
+    "extract": 1,
     "finish": 1,
     "history": 1,
     "import": 1,
