@@ -190,7 +190,7 @@ def test_convolutions_of_one_point_are_merged_and_others_say_why_not(tmp_path: P
             "self_attn.q_proj.weight",
             (64, 32),
             {"model_type": "qwen3_next", "num_attention_heads": 4, "head_dim": 8, "hidden_size": 32},
-            {"query": 8, "gate": 8},
+            {"q": 8, "gate": 8},
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_what_the_matrix_of_families_found_whole(
     """Splits that the running code showed; of gated queries, in each of four heads."""
     layout = layout_of(name, shape, config)
     assert sizes(layout) == blocks
-    assert {b.groups for b in layout.blocks} == ({4} if "query" in blocks else {1})
+    assert {b.groups for b in layout.blocks} == ({4} if "gate" in blocks else {1})
 
 
 def test_a_query_without_a_gate_stays_whole() -> None:
