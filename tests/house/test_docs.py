@@ -32,7 +32,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("page", [p for p in pages() if steps(p.read_text())], ids=name)
+LONG = {
+    "docs/commands/analyze.md",
+    "docs/commands/calibrate.md",
+    "docs/commands/compare.md",
+    "docs/commands/diagnose.md",
+    "docs/commands/finish.md",
+    "docs/commands/statistics.md",
+    "docs/commands/try.md",
+    "docs/commands/tune.md",
+    "docs/cookbook.md",
+    "docs/formats/recipe.md",
+    "docs/formats/training.md",
+    "docs/remote.md",
+    "docs/tour.md",
+    "docs/vocabularies.md",
+}
+"""Pages of 6 to 33 seconds, together half of the time of all: slow tests. What they show is tested elsewhere, too."""
+
+
+def page_case(page: Path) -> object:
+    """A page as a case of a test, slow if it takes long."""
+    return pytest.param(page, id=name(page), marks=[pytest.mark.slow] if name(page) in LONG else [])
+
+
+@pytest.mark.parametrize("page", [page_case(p) for p in pages() if steps(p.read_text())])
 def test_blocks_run(page: Path, models: Path, tmp_path: Path) -> None:
     directory = tmp_path / "page"
     shutil.copytree(models, directory)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import hashlib
 import torch
@@ -20,6 +22,7 @@ for method in METHODS:
 """
 
 
+@pytest.mark.slow
 def test_hash_seed_does_not_change_the_bytes() -> None:
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root / "src"), str(root)])

@@ -18,7 +18,7 @@ from tests.helpers.merging import Family, actmat, contents, hidden
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
 
 KILLS = 20
-EVERY_TIME = 8
+EVERY_TIME = 5
 """Kills of every test run; the others are slow ones."""
 LAYERS = 150
 

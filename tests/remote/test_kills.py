@@ -75,7 +75,8 @@ def listed(url: str) -> set[str]:
     return {p.rpartition("/")[2] for p in s3fs.S3FileSystem(use_listings_cache=False).find(url)}
 
 
-@pytest.mark.parametrize("sent", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [0, 2])
 def test_an_upload_is_killed_after_some_shards(children: Server, bucket: str, tmp_path: Path, sent: int) -> None:
     """Nothing that a loader takes for a model lies there; the second run sends what is missing."""
     family = Family.make(tmp_path, layers=2)

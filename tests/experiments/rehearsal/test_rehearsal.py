@@ -75,6 +75,7 @@ def test_the_quickest_run_of_vision(paper: PaperHub, tmp_path: Path) -> None:
     assert [p for p in sent if "cropped_digits/train-" in p]
 
 
+@pytest.mark.slow
 def test_the_quickest_run_of_language(paper: PaperHub, tmp_path: Path) -> None:
     """Two tasks, from T5 on the hub to the table."""
     publish_language(paper, tmp_path / "data")
@@ -89,6 +90,7 @@ def test_the_quickest_run_of_language(paper: PaperHub, tmp_path: Path) -> None:
     assert "76.0" in shown, "the paper's figure for ACTMat"
 
 
+@pytest.mark.slow
 def test_the_quickest_run_of_reasoning(paper: PaperHub, tmp_path: Path) -> None:
     """One benchmark of each sort, from OLMo 3 on the hub to the table."""
     publish_reasoning(paper)
