@@ -159,6 +159,15 @@ def actmat_command(python: str | Path = sys.executable) -> list[str]:
     return [str(python), "-c", "import sys; from actmat.cli.main import main; sys.exit(main())"]
 
 
+def announced(arguments: Sequence[str | Path]) -> dict[str, Any]:
+    """Totals that `actmat plan` foretells for these inputs, in bytes and FLOPs; it reads only headers."""
+    command = [*actmat_command(), "plan", *map(str, arguments), "--json", "--full"]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    found: dict[str, Any] = json.loads(said)["totals"]
+    return found
+
+
 def fresh(path: Path) -> Path:
     """The path, with nothing there."""
     if path.exists():
@@ -309,7 +318,7 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], path: Path | None = 
     """`results/NAME.json` (or `path`): rows of a table, the command that made them, the machine and its load."""
     path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *without_places(sys.argv[1:])])
+    command = " ".join(["python -m", f"benchmarks.{_program(Path(sys.argv[0]))}", *without_places(sys.argv[1:])])
     result = {
         "benchmark": name,
         "command": command,
@@ -323,6 +332,11 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], path: Path | None = 
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
+
+
+def _program(path: Path) -> str:
+    """Name of the module that was run; of a package, its folder."""
+    return path.parent.name if path.stem == "__main__" else path.stem
 
 
 def without_places(arguments: Sequence[str]) -> list[str]:

@@ -12,13 +12,10 @@ promised too little.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import HERE, WORK, actmat_command, fresh, markdown, measure, write_result
+from benchmarks.common import HERE, WORK, actmat_command, announced, fresh, markdown, measure, write_result
 from benchmarks.make_llama import Size, home, make_family
 
 SIZES = {
@@ -33,11 +30,8 @@ SOURCE = str(HERE.parent / "src")
 
 
 def estimate(arguments: list[str | Path], workers: int) -> int:
-    """Peak that `actmat plan --json` announces."""
-    command = [*actmat_command(), "plan", *map(str, arguments), "--json"]
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    return int(json.loads(said)["totals"][f"peak_bytes_{WORKERS[workers]}_worker{'s' if workers > 1 else ''}"])
+    """Peak that `actmat plan` foretells, in bytes."""
+    return int(announced(arguments)[f"peak_bytes_{WORKERS[workers]}_worker{'s' if workers > 1 else ''}"])
 
 
 def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def plan_rows(folder: Path, mixture: Mixture) -> list[dict[str, Any]]:
     as_json = "import sys; from actmat.cli.main import main; sys.stdout = open(sys.argv.pop(), 'w'); sys.exit(main())"
     commands = {
         "plan": [*actmat_command(), "plan", *inputs],
-        "plan --json": [*actmat_command()[:2], as_json, "plan", *inputs, "--json", str(kept)],
+        "plan --json": [*actmat_command()[:2], as_json, "plan", *inputs, "--json", "--full", str(kept)],
         "plan --part 3/64": [*actmat_command(), "plan", *inputs, "--part", "3/64"],
         "reload": [actmat_command()[0], "-c", RELOAD, str(kept)],
     }

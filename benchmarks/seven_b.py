@@ -16,14 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import HERE, WORK, actmat_command, fresh, markdown, measure, write_result
+from benchmarks.common import HERE, WORK, actmat_command, announced, fresh, markdown, measure, write_result
 from benchmarks.make_llama import DTYPES, Size, add_size_arguments, home, make_family, size_from
 
 OLMO = Size(hidden=4096, intermediate=11008, layers=32, heads=32, key_value_heads=32, vocabulary=100278)
@@ -50,15 +48,6 @@ def hollow(folder: Path, size: Size) -> Path:
         file.truncate(8 + len(text) + offset)
     (folder / "config.json").write_text(json.dumps(size.config(DTYPE)))
     return folder
-
-
-def announced(arguments: Sequence[str | Path]) -> dict[str, Any]:
-    """Totals of `actmat plan --json`, which reads only headers."""
-    command = [*actmat_command(), "plan", *map(str, arguments), "--json"]
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    found: dict[str, Any] = json.loads(said)["totals"]
-    return found
 
 
 def arguments_of(base: Path, experts: Sequence[Path], method: str, device: str) -> list[str | Path]:

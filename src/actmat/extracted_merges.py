@@ -67,7 +67,7 @@ def _merge_and_extract(recipe: Recipe, settings: RunSettings, progress: Progress
     fields = {"to": "model", "rank": None, "dtype": "float32", "out": str(merged)}
     (report,) = run_recipes([recipe.model_copy(update=fields)], settings, progress)
     about = {"model": f"merge of {', '.join(recipe.labels)}", "recipe": _json(recipe)}
-    wanted = ExtractSettings(rank=recipe.rank, dtype=recipe.dtype, threads=settings.threads or 1)
+    wanted = ExtractSettings(rank=recipe.rank, dtype=recipe.dtype, threads=settings.threads)
     extract_adapter(recipe.base, str(merged), out, wanted, about=about)
     shutil.rmtree(merged)
     return replace(report, out=out, seconds=time.perf_counter() - began)

@@ -38,6 +38,7 @@ from actmat.experts.base import Expert
 from actmat.experts.resolve import open_base, open_expert
 from actmat.extraction_plan import Target, extraction_targets
 from actmat.linalg.svd import thin_svd
+from actmat.system import usable_cores
 from actmat.version import __version__
 
 __all__ = ["RECORD_NAME", "ExtractReport", "ExtractSettings", "extract_adapter", "read_extraction"]
@@ -60,14 +61,19 @@ class ExtractSettings:
         energy: share of the squared norm that every layer keeps, in (0, 1]; or None.
         others: `save` keeps changed tensors that LoRA cannot hold whole in the adapter; `leave` leaves them out.
         dtype: of the factors; default: the base's, tensor by tensor.
-        threads: layers at the same time; does not change the result.
+        threads: layers at the same time; default: all cores; does not change the result.
     """
 
     rank: int | None = None
     energy: float | None = None
     others: str = "save"
     dtype: str | None = None
-    threads: int = 1
+    threads: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """Layers at the same time."""
+        return self.threads or usable_cores()
 
     def check(self) -> None:
         """Refuse what no adapter can be extracted with.
@@ -149,7 +155,7 @@ def extract_adapter(
             record["seconds"] = time.perf_counter() - began
             _assemble(stage, rows, record, _config(config, rows, base))
             stage.commit()
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: decide what is kept, and pass it on
             if not stage.finished or isinstance(error, AlignmentError | NumericalError):  # these would recur
                 stage.discard()
             raise
@@ -208,7 +214,7 @@ def _extract_all(
         done(target.name)
         return row
 
-    with one_thread(), ThreadPoolExecutor(max(1, settings.threads)) as pool:
+    with one_thread(), ThreadPoolExecutor(max(1, settings.workers)) as pool:
         return list(pool.map(one, enumerate(targets)))
 
 

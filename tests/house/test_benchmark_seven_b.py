@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.common import announced
 from benchmarks.make_llama import Size, write_checkpoint
-from benchmarks.seven_b import OLMO, announced, arguments_of, extrapolated, hollow, merged, on_line, size_of
+from benchmarks.seven_b import OLMO, arguments_of, extrapolated, hollow, merged, on_line, size_of
 
 TINY = Size(hidden=16, intermediate=24, layers=1, heads=2, key_value_heads=2, vocabulary=20)
 

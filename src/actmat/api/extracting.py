@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from actmat.extracting import ExtractReport, ExtractSettings, extract_adapter
@@ -40,6 +39,5 @@ def extract(
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
-    workers = len(os.sched_getaffinity(0)) if threads is None else threads
-    settings = ExtractSettings(rank, energy, others, dtype, workers)
+    settings = ExtractSettings(rank, energy, others, dtype, threads)
     return extract_adapter(str(base), str(model), Path(out), settings)
