@@ -24,8 +24,9 @@ __all__ = ["RUN", "RUNS", "InputSample", "Sample", "sample_runs", "size_of"]
 
 RUNS = 16
 RUN = 2048
-"""Consecutive entries. 32,768 in all take 128 kB per input and worker, and give the norm of independent normal entries with
-a standard error of `1 / sqrt(2 * 32768)`, 0.4 %; where tails are heavy, or parts of a tensor differ, it is larger."""
+"""Consecutive entries. 32,768 in all take 128 kB per input and worker, and give the norm of independent normal entries
+with a standard error of `1 / sqrt(2 * 32768)`, 0.4 %; where tails are heavy, or parts of a tensor differ, it is larger.
+"""
 DIGITS = 6
 """Significant digits of a norm in a record: more would be noise of the order of summation."""
 
