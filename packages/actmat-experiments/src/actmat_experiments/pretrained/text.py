@@ -18,10 +18,10 @@ from torch import Tensor
 from actmat.demo.heads import Head, fit_head
 from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments.core import collect
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.hub import model_folder
+from actmat_experiments.harness.measuring import measure_classifier
 from actmat_experiments.harness.merging import rescaled
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.report import show
@@ -152,14 +152,7 @@ class PretrainedText(Experiment):
 
     def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
         """See `Experiment`. The Fisher's labels are drawn from the expert's own predictions."""
-        adapter = expert if (expert / "adapter_config.json").is_file() else None
-        model = load_encoder(self.base.path if adapter else expert)
-        if adapter is not None:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, str(adapter))
         examples, head = getattr(self._task(task), self.measured)[:n], self._head(task).to(self.device)
-        generator = generator_for(self.seed, f"labels {task}")
 
         def batches() -> Iterator[dict[str, Tensor]]:
             for start in range(0, len(examples), _BATCH):
@@ -167,18 +160,15 @@ class PretrainedText(Experiment):
                 yield self.reader(some, self.device)
                 advance(len(some))
 
-        def log_likelihood(running: Any, batch: Mapping[str, Tensor]) -> Tensor:
-            logp_NC = head(pooled(running, batch)).float().log_softmax(-1)
-            drawn_N1 = torch.multinomial(logp_NC.detach().exp().cpu(), 1, generator=generator).to(self.device)
-            return logp_NC.gather(1, drawn_N1).sum()
-
-        collect(
-            *(model.to(self.device), batches()),
-            checkpoint=self.base.path if adapter else expert,
-            adapter=adapter,
+        measure_classifier(
+            load_encoder,
+            lambda running, batch: head(pooled(running, batch)),
+            batches(),
+            expert=expert,
+            base=self.base.path,
+            generator=generator_for(self.seed, f"labels {task}"),
+            device=self.device,
             out=out,
-            fisher=True,
-            loss=log_likelihood,
             seed=self.seed,
             source=task,
         )

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from actmat.demo.heads import Head
 from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
-from actmat_experiments.core import collect
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
+from actmat_experiments.harness.measuring import measure_classifier
 from actmat_experiments.harness.merging import rescaled
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime
@@ -114,38 +113,24 @@ class Vision(Experiment):
     def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
         """See `Experiment`.
 
-        As in the paper, few images suffice. The Fisher's labels are drawn from the expert's own predictions, so that
-        it is the Fisher and not the gradient of the training loss.
+        As in the paper, few images suffice.
         """
-        adapter = expert if (expert / "adapter_config.json").is_file() else None
-        model = self.backbone.load(self.base.path if adapter else expert)
-        if adapter is not None:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, str(adapter))
-        generator, examples = (
-            generator_for(self.seed, f"labels {task}"),
-            getattr(self._task(task), self.measured).head(n),
-        )
-        head = self._head(task).to(self.device)
+        examples, head = getattr(self._task(task), self.measured).head(n), self._head(task).to(self.device)
 
         def batches() -> Iterator[dict[str, Tensor]]:
             for pixels_BSSC in examples.batches(_BATCH):
                 yield {"pixel_values": self.backbone.scale(pixels_BSSC.to(self.device))}
                 advance(len(pixels_BSSC))
 
-        def log_likelihood(running: Any, batch: Mapping[str, Tensor]) -> Tensor:
-            logp_NC = head(self.backbone.features(running, batch["pixel_values"])).float().log_softmax(-1)
-            drawn_N1 = torch.multinomial(logp_NC.detach().exp().cpu(), 1, generator=generator).to(self.device)
-            return logp_NC.gather(1, drawn_N1).sum()
-
-        collect(
-            *(model.to(self.device), batches()),
-            checkpoint=self.base.path if adapter else expert,
-            adapter=adapter,
+        measure_classifier(
+            self.backbone.load,
+            lambda running, batch: head(self.backbone.features(running, batch["pixel_values"])),
+            batches(),
+            expert=expert,
+            base=self.base.path,
+            generator=generator_for(self.seed, f"labels {task}"),
+            device=self.device,
             out=out,
-            fisher=True,
-            loss=log_likelihood,
             seed=self.seed,
             source=task,
         )
