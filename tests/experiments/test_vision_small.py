@@ -83,7 +83,7 @@ def test_a_second_run_computes_nothing(finished, monkeypatch):
     def forbidden(*args, **more):
         raise AssertionError("this was done already")
 
-    for name in ("finetune", "right_answers", "collect"):
+    for name in ("finetune", "right_answers", "measure_classifier"):
         monkeypatch.setattr(experiment, name, forbidden)
     monkeypatch.setattr(driver, "merge_candidates", forbidden)
     monkeypatch.setattr(small, "pretrain", forbidden)
