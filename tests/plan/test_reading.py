@@ -34,7 +34,7 @@ def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | N
         ("dare", 2 * CHUNK, Reading("chunks", base_held=False)),
         ("ties", 2 * CHUNK, Reading("chunks_held")),
         ("ties", LARGE, Reading("chunks", base_held=False)),
-        ("karcher", SMALL, Reading("chunks_held")),
+        ("karcher", SMALL, Reading("combine", base_held=False)),
         ("karcher", 2 * CHUNK, Reading("combine", base_held=False)),
         ("karcher", LARGE, Reading("combine", base_held=False)),
     ],

@@ -107,7 +107,7 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
         workspace -= region.numel
     elif method.uses_base(call.options):
         entries += region.numel
-    base = (region.numel if how.base_held else CHUNK) * call.base_itemsize
+    base = (region.numel if how.base_held else min(CHUNK, region.numel)) * call.base_itemsize
     at_once = n_experts if method.acts_on == "elementwise" and how.strategy != "each" else 1
     raw = base + at_once * CHUNK * 8
     if call.caps.singular_value_cap is not None and _has_singular_values(region):

@@ -63,9 +63,8 @@ def reading_of(
     if observed or not chunkable or not method.streams(options):
         several = method.acts_on == "matrix" and len(region.layout.matrix_shapes(region.shape)) > 1
         return Reading("each" if method.one_pass and not several and not observed else "held")
-    large = region.numel > CHUNK
-    combined = method.combine is not None and large
-    streamed = combined or streams(method, options, region.numel, n_experts, itemsize)
-    uses_base = method.uses_base(options) and not combined
-    base_held = not (large and streamed) or uses_base or copied
-    return Reading("combine" if combined else "chunks" if streamed else "chunks_held", base_held)
+    if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
+        return Reading("combine", base_held=copied)
+    streamed = streams(method, options, region.numel, n_experts, itemsize)
+    base_held = not (streamed and region.numel > CHUNK) or method.uses_base(options) or copied
+    return Reading("chunks" if streamed else "chunks_held", base_held)
