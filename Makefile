@@ -14,7 +14,7 @@ RUNS ?= 100
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DELETE_ON_ERROR:
@@ -52,8 +52,10 @@ clean:  ## remove .venv and the caches
 
 # Stamps: a second run installs nothing unless the requirements changed.
 # torch goes first, by its exact version, so that no later requirement can pull another build of it.
+# pip itself comes first: those of 2023 take a minute longer over these requirements. Files are compiled when they are imported.
 $(VENV)/torch.stamp: constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) pip
 	$(PIP) "$(TORCH)"
 	@touch $@
 

@@ -120,6 +120,7 @@ actmat.cli.main.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the size of the process from /proc")
 def test_a_limit_on_the_address_space(tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.self_attn.q_proj.weight": torch.randn(1500, 1500) for i in range(2)}

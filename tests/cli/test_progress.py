@@ -33,6 +33,7 @@ def test_quiet_is_no_bar() -> None:
         assert isinstance(bar, MergeProgress)
 
 
+@pytest.mark.slow
 def test_a_terminal_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
     """On a pseudo-terminal; nothing is said where stderr is a file, or with --quiet."""
     code = f"""

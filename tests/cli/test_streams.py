@@ -29,12 +29,15 @@ def shell(family: Family, line: str) -> tuple[list[int], str]:
     return [int(c) for c in (family.root / "codes.txt").read_text().split()], done.stderr
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("name", "line", "says"),
     [
         ("full", "MERGE --out full > /dev/full", "the summary cannot be printed: No space left on device"),
-        ("pipe", "MERGE --out pipe | true", "the summary cannot be printed: Broken pipe"),
-        ("none", "MERGE --out none <&- >&- 2>&-", ""),
+        pytest.param("pipe", "MERGE --out pipe | true", "the summary cannot be printed: Broken pipe", marks=SLOW),
+        pytest.param("none", "MERGE --out none <&- >&- 2>&-", "", marks=SLOW),
         ("stderr", "MERGE --out stderr > /dev/null 2> /dev/full", ""),
     ],
 )
@@ -47,7 +50,7 @@ def test_a_merge_is_complete_and_its_exit_code_says_so(family: Family, name: str
     assert contents(family.root / name) == contents(family.root / "reference")
 
 
-@pytest.mark.parametrize("what", ["methods", "plan -b base -e expert0 --json", "--help"])
+@pytest.mark.parametrize("what", ["methods", pytest.param("plan -b base -e expert0 --json", marks=SLOW), "--help"])
 def test_other_commands_fail_where_nobody_gets_their_result(family: Family, what: str) -> None:
     codes, errors = shell(family, f"ACTMAT {what} > /dev/full")
     assert codes == [1], errors

@@ -55,6 +55,7 @@ def measured(folder: Path, models: list[dict[str, torch.Tensor]], **fields: obje
     return dict(json.loads(found.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 def test_a_tall_head_takes_what_the_plan_says(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     heads = [{"lm_head.weight": torch.randn(131072, 256, generator=draw)} for _ in range(3)]

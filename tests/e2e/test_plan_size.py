@@ -52,7 +52,7 @@ def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
     return time.process_time() - began, plan
 
 
-@pytest.mark.parametrize("prefix", ["", "base_model."])
+@pytest.mark.parametrize("prefix", ["", pytest.param("base_model.", marks=pytest.mark.slow)])
 def test_twenty_thousand_tensors(prefix: str) -> None:
     small, _ = timed(TWENTY_THOUSAND // 4, prefix)
     seconds, plan = timed(TWENTY_THOUSAND, prefix)

@@ -172,6 +172,7 @@ def test_shards_of_the_experts(family: Family, tmp_path: Path) -> None:
     assert len(contents) == 1
 
 
+@pytest.mark.slow
 def test_hash_seed_and_process(family: Family, tmp_path: Path) -> None:
     start, experts = family
     first = merge_tensors(start, experts, tmp_path, method="actmat")

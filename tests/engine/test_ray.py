@@ -202,6 +202,7 @@ def test_a_recipe_names_its_executor_and_is_the_same_recipe(tmp_path: Path) -> N
     assert again.code == 0, "another executor makes another recipe"
 
 
+@pytest.mark.slow
 def test_another_cluster_is_not_connected_to(running: Any) -> None:
     assert not cluster.connect(running.address)
     assert not cluster.connect("")

@@ -22,6 +22,7 @@ from actmat_experiments.forecast.verdict import WITH_DATA, Candidate, best_singl
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
+pytestmark = pytest.mark.slow  # the other small suites run the same driver in every run of the tests
 TINY = EncoderConfig(patch_size=4, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
 TINY_FAMILIES = (
     Family("full", "full", TINY, 2e-3, epochs=1, base_epochs=1),

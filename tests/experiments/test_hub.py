@@ -78,6 +78,7 @@ print([str(w.message) for w in seen if "script" in str(w.message)])
 """
 
 
+@pytest.mark.slow
 def test_a_data_set_that_is_a_script_is_read_from_the_hubs_conversion(hub, tmp_path, monkeypatch):
     """In a process of its own: `datasets` takes the hub's address when it is imported."""
     from datasets import Dataset

@@ -144,6 +144,7 @@ def test_training_on_a_cpu_takes_one_thread_whatever_the_machine_has(tmp_path: P
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(small: Path, monkeypatch) -> None:
     family = (Candidate("actmat", "actmat"), Candidate("far", "actmat", scale=30.0))
     neighbours = (Candidate("average", "average"), Candidate("regmean", "regmean"))

@@ -71,6 +71,7 @@ def test_the_loss_is_that_of_transformers_and_pieces_add_up() -> None:
     assert relative_error(summed_loss(model, [item], 0, "cpu").detach(), own.detach()) < F32_PRODUCT
 
 
+@pytest.mark.slow
 def test_training_learns_and_piece_size_changes_nothing_but_rounding(tmp_path) -> None:
     longer = replace(SETTINGS, max_updates=48, validate_every=16)
     model, done = fit(tmp_path / "a", settings=longer)

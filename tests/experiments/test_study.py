@@ -90,6 +90,7 @@ def test_the_table_names_what_was_chosen():
     assert text.splitlines()[0] == "| variant | % of expert | against `actmat` | 95 % | better / worse on |"
 
 
+@pytest.mark.slow
 def test_the_study_runs_on_merged_models(tmp_path, monkeypatch):
     monkeypatch.setattr(
         suite_driver, "VARIANTS", (Candidate("actmat", "actmat"), Candidate("scale", "actmat", scale=0.5))

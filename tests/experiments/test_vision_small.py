@@ -24,6 +24,7 @@ from actmat_experiments.vision import experiment, small
 from actmat_experiments.vision.backbones import read_tensors
 from actmat_experiments.vision.curves import ESTIMATES, curve_file, read_estimates, subsets_of
 
+pytestmark = pytest.mark.slow  # the other small suites run the same driver in every run of the tests
 TASKS = ("one", "two", "three", "four")
 METHODS = ("average", "task_arithmetic", "actmat", "regmean", "fisher", "knots_tsv")
 

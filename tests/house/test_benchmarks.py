@@ -28,6 +28,7 @@ def test_every_program_is_documented(program: str) -> None:
     assert f"python -m benchmarks.{program}" in source.split('"""')[1]
 
 
+@pytest.mark.slow
 def test_programs_explain_themselves() -> None:
     code = (
         "import sys, importlib, contextlib\n"

@@ -33,22 +33,34 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LONG = {
+    "docs/analyses/drift.md",
     "docs/commands/analyze.md",
+    "docs/commands/average.md",
     "docs/commands/calibrate.md",
     "docs/commands/compare.md",
     "docs/commands/diagnose.md",
+    "docs/commands/extract.md",
     "docs/commands/finish.md",
+    "docs/commands/history.md",
+    "docs/commands/merge.md",
+    "docs/commands/plan.md",
+    "docs/commands/report.md",
     "docs/commands/statistics.md",
     "docs/commands/try.md",
     "docs/commands/tune.md",
+    "docs/commands/verify.md",
     "docs/cookbook.md",
+    "docs/forecast.md",
+    "docs/formats/diffusion.md",
+    "docs/formats/quantised.md",
     "docs/formats/recipe.md",
     "docs/formats/training.md",
     "docs/remote.md",
+    "docs/start.md",
     "docs/tour.md",
     "docs/vocabularies.md",
 }
-"""Pages of 6 to 33 seconds, together half of the time of all: slow tests. What they show is tested elsewhere, too."""
+"""Pages of 4 to 33 seconds: slow tests. What they show is tested elsewhere, too; the README runs in every test run."""
 
 
 def page_case(page: Path) -> object:

@@ -60,6 +60,7 @@ Staging._read_journal = leaving_a_file
 """
 
 
+@pytest.mark.slow
 def test_a_resumption_that_gives_another_output_is_found(tmp_path: Path) -> None:
     done = chaos("--runs", "7", "--sort", "model", startup=STRAY, folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

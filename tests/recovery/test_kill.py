@@ -195,6 +195,7 @@ def test_a_second_process_is_refused_and_the_first_unharmed(
     assert hidden(place) == []
 
 
+@pytest.mark.slow
 def test_overwriting_is_killed_and_finished(server: Server, family: Family, reference: Reference, place: Path) -> None:
     """The old output stays whole under its name until the new one takes its place."""
     out = place / "out"

@@ -87,6 +87,7 @@ def test_rates_are_interpolated_over_sizes() -> None:
     assert seconds(Operation("entry", 30), host, "float32") == 3.0
 
 
+@pytest.mark.slow
 def test_calibration_measures_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command with tiny matrices: a usable file, which a simulation reads again."""
     monkeypatch.setattr(measure, "QUICK", TINY)

@@ -118,6 +118,7 @@ def test_the_same_search_goes_on_where_it_stopped(
     assert [t.mean for t in again.trials] == [t.mean for t in report.trials]
 
 
+@pytest.mark.slow
 def test_another_score_or_other_inputs_begin_anew(family: Path, tmp_path: Path) -> None:
     """The journal and the merges of an earlier search are used only for what they were made for."""
     space = {"methods": ["average"], "scales": [0.5, 1.0]}

@@ -201,6 +201,7 @@ def test_the_trajectory_of_saved_checkpoints(folder, tmp_path):
         trajectory_of_statistics({0: places[0]})
 
 
+@pytest.mark.slow
 def test_the_commands_take_models(folder, tmp_path):
     own = ["--model", str(folder / "base"), "--data", str(folder / "even.jsonl"), "--max-length", "16"]
     own += ["--layer", "*c_attn*", "--out", str(tmp_path)]

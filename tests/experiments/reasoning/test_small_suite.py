@@ -15,6 +15,7 @@ from actmat_experiments.harness.results import read_scores
 from actmat_experiments.reasoning.small import experiment, suite
 from actmat_experiments.suites import RunRequest, TableRequest
 
+pytestmark = pytest.mark.slow  # the other small suites run the same driver in every run of the tests
 SETTINGS = {
     "hidden": "16",
     "intermediate": "32",

@@ -58,6 +58,7 @@ def test_the_record_names_its_sources() -> None:
             assert "commit" not in record or len(record["commit"]) == 40
 
 
+@pytest.mark.slow
 def test_the_quickest_run_of_vision(paper: PaperHub, tmp_path: Path) -> None:
     """Public experts of ViT-B/32, whose base has no safetensors."""
     publish_vision(paper, ["ViT-B/32"], experts="ViT-B/32")
