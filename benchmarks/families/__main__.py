@@ -3,6 +3,7 @@
     python -m benchmarks.families | tee rows.txt        # all of them, some 20 minutes on one core
     python -m benchmarks.families --resume rows.txt     # takes over what an interrupted run has printed
     python -m benchmarks.families --only Llama T5       # classes whose names begin so, printed, nothing written
+    python -m benchmarks.families --only Llama --renew  # the same, and their rows of the result are replaced
 
 Each class is checked in a process that is shared by a few, so that one that takes the memory or the time of the machine
 is a row with that reason. `docs.generate` makes docs/families.md of the result.
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import write_result
+from benchmarks.common import RESULTS, write_result
 from benchmarks.families.server import serve
 from benchmarks.families.tiny import Architecture, architectures
 
@@ -60,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="classes whose names begin so")
     parser.add_argument("--library", choices=["transformers", "diffusers"])
+    parser.add_argument("--renew", action="store_true", help="replace the rows of the chosen classes in the result")
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="output of earlier runs; later ones win")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="check no further class after so long; 0: none"
@@ -82,8 +84,18 @@ def main() -> None:
         print(f"{k + 1}/{len(chosen)} {json.dumps(rows[one.library, one.name])}", flush=True)
     if worker is not None:
         worker.mine.send(None)
-    if given.only is None and given.library is None:
+    if given.renew:
+        renewed(rows)
+    elif given.only is None and given.library is None:
         write_result("families", [rows[key] for key in sorted(rows)])
+
+
+def renewed(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Put these rows in place of those of the result, which keeps its command; `renewed` names the classes."""
+    before = json.loads((RESULTS / "families.json").read_text())
+    every = {(r["library"], r["class"]): r for r in before["rows"]} | rows
+    names = sorted({*before.get("renewed", ()), *(name for _, name in rows)})
+    write_result("families", [every[key] for key in sorted(every)], command=before["command"], renewed=names)
 
 
 def printed_rows(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from fuzz.doors import adapters, checkpoints, distributed, journals, outputs, paths, recipes, statistics
+from fuzz.doors import adapters, checkpoints, distributed, journals, lora_files, outputs, paths, recipes, statistics
 
-__all__ = ["adapters", "checkpoints", "distributed", "journals", "outputs", "paths", "recipes", "statistics"]
+__all__ = [
+    "adapters",
+    "checkpoints",
+    "distributed",
+    "journals",
+    "lora_files",
+    "outputs",
+    "paths",
+    "recipes",
+    "statistics",
+]

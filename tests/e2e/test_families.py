@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.families.__main__ import renewed
 from benchmarks.families.check import check
 from benchmarks.families.splits import observed_pieces
 from benchmarks.families.tiny import Architecture, architectures, shrunk
@@ -15,7 +16,11 @@ from docs.matrix import PARTS, family_table
 from torch import Tensor, nn
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "families.json"
-SAMPLE = ["GPT2LMHeadModel", "MambaForCausalLM"]
+SAMPLE = [
+    ("transformers", name)
+    for name in ("GPT2LMHeadModel", "MambaForCausalLM", "Qwen3NextForCausalLM", "DeepseekV4ForCausalLM")
+]
+SAMPLE += [("diffusers", name) for name in ("Flux2Transformer2DModel", "DiTTransformer2DModel")]
 
 
 class Packed(nn.Module):
@@ -47,14 +52,25 @@ def test_sizes_are_made_small_by_name() -> None:
     assert found == {"hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 10000, "layer_types": ["a", "b"]}
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_a_sample_is_merged_loaded_and_run(name: str) -> None:
-    row = check(Architecture("transformers", name))
+@pytest.mark.parametrize(("library", "name"), SAMPLE)
+def test_a_sample_is_merged_loaded_and_run(library: str, name: str) -> None:
+    row = check(Architecture(library, name))
     assert row["stage"] == "ran", row
     assert row["changed"]
     assert row["wrong"] == []
     assert row["missed"] == []
     assert row["agree"] == row["packed"]
+
+
+def test_rows_are_renewed_and_the_others_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [{"library": "transformers", "class": name, "stage": "none"} for name in ("A", "B")]
+    (tmp_path / "families.json").write_text(json.dumps({"command": "all", "renewed": ["A"], "rows": rows}))
+    for module in ("benchmarks.families.__main__", "benchmarks.common"):
+        monkeypatch.setattr(f"{module}.RESULTS", tmp_path)
+    renewed({("transformers", "B"): rows[1] | {"stage": "ran"}})
+    found = json.loads((tmp_path / "families.json").read_text())
+    assert (found["command"], found["renewed"]) == ("all", ["A", "B"])
+    assert [r["stage"] for r in found["rows"]] == ["none", "ran"]
 
 
 def test_the_recorded_matrix_has_no_failure_of_ours() -> None:

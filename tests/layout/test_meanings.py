@@ -206,3 +206,56 @@ def test_what_the_matrix_of_families_found_whole(
 def test_a_query_without_a_gate_stays_whole() -> None:
     config = {"model_type": "qwen3_next", "num_attention_heads": 4, "head_dim": 8, "hidden_size": 32}
     assert layout_of("self_attn.q_proj.weight", (32, 32), config).role is Role.LINEAR
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "reader", "expected"),
+    [
+        ("single_blocks.0.linear1", 70, 10, ("single_blocks.0.linear2", (10, 50)),
+         {"q": 10, "k": 10, "v": 10, "mlp": 40}),
+        ("single_blocks.0.linear1", 70, 10, ("single_blocks.0.linear2", (10, 30)),
+         {"q": 10, "k": 10, "v": 10, "gate": 20, "up": 20}),
+        ("b.0.attn.to_qkv_mlp_proj", 70, 10, ("b.0.attn.to_out", (10, 30)),
+         {"q": 10, "k": 10, "v": 10, "gate": 20, "up": 20}),
+        ("single_transformer_blocks.0.proj_mlp", 80, 10, ("single_transformer_blocks.0.proj_out", (10, 50)),
+         {"up": 40, "gate": 40}),
+        ("single_transformer_blocks.0.proj_mlp", 40, 10, ("single_transformer_blocks.0.proj_out", (10, 50)), {}),
+        ("layers.0.modulation.f", 23, 10, None, {"query": 10, "context": 10, "gates": 3}),
+        ("layers.0.modulation.projection_in", 40, 10, None, {}),
+        ("double_stream_modulation_img.lin", 60, 10, None, {f"part{k}": 10 for k in range(6)}),
+        ("early_stream_modulations.txt.linear", 30, 10, None, {f"part{k}": 10 for k in range(3)}),
+        ("proj_out_1", 20, 10, None, {"part0": 10, "part1": 10}),
+        ("proj_out_1", 25, 10, None, {}),
+    ],
+)  # fmt: skip
+def test_parallel_branches_are_packed_where_their_reader_fits(
+    name: str, rows: int, columns: int, reader: tuple[str, tuple[int, int]] | None, expected: dict[str, int]
+) -> None:
+    tensors = {f"{name}.weight": torch.empty(rows, columns)}
+    if reader is not None:
+        tensors[f"{reader[0]}.weight"] = torch.empty(reader[1])
+    assert sizes(resolve_layout(specs_of(tensors), None).tensors[f"{name}.weight"]) == expected
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.hc_attn_fn", "model.layers.0.attn_hc.fn"])
+def test_hyper_connections_are_three_maps_and_their_head_is_one(name: str) -> None:
+    found = layout_of(name, (8, 64), {"hc_mult": 2})
+    assert (found.role, sizes(found)) == (Role.FUSED_LINEAR, {"pre": 2, "post": 2, "mix": 4})
+    head = layout_of("hc_head_fn", (8, 64), {"hc_mult": 8})
+    assert (head.role, head.blocks) == (Role.LINEAR, ())
+    assert "the config does not tell the number of residual streams" in layout_of(name, (8, 64), {}).reason
+    assert "do not fit its 9 rows" in layout_of(name, (9, 64), {"hc_mult": 2}).reason
+
+
+def test_the_small_gates_of_linear_attention_lie_per_key_head() -> None:
+    config = {"model_type": "qwen3_next", "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+    found = layout_of("model.layers.0.linear_attn.in_proj_ba.weight", (12, 8), config)
+    assert [(b.name, b.start, b.stop, b.groups) for b in found.blocks] == [("beta", 0, 3, 2), ("decay", 3, 6, 2)]
+    odd = config | {"linear_num_value_heads": 5}
+    assert "does not tell the heads" in layout_of("linear_attn.in_proj_ba.weight", (10, 8), odd).reason
+
+
+def test_values_of_differential_attention_stay_whole_with_the_reason() -> None:
+    found = layout_of("layers.0.self_attn.v_proj.weight", (16, 8), {"model_type": "diffllama"})
+    assert (found.role, found.blocks) == (Role.LINEAR, ())
+    assert "both halves are channels of the same values" in found.reason

@@ -10,8 +10,18 @@ import re
 from dataclasses import replace
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.layout.branches import branch_packing
 from actmat.layout.families import Tower
-from actmat.layout.fused import GATED, QKV, RECURRENT, TRANSPOSED_PARAMETER, is_stacked, linear_layout, stacked_layout
+from actmat.layout.fused import (
+    GATED,
+    HYPER_CONNECTION,
+    QKV,
+    RECURRENT,
+    TRANSPOSED_PARAMETER,
+    is_stacked,
+    linear_layout,
+    stacked_layout,
+)
 from actmat.layout.modulation import modulation_packing
 from actmat.layout.packing import first_int
 from actmat.layout.types import Role, TensorLayout
@@ -119,9 +129,10 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
     layout = linear_layout(owner, not leaf, shape, partner, tower)
     if _is_router(spec.name, owner, shape, tower):
         return replace(layout, role=Role.ROUTER, reason=ROUTER_REASON + layout.reason, blocks=())
-    packing = modulation_packing(spec.name, *shape)
-    if packing is not None and layout.role is Role.LINEAR and (blocks := packing.blocks(shape[0])) is not None:
-        return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {shape[0]} rows", blocks=blocks)
+    rows, cols = shape
+    packing = modulation_packing(spec.name, rows, cols) or branch_packing(spec.name, rows, cols, partner)
+    if packing is not None and layout.role is Role.LINEAR and (blocks := packing.blocks(rows)) is not None:
+        return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {rows} rows", blocks=blocks)
     is_head = _HEAD.fullmatch(owner) is not None and _INDEX.search(spec.name.rpartition(owner)[0]) is None
     return replace(layout, reason="output head, " * is_head + layout.reason)  # people look for heads in a plan
 
@@ -142,7 +153,7 @@ def _is_table(owner: str, tower: Tower) -> bool:
 
 def _is_matrix_parameter(owner: str, tower: Tower) -> bool:
     """Return True for names of bare 2-D parameters that are linear maps."""
-    patterns = (TRANSPOSED_PARAMETER, RECURRENT, _MATRIX_PARAMETER)
+    patterns = (TRANSPOSED_PARAMETER, RECURRENT, _MATRIX_PARAMETER, HYPER_CONNECTION)
     return owner in {*QKV, *GATED, *tower.family.transposed} or any(p.fullmatch(owner) for p in patterns)
 
 

@@ -42,7 +42,7 @@ _GATED_DELTA = Family(
     packed={
         "in_proj_qkv": "linear_attention",
         "in_proj_qkvz": "linear_attention_qkvz",
-        "in_proj_ba": "whole: two small gates interleaved per key head",
+        "in_proj_ba": "linear_attention_ba",
         "q_proj": "query_and_gate",
     }
 )
@@ -70,6 +70,8 @@ _GROUPS: Mapping[str, Family] = {
     "zamba": Family(packed={"in_proj": "alternating_gate"}),
     "mamba2 falcon_h1 bamba zamba2 nemotron_h granitemoehybrid": _STATE_SPACE_2,
     "jetmoe": Family(packed={"kv_proj": "key_and_value"}),
+    # the code cuts the value heads into halves, and joins those again as the channels of one value per pair of heads
+    "diffllama": Family(packed={"v_proj": "whole: both halves are channels of the same values"}),
     "hiera": Family(packed={"qkv": "thirds"}),
     "lfm2 lfm2_moe lfm3 lfm3_text": Family(packed={"in_proj": "short_convolution"}),
     # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor

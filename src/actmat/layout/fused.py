@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from actmat.layout.branches import PARTNERS_OF_BRANCHES
 from actmat.layout.families import Tower
-from actmat.layout.packing import SCHEMES, Packing, attention_of
+from actmat.layout.packing import SCHEMES, Packing, attention_of, first_int
 from actmat.layout.types import Orientation, Role, TensorLayout
 
 __all__ = ["FEED_FORWARD", "GATED", "PARTNERS", "QKV", "is_stacked", "linear_layout", "stacked_layout"]
@@ -58,6 +59,7 @@ PARTNERS: Mapping[str, tuple[str, ...]] = {
     "q_attn": ("c_attn",),
     "c_proj": ("c_attn", "c_fc"),
     "c_fc": ("c_proj",),
+    **PARTNERS_OF_BRANCHES,
 }
 """Layer name -> names of its partner: the neighbouring layer whose shape decides where its own is ambiguous."""
 
@@ -67,6 +69,8 @@ QKV = frozenset(
 GPT2_NAMES = frozenset({"c_attn", "q_attn", "c_proj", "c_fc"})
 TRANSPOSED_PARAMETER = re.compile(r"proj|(?:\w+_)?projection|mm_input_projection_weight")
 RECURRENT = re.compile(r"weight_(ih|hh)_l\d+(?:_reverse)?")
+HYPER_CONNECTION = re.compile(r"(?:hc_(?:\w+_)?)?fn")
+"""Bare parameters of hyper-connections: `hc_attn_fn` of DeepSeek-V4 on disk, `attn_hc.fn` in memory."""
 GATES = {4: ("i", "f", "g", "o"), 3: ("r", "z", "n")}
 
 WHOLE: Mapping[str, str] = {
@@ -106,6 +110,9 @@ def _packing(owner: str, rows: int, cols: int, partner: Shape | None, tower: Tow
         return WHOLE[owner]
     if owner in QKV:
         return _attention_packing(owner, rows, cols, tower)
+    if HYPER_CONNECTION.fullmatch(owner):
+        is_head = rows == first_int(tower.config, "hc_mult")  # reads all streams into one: a single map
+        return None if is_head else SCHEMES["hyper_connection"](rows, tower.config)
     if owner == "to_kv":
         return Packing((("k", 1), ("v", 1)), words="k, v (halves)")
     if RECURRENT.fullmatch(owner):

@@ -1,7 +1,8 @@
 """Modulation layers of diffusion transformers: one linear layer gives shifts, scales and gates, one map each.
 
 `AdaLayerNormZero` of diffusers (`norm1.linear`), `adaLN_modulation` of DiT, SD3 and Lumina, `img_mod.lin` of Flux's own
-layout: all take the conditioning vector and cut their rows into equal parts, in the order of the rows.
+layout, `double_stream_modulation_img.linear` of Flux 2, `proj_out_1` of DiT in diffusers: all take the conditioning
+vector and cut their rows into equal parts, in the order of the rows.
 Sources: W. Peebles, S. Xie, "Scalable Diffusion Models with Transformers", ICCV 2023; diffusers, `normalization.py`.
 """
 
@@ -15,23 +16,19 @@ __all__ = ["modulation_packing"]
 
 _MODULATION = re.compile(
     r"(?:.*\.)?(?:norm\w*\.linear(?:_1)?|adaLN_modulation(?:\.\d+)?|adaln_modulation(?:\.\d+)?|\w*_mod(?:\.lin|\.\d+)|"
-    r"modulation\.lin|time_modulation\.\d+)\.weight"
+    r"\w*modulation(?:_\w+)?\.lin(?:ear)?|\w*modulations\.\w+\.lin(?:ear)?|time_modulation\.\d+|proj_out_1)\.weight"
 )
 _LAST = re.compile(r"(?:.*\.)?(?:norm_out\.linear|final_layer\.adaLN_modulation(?:\.\d+)?)\.weight")
-_SINGLE_BLOCK = re.compile(r"(?:.*\.)?single_blocks\.\d+\.linear1\.weight")
 MOST_PARTS = 9
 """Parts of the largest modulation: shift, scale and gate of three branches (SD 3.5 with dual attention)."""
 
 
 def modulation_packing(name: str, rows: int, cols: int) -> Packing | None:
-    """The equal parts of a modulation layer, the four of Flux's single-stream blocks, or None for another layer.
+    """The equal parts of a modulation layer, or None for another layer.
 
     >>> modulation_packing("blocks.0.norm1.linear.weight", 96, 16).words
     '6 maps of a modulation (shifts, scales, gates)'
     """
-    if _SINGLE_BLOCK.fullmatch(name) and rows > 3 * cols:
-        parts = (("q", cols), ("k", cols), ("v", cols), ("mlp", rows - 3 * cols))
-        return Packing(parts, unit=1, words="q, k, v and the feed-forward branch of a single-stream block")
     if _MODULATION.fullmatch(name) is None:
         return None
     count, rest = divmod(rows, cols)

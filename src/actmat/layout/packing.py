@@ -146,6 +146,28 @@ def _linear_attention_qkvz(rows: int, config: Config) -> Packing | str:
     return Packing(parts, groups=heads, unit=1, words=f"q, k, v, z (interleaved in each of {heads} key heads)")
 
 
+def _linear_attention_ba(rows: int, config: Config) -> Packing | str:
+    """Write strengths (beta) and decays of the value heads, interleaved per key head."""
+    key_heads, value_heads = (first_int(config, f"linear_num_{name}_heads") for name in ("key", "value"))
+    if key_heads is None or value_heads is None or value_heads % key_heads:
+        return "the config does not tell the heads of the linear attention"
+    each = value_heads // key_heads
+    words = f"beta, decay (interleaved in each of {key_heads} key heads)"
+    return Packing((("beta", each), ("decay", each)), groups=key_heads, unit=1, words=words)
+
+
+def _hyper_connection(rows: int, config: Config) -> Packing | str:
+    """Maps that read `N` residual streams into one, write one to `N`, and mix `N` with `N`, of `N`, `N`, `N^2` rows.
+
+    Source: D. Zhu et al., "Hyper-Connections", ICLR 2025; transformers, `modeling_deepseek_v4.py`.
+    """
+    streams = first_int(config, "hc_mult")
+    if streams is None:
+        return "the config does not tell the number of residual streams"
+    parts = (("pre", streams), ("post", streams), ("mix", streams * streams))
+    return Packing(parts, unit=1, words=f"pre, post, mix of a hyper-connection of {streams} streams")
+
+
 def _linear_attention_sizes(config: Config) -> tuple[int, int, int] | str:
     """Key heads, and the key and value rows that belong to each of them."""
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
@@ -212,5 +234,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "short_convolution": _fixed(Packing((("B", 1), ("C", 1), ("x", 1)), words="B, C, x of a gated convolution")),
     "linear_attention": _linear_attention,
     "linear_attention_qkvz": _linear_attention_qkvz,
+    "linear_attention_ba": _linear_attention_ba,
+    "hyper_connection": _hyper_connection,
 }
 """Name of a scheme -> function of (rows, config)."""
