@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 from actmat.demo.training import side_by_side
 from actmat_experiments.harness.cache import Cache, code_digest, file_digest, library_versions
 from actmat_experiments.harness.merging import (
+    KINDS,
     SCALES,
     Candidate,
     best_scale,
+    kinds_needed,
     merge_candidates,
     merging_code,
     needs_statistics,
@@ -74,6 +76,8 @@ class Experiment(abc.ABC):
         samples: examples per task that statistics are measured on.
         measured: the part of the tasks that they are of.
         at_once: models on an accelerator that are tested in one pass over the data.
+        one_merge: test every scale on validation and on test data, all from the merge at scale 1: `W_0 + scale D*` is
+            computed in memory, and nothing is merged a second time at the tuned scale.
     """
 
     suite: str
@@ -93,6 +97,7 @@ class Experiment(abc.ABC):
     samples: int = 320
     measured: Part = "train"
     at_once: int = 1
+    one_merge: bool = False
 
     # What a suite supplies
 
@@ -106,11 +111,14 @@ class Experiment(abc.ABC):
         """Task -> its expert, trained now unless it is in the cache; of the i-th of n processes, every n-th."""
 
     @abc.abstractmethod
-    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+    def measure(
+        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
+    ) -> None:
         """Write the statistics of an expert on `n` examples of its task, of the part `measured`, to the folder `out`.
 
         Args:
             advance: called after every batch with the number of its examples.
+            kinds: of statistics. The Fisher takes a backward pass per example, most of the time of a measurement.
         """
 
     @abc.abstractmethod
@@ -184,11 +192,13 @@ class Experiment(abc.ABC):
         for kind, answers, scale in _KINDS:
             if answers in found:
                 about = how | {"scale": found[scale], "merge": found["hashes"][kind]}
+                if self.one_merge:
+                    about["merged_at"] = found["default"]
                 seen = found["validation"].get(str(found[scale]), {})
                 lines += [_noted(line, seen) for line in self.lines(row.name, kind, found[answers], about)]
-        return lines
+        return [_with_scales(line, found) for line in lines] if self.one_merge else lines
 
-    def statistics(self, samples: int | None = None) -> dict[str, Made]:
+    def statistics(self, samples: int | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Made]:
         """Task -> statistics of its expert, measured now unless they are in the cache."""
         n, found = samples or self.samples, {}
         for task, expert in self.experts().items():
@@ -199,11 +209,12 @@ class Experiment(abc.ABC):
                 "samples": n,
                 "seed": self.seed,
                 "code": code_digest("statistics"),
+                **({} if set(kinds) == set(KINDS) else {"kinds": sorted(kinds)}),
             }
 
             def make(folder: Path, task: str = task, expert: Made = expert) -> None:
                 with self.watch.stage(f"statistics: {task} ({self.regime})", total=n) as stage, self._alone():
-                    self.measure(task, expert.path, n, folder / "statistics", stage.advance)
+                    self.measure(task, expert.path, n, folder / "statistics", stage.advance, kinds)
 
             place = self.cache.get("statistics", key, make)
             found[task] = Made(place / "statistics", place.name)
@@ -264,18 +275,20 @@ class Experiment(abc.ABC):
         experts = {name: made for name, made in self.experts().items() if name in chosen}
         statistics: dict[str, Made] = {}
         if needs_statistics(rows):
-            statistics = {name: made for name, made in self.statistics(samples).items() if name in chosen}
+            measured = self.statistics(samples, kinds_needed(rows))
+            statistics = {name: made for name, made in measured.items() if name in chosen}
         key = {
             "version": _VERSION,
             **self._key(chosen, ["validation", "test"]),
             "experts": [[name, made.digest] for name, made in experts.items()],
             "seed": self.seed,
             "scales": self.scales if tune else None,
+            **({"one_merge": True} if self.one_merge else {}),
             "merging": merging_code(),
         }
-        measured = {name: made.digest for name, made in statistics.items()}
+        hashed = {name: made.digest for name, made in statistics.items()}
         keys = {
-            row.name: {**key, "row": asdict(row), "statistics": measured if needs_statistics([row]) else None}
+            row.name: {**key, "row": asdict(row), "statistics": hashed if needs_statistics([row]) else None}
             for row in rows
         }
         by_name = {row.name: row for row in rows}
@@ -328,7 +341,10 @@ class Experiment(abc.ABC):
                 parts = [score(rows[start : start + self.at_once]) for start in range(0, len(rows), self.at_once)]
         scored = [one for part in parts for one in part]
         found = {row.name: result for row, result in zip(rows, scored, strict=True)}
-        if tune:
+        if tune and self.one_merge:
+            for name in found:
+                hashes[name]["tuned"] = hashes[name]["default"]
+        elif tune:
             moved = [row.at(found[row.name]["scale"]) for row in rows if found[row.name]["scale"] != row.scale]
             if moved:
                 merge(moved, "tuned")
@@ -355,6 +371,10 @@ class Experiment(abc.ABC):
     ) -> list[dict[str, Any]]:
         """Results of merged models that are tested together; their scales are chosen if `acted` is given."""
         stage.say(", ".join(row.name for row in rows))
+        if self.one_merge and acted is not None:
+            return [
+                self._at_all_scales(row, folders[row.name] / "default", acted[row.name], tasks, stage) for row in rows
+            ]
         models = [self.load(folders[row.name] / "default") for row in rows]
         tests = self._answers(models, tasks, "test")
         found: list[dict[str, Any]] = [{"default": r.scale, "test": t} for r, t in zip(rows, tests, strict=True)]
@@ -379,6 +399,25 @@ class Experiment(abc.ABC):
             return mean_share(by_scale[str(scale)])
 
         return {"scale": best_scale(validate, self.scales)[0], "validation": by_scale}
+
+    def _at_all_scales(
+        self, row: Candidate, folder: Path, acted: Sequence[str], tasks: Sequence[str], stage: Stage
+    ) -> dict[str, Any]:
+        """The result of a row, every scale tested from one merge."""
+        model_at, tested, validated = self.at_scales(folder, acted), dict[str, Any](), dict[str, Any]()
+
+        def validate(scale: float) -> float:
+            model, name = model_at(scale), str(float(scale))
+            (tested[name],) = self._answers([model], tasks, "test")
+            (validated[name],) = self._answers([model], tasks, "validation")
+            return mean_share(validated[name])
+
+        chosen = best_scale(validate, tuple(dict.fromkeys((row.scale, *self.scales))))[0]
+        default, tuned = (tested[str(float(scale))] for scale in (row.scale, chosen))
+        stage.advance()
+        stage.log(f"{row.name}: {100 * mean_share(default):.1f} % {chosen}")
+        found = {"default": row.scale, "test": default, "scale": chosen, "tuned": tuned}
+        return found | {"validation": validated, "tested": tested}
 
     def _answers(
         self, models: Sequence[Any], tasks: Sequence[str], part: str, stage: Stage | None = None
@@ -412,6 +451,21 @@ def _noted(line: Score, validation: Mapping[str, Counts]) -> Score:
     if line.task not in validation:
         return line
     return replace(line, detail={**line.detail, "validation": dict(validation[line.task])})
+
+
+def _with_scales(line: Score, found: Mapping[str, Any]) -> Score:
+    """The line at the default scale with what was right at all scales, and the divergence on validation data."""
+    if line.scale != "default" or "tested" not in found:
+        return line
+    scales = {
+        scale: {
+            "test": counts[line.task]["correct"],
+            "validation": found["validation"][scale][line.task]["correct"],
+            "divergence": found["validation"][scale][line.task].get("divergence"),
+        }
+        for scale, counts in found["tested"].items()
+    }
+    return replace(line, detail={**line.detail, "scales": scales})
 
 
 def _weights_digest(folder: Path) -> str:

@@ -25,6 +25,7 @@ def measure_classifier(
     base: Path,
     generator: torch.Generator,
     device: torch.device | str,
+    fisher: bool = True,
     **collecting: Any,
 ) -> None:
     """Measure an expert, a full model or an adapter of the base.
@@ -39,6 +40,7 @@ def measure_classifier(
         expert, base: their folders.
         generator: draws the labels.
         device: where the model runs.
+        fisher: measure the Fisher as well, one backward pass per input.
         collecting: `out`, `seed` and `source` of `collect`.
     """
     adapter = expert if (expert / "adapter_config.json").is_file() else None
@@ -57,7 +59,7 @@ def measure_classifier(
         *(model.to(device), batches),
         checkpoint=base if adapter else expert,
         adapter=adapter,
-        fisher=True,
+        fisher=fisher,
         loss=log_likelihood,
         **collecting,
     )

@@ -21,15 +21,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "KINDS",
     "SCALES",
     "Candidate",
     "best_scale",
     "candidates",
+    "kinds_needed",
     "merge_candidates",
     "merging_code",
     "needs_statistics",
     "rescaled",
 ]
+
+KINDS = ("gram", "fisher")
+"""Statistics that the suites measure on experts."""
 
 SCALES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
 """Factors of the merged delta that tuning tries."""
@@ -171,6 +176,12 @@ def merge_candidates(
 def needs_statistics(rows: Sequence[Candidate]) -> bool:
     """True if one of the rows needs statistics measured on data."""
     return any(get_method(row.method).needs_statistics for row in rows)
+
+
+def kinds_needed(rows: Sequence[Candidate]) -> tuple[str, ...]:
+    """Kinds of statistics that the rows need; all, if none needs one."""
+    needed = {kind for row in rows for kind in get_method(row.method).needs_statistics}
+    return tuple(kind for kind in KINDS if kind in needed or not needed)
 
 
 def merging_code() -> str:

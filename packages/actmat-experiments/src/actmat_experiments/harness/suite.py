@@ -7,16 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from actmat_experiments.harness.experiment import Experiment
-from actmat_experiments.harness.merging import Candidate, candidates
+from actmat_experiments.harness.merging import KINDS, Candidate, candidates
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS, run_study
 from actmat_experiments.suites import RunRequest
 
 __all__ = ["Experiments", "run_experiments", "score_file", "study_experiments"]
-
-KINDS = ("gram", "fisher")
-"""Statistics that the suites measure on experts."""
 
 Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
 """One experiment per model, seed and regime of a request; what they share is made when the first is asked for."""

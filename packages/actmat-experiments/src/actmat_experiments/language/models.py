@@ -93,12 +93,11 @@ def measure(
     items: Sequence[Encoded],
     out: Path,
     *,
-    source: str,
-    seed: int,
     device: str = "cpu",
     advance: Callable[[int], object] = lambda n: None,
+    **collecting: Any,
 ) -> None:
-    """Measure an expert on items of its task and write the statistics to the folder `out`."""
+    """Write the statistics of an expert on items of its task to the folder `out`; `collecting`: see `collect`."""
     from actmat_experiments.core import collect
 
     adapter = expert if is_adapter_folder(expert) else None
@@ -122,7 +121,5 @@ def measure(
         checkpoint=base if adapter else expert,
         adapter=adapter,
         out=out,
-        fisher=True,
-        seed=seed,
-        source=source,
+        **{"fisher": True, **collecting},
     )

@@ -17,7 +17,7 @@ from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.hub import model_folder
-from actmat_experiments.harness.merging import rescaled
+from actmat_experiments.harness.merging import KINDS, rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.results import Regime
@@ -109,7 +109,9 @@ class Language(Experiment):
             found[name] = Made(place, place.name)
         return found
 
-    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+    def measure(
+        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
+    ) -> None:
         """See `Experiment`."""
         exam = self.exams[task]
         items = list(getattr(exam, self.measured))
@@ -121,6 +123,7 @@ class Language(Experiment):
             seed=self.seed,
             device=self.device,
             advance=advance,
+            fisher="fisher" in kinds,
         )
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:

@@ -49,7 +49,8 @@ def store_gram(experiment: Experiment, path: Path) -> None:
 
 def gram_rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
     """Task, tensor, cosines of `D^T D` and of the identity with the Gram matrix, and `||D||_F / ||W_0||_F`."""
-    base, measured = read_tensors(experiment.base.path), experiment.statistics()
+    base = read_tensors(experiment.base.path)
+    measured = experiment.statistics(kinds=("gram",))
     for task, expert in experiment.experts().items():
         tensors = _tensors(experiment, expert.path)
         with open_statistics(measured[task].path) as statistics:

@@ -15,7 +15,7 @@ from actmat_experiments.suites import RunRequest
 
 __all__ = ["ENCODER", "POSTPROCESSED", "ROWS", "SCALES", "TOGETHER", "copy_model", "run_pretrained"]
 
-SCALES = (0.3, 0.5, 1.0, 2.0, 3.0)
+SCALES = (0.5, 1.0, 2.0)
 """Factors of the merged delta that tuning tries."""
 
 ROWS = (

@@ -22,11 +22,12 @@ from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.measuring import measure_classifier
-from actmat_experiments.harness.merging import rescaled
+from actmat_experiments.harness.merging import KINDS
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.pretrained.answers import counted
+from actmat_experiments.pretrained.scales import in_place
 from actmat_experiments.pretrained.suite import ENCODER, SCALES, TOGETHER, run_pretrained
 from actmat_experiments.pretrained.text_model import (
     Reader,
@@ -40,7 +41,7 @@ from actmat_experiments.pretrained.text_model import (
 from actmat_experiments.pretrained.text_tasks import TASKS, TextSet, load_texts
 from actmat_experiments.pretrained.wheels import MINILM, unpacked
 from actmat_experiments.suites import RunRequest, TableRequest
-from actmat_experiments.vision.backbones import load_head, read_tensors, save_head
+from actmat_experiments.vision.backbones import load_head, save_head
 
 __all__ = ["PretrainedText", "TextSettings", "experiments", "run", "table"]
 
@@ -72,12 +73,12 @@ class TextSettings:
     validation: int = 24
     test: int = 100
     head_examples: int = 200
-    epochs: int = 2
+    epochs: int = 1
     rate: float = 1e-4
-    lora_epochs: int = 2
+    lora_epochs: int = 1
     lora_rate: float = 1e-3
     ranks: tuple[int, ...] = (8, 16)
-    batch_size: int = 32
+    batch_size: int = 16
     ridge: float = 0.3
     logit_scale: float = 10.0
     samples: int = 64
@@ -131,8 +132,7 @@ class PretrainedText(Experiment):
 
     def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
         """See `Experiment`."""
-        start, end = read_tensors(self.base.path), read_tensors(folder)
-        return lambda scale: load_encoder(self.base.path, rescaled(start, end, acted, scale))
+        return in_place(load_encoder, self.base.path, folder, acted)
 
     def test(self, model: Any, task: str, part: str) -> Counts:
         """See `Experiment`; on validation texts also the divergence from the task's expert, see `counted`."""
@@ -150,7 +150,9 @@ class PretrainedText(Experiment):
         """See `Experiment`."""
         return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
 
-    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+    def measure(
+        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
+    ) -> None:
         """See `Experiment`. The Fisher's labels are drawn from the expert's own predictions."""
         examples, head = getattr(self._task(task), self.measured)[:n], self._head(task).to(self.device)
 
@@ -171,6 +173,7 @@ class PretrainedText(Experiment):
             out=out,
             seed=self.seed,
             source=task,
+            fisher="fisher" in kinds,
         )
 
     def _task(self, name: str) -> TextSet:
@@ -260,6 +263,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
                     testers=threads if request.device == "cpu" else None,
                     together=TOGETHER,
                     scales=settings.scales,
+                    one_merge=True,
                     samples=settings.samples,
                     reader=reader,
                     tasks=tasks,

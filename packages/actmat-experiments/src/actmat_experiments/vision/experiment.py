@@ -15,7 +15,7 @@ from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.measuring import measure_classifier
-from actmat_experiments.harness.merging import rescaled
+from actmat_experiments.harness.merging import KINDS, rescaled
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.suites import RunRequest
@@ -110,7 +110,9 @@ class Vision(Experiment):
         """See `Experiment`."""
         return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
 
-    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
+    def measure(
+        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
+    ) -> None:
         """See `Experiment`.
 
         As in the paper, few images suffice.
@@ -133,6 +135,7 @@ class Vision(Experiment):
             out=out,
             seed=self.seed,
             source=task,
+            fisher="fisher" in kinds,
         )
 
     def _task(self, name: str) -> ImageTask:

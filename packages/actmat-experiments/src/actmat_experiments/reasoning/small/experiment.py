@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
-from actmat_experiments.harness.merging import rescaled
+from actmat_experiments.harness.merging import KINDS, rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import ScaleKind, Score
 from actmat_experiments.reasoning.generate import measure
@@ -136,8 +136,11 @@ class Small(Experiment):
         wanted = self.puzzles[share[0] :: share[1]]
         return {p.name: stored(self.cache, self.trained(p), self.model) for p in wanted}
 
-    def measure(self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None]) -> None:
-        """See `Experiment`: second moments of the inputs of the expert's layers."""
+    def measure(
+        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
+    ) -> None:
+        """See `Experiment`: second moments of the inputs of the expert's layers, the only kind that there is."""
+        assert "gram" in kinds
         prompts = self.parts[task].train[:n]
         measure(str(expert), prompts, out)
         advance(len(prompts))
