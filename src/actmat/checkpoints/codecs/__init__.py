@@ -25,12 +25,14 @@ CODECS: tuple[Codec, ...] = (SCALED, PACKED, MXFP4, BITSANDBYTES, GPTQ)
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with its quantised tensors as floats; itself where no codec knows any of them.
 
+    A checkpoint of several models (`is_composed`) has decoded each of them by its own config.
+
     Tensors that look quantised and that no codec knows stay as they are stored: plans refuse them.
 
     Raises:
         CheckpointError: a layout that a codec knows, and that is damaged or turned; names every tensor.
     """
-    if not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
+    if checkpoint.is_composed or not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
         return checkpoint
     try:
         config = checkpoint.config
