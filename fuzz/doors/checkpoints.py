@@ -177,7 +177,9 @@ QUANTISED = (
     ("a.qzeros", torch.int32, (1, 1)), ("a.scales", torch.float16, (1, 8)), ("a.g_idx", torch.int32, (16,)),
     ("b_blocks", torch.uint8, (2, 3, 1, 16)), ("b_scales", torch.uint8, (2, 3, 1)), ("c.weight", torch.uint8, (16, 1)),
     ("c.weight.absmax", torch.float32, (1,)), ("c.weight.quant_map", torch.float32, (16,)), ("d.weight", torch.int8, (4, 4)),
-    ("d.SCB", torch.float32, (4,)), ("d.weight_scale", torch.bfloat16, (4, 2)),
+    ("d.SCB", torch.float32, (4,)), ("d.weight_scale", torch.bfloat16, (4, 2)), ("e.weight_packed", torch.uint8, (3, 16)),
+    ("e.weight_scale", torch.float8_e4m3fn, (3, 2)), ("e.weight_global_scale", torch.float32, (1,)),
+    ("f.weight_packed", torch.uint8, (3, 16)), ("f.weight_scale", torch.uint8, (3, 1)),
 )  # fmt: skip
 STATE = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": [4, 8], "nested_blocksize": 4}
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "", "x")

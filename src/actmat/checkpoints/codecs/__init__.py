@@ -9,6 +9,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.base import Claims, Codec, Headers, float_dtype, quantisation_config
 from actmat.checkpoints.codecs.bitsandbytes import BITSANDBYTES
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.fp4 import FP4
 from actmat.checkpoints.codecs.gptq import GPTQ
 from actmat.checkpoints.codecs.mxfp4 import MXFP4
 from actmat.checkpoints.codecs.packed import PACKED
@@ -18,7 +19,7 @@ from actmat.errors import CheckpointError
 
 __all__ = ["CODECS", "decoded"]
 
-CODECS: tuple[Codec, ...] = (SCALED, PACKED, MXFP4, BITSANDBYTES, GPTQ)
+CODECS: tuple[Codec, ...] = (SCALED, PACKED, FP4, MXFP4, BITSANDBYTES, GPTQ)
 """Every codec. Each claims tensors that no other claims."""
 
 
