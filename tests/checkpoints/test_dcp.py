@@ -257,10 +257,10 @@ def test_checkpoints_of_deepspeed_are_named_with_the_way_out(tmp_path: Path, nam
     [
         ("global_step7", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
          "OUT --safe_serialization --tag global_step7, then"),
-        ("run", ["latest", "zero_to_fp32.py", "global_step7"], "python zero_to_fp32.py . OUT --safe_serialization, then"),
+        ("run", ["latest", "zero_to_fp32.py", "global_step7"], "zero_to_fp32.py . OUT --safe_serialization, then"),
         ("global_step7", ["mp_rank_00_model_states.pt"],
          r"torch.load\('mp_rank_00_model_states.pt', weights_only=False\)\['module'\]"),
-        ("global_step7", ["layer_00-model_states.pt", "layer_01-model_00-model_states.pt", "mp_rank_00_model_states.pt"],
+        ("global_step7", ["layer_00-model_states.pt", "mp_rank_00_model_states.pt"],
          "deepspeed_to_transformers.py"),
     ],
 )  # fmt: skip

@@ -45,8 +45,9 @@ def _refuse(source: Source) -> NoReturn:
     elif names and not any("optim_states" in n for n in names):
         found = "of DeepSpeed without the states of ZeRO's optimiser, in pickles of its own"
         fix = (
-            f'save its model alone where DeepSpeed is installed and you trust the file: python -c "import torch; '
-            f"torch.save(torch.load('{names[0]}', weights_only=False)['module'], 'pytorch_model.bin')\", then give that "
+            "save its model alone where DeepSpeed is installed and you trust the file: python -c "
+            f"\"import torch; torch.save(torch.load('{names[0]}', weights_only=False)['module'], "
+            "'pytorch_model.bin')\", then give that "
             "file. It has no weights with ZeRO-3: there the optim_states of all ranks are needed, too"
         )
     else:
