@@ -147,7 +147,7 @@ class StagedOutput:
                 (stage.path / "adapter_config.json").write_text(config, encoding="utf-8")
             elif self.plan.output == "model":
                 floats = inputs.base is not None and self.plan.recipe.quantise is None
-                written = inputs.base.written_config if inputs.base is not None and floats else None
+                written = inputs.base.written_configs if inputs.base is not None and floats else {}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
                 copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype, written)
                 for name, text in own.items():
