@@ -137,13 +137,17 @@ def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callabl
 
 
 def is_extraction(recipe: Recipe) -> bool:
-    """True if the recipe wants an adapter of a rank or an energy, and an expert has no factors to merge it from.
+    """True if the recipe wants an adapter and names a base, and an expert has no factors to merge it from.
+
+    Of full models, with a rank or an energy; where all experts are adapters, the ranks may be their own.
 
     >>> from actmat.recipe import make_recipe
     >>> is_extraction(make_recipe({"base": "base", "experts": ["math"]}))
     False
     """
-    if recipe.to not in ("adapter", "peft") or not recipe.base or (recipe.rank is None and recipe.energy is None):
+    if recipe.to not in ("adapter", "peft") or not recipe.base:
+        return False
+    if recipe.rank is None and recipe.energy is None and not all(is_adapter(e.path) for e in recipe.experts):
         return False
     return recipe.energy is not None or not all(has_factors(e.path) for e in recipe.experts)
 

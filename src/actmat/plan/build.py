@@ -15,7 +15,7 @@ from actmat.experts.base import Expert
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import get_method
 from actmat.methods.user import is_user_method, user_method_hash
-from actmat.plan.adapter.extraction import plan_extraction
+from actmat.plan.adapter.extraction import has_ranks, plan_extraction
 from actmat.plan.adapter.modules import plan_modules
 from actmat.plan.left_out import files_left_out, left_out_note
 from actmat.plan.model import InputSummary, Item, MergePlan
@@ -52,7 +52,7 @@ def build_plan(
         AlignmentError: the inputs do not fit together or the recipe does not fit them; carries all problems.
     """
     statistics = statistics or ExpertStatistics.none(recipe.labels)
-    is_extracted = base is not None and recipe.to in ("adapter", "peft") and bool(recipe.rank or recipe.energy)
+    is_extracted = base is not None and recipe.to in ("adapter", "peft") and has_ranks(recipe, experts)
     if base is None:
         draft = plan_modules(recipe, _adapters(experts), base_config, statistics)
     elif is_extracted:

@@ -5,6 +5,8 @@
 `r` is given, or the smallest with `sum_(i <= r) s_i^2 >= energy * sum_i s_i^2`. What LoRA cannot hold (norms, tables,
 convolutions, biases) is saved whole beside the factors (`modules_to_save`), or left out. Which tensors are changed at
 all, and the ranks that an energy gives, are known when they are merged: `settled_plan` is then the plan of the output.
+Where all experts are adapters whose deltas are products (VeRA, PiSSA, OLoRA, AdaLoRA, LoRA), the ranks add up, and the
+factors are exact but for rounding.
 
 Source: Eckart and Young (https://doi.org/10.1007/BF02288367); PEFT's `LoraConfig`.
 """
@@ -23,6 +25,7 @@ from actmat.layout.in_memory import names_in_memory
 from actmat.layout.ties import is_output_head, is_token_table
 from actmat.layout.types import LayoutMap, Role
 from actmat.linalg.svd import svd_workspace
+from actmat.methods import get_method
 from actmat.plan.choose import Chooser
 from actmat.plan.cost import MATRIX_BYTES
 from actmat.plan.draft import Draft
@@ -32,7 +35,7 @@ from actmat.plan.statistics import ExpertStatistics
 from actmat.plan.tensors import plan_tensors
 from actmat.recipe import Recipe
 
-__all__ = ["ONE_FILE", "plan_extraction", "settled_plan"]
+__all__ = ["ONE_FILE", "has_ranks", "plan_extraction", "settled_plan"]
 
 ONE_FILE = 1 << 62
 """Bytes: PEFT reads one file only, so an adapter is never sharded."""
@@ -41,6 +44,11 @@ HEAD = "lm_head.weight"
 """Output head of transformers' language models."""
 
 STORED = "base_model.model.{}"
+
+
+def has_ranks(recipe: Recipe, experts: Sequence[Expert]) -> bool:
+    """True if ranks can be told: by the recipe, or by experts that are all adapters."""
+    return recipe.rank is not None or recipe.energy is not None or all(e.kind == "adapter" for e in experts)
 
 
 def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:
@@ -56,7 +64,7 @@ def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert],
     if why:
         notes.append(f"modules have the names of the base's tensors: {why}")
     wanted = [i for i in draft.items if i.call is not None and i.layout.role is not Role.BUFFER]
-    found = [_extraction(item, names.get(item.name), recipe) for item in wanted]
+    found = _with_exact_ranks(wanted, [_extraction(i, names.get(i.name), recipe) for i in wanted], recipe)
     factored = {e.module for e in found if e.kind == "factored"}
     aliases = _aliases(base, draft.items, layouts)
     items = []
@@ -125,6 +133,41 @@ def _extraction(item: Item, in_memory: str | None, recipe: Recipe) -> Extraction
     if not module:
         return Extraction("left out", item.name, "a parameter of the model itself, which no module holds")
     return Extraction("saved", module, f"{layout.reason}, which no LoRA holds", bias=leaf == "bias")
+
+
+def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe: Recipe) -> list[Extraction]:
+    """Factored tensors with ranks that hold the merged deltas exactly, where the recipe gives none.
+
+    Raises:
+        AlignmentError: there are no such ranks; names the tensors.
+    """
+    if recipe.rank is not None or recipe.energy is not None:
+        return list(found)
+    ranks = [_exact_rank(item) for item in items]
+    lacking = [i.name for i, e, r in zip(items, found, ranks, strict=True) if e.kind == "factored" and not r]
+    if lacking:
+        raise AlignmentError(
+            f"An adapter of {len(lacking)} tensors, such as '{lacking[0]}', has no rank of its own: an expert's delta "
+            "is no product of two factors, or the method does not work on factors. Fix: say how much is kept, by "
+            "--rank or --energy"
+        )
+    largest = max((r for e, r in zip(found, ranks, strict=True) if e.kind == "factored"), default=0)
+    return [
+        dataclasses.replace(e, rank=largest if recipe.ranks == "uniform" else r) if e.kind == "factored" else e
+        for e, r in zip(found, ranks, strict=True)
+    ]
+
+
+def _exact_rank(item: Item) -> int:
+    """Rank of anything in the joint row space of the experts' factors; 0 where an expert has none."""
+    if len(item.shape) != 2 or any(s is None or not (s.rank or s.kind == "zero") for s in item.sources):
+        return 0
+    assert item.call is not None, "copies are left out"
+    method = get_method(item.call.method)
+    call, count = item.call, len(item.sources)
+    in_rows = item.form == "factored" or not method.why_dense(call.options, count, call.weights)
+    keeps = in_rows and method.keeps_row_space and not method.uses_base(call.options)
+    return min(sum(s.rank for s in item.sources if s is not None), *item.shape) if keeps else 0
 
 
 def _checked(item: Item, found: Extraction, factored: set[str], recipe: Recipe) -> Extraction:
