@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.hashing import hash_names
 from actmat.engine.after import narrowed
 from actmat.engine.apply import apply_method, apply_to_factors, stage_key
 from actmat.engine.combine import merge_combined
@@ -187,8 +188,11 @@ class TensorMerge:
 
 def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: float, *, changed: bool) -> Record:
     """The record of a task whose bytes are all written."""
+    began = time.perf_counter()
+    if task.factors is not None:
+        task.factors.finish()
     base_hash, expert_hashes = reader.hashes()
-    digest = task.sink.digest
+    digest = hash_names(task.hashes.items()) if task.factors is not None else task.sink.digest
     sampled = reader.sampled_deltas() if task.item.action == "merge" else None
     return Record(
         name=task.item.name,
@@ -199,7 +203,7 @@ def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: flo
         stats=task.written_stats,
         unchanged=not (task.merges and changed),
         nonfinite=findings.count(task.item.name) if task.merges else 0,
-        seconds=seconds,
+        seconds=seconds + time.perf_counter() - began,
         observed=task.observer.finish() if task.observer is not None else None,
         size=None if sampled is None else size_of(task.item, sampled, task.merged_sample.entries),
     )

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,17 +19,18 @@ from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import RecipeError, format_size
 from actmat.experts.base import Source
-from actmat.experts.lora.modules import ModuleKind
 from actmat.foreign import html_table, terminal
-from actmat.layout.types import Block, TensorLayout
+from actmat.layout.types import TensorLayout
 from actmat.methods.post import PostStep, Step, get_step
 from actmat.methods.spaces import Space
 from actmat.plan.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
+from actmat.plan.forms import Extraction, FactorPlan, Plain
 from actmat.recipe import Recipe
 
 __all__ = [
     "Action",
     "Cost",
+    "Extraction",
     "FactorPlan",
     "Form",
     "InputSummary",
@@ -58,15 +59,8 @@ SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
 
 
-class _Plain:
-    """Data that is read back from JSON: a field that is not known is a mistake."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-
 @dataclass(frozen=True, slots=True)
-class PostCall(_Plain):
+class PostCall(Plain):
     """One step of post-processing with all its options."""
 
     name: str
@@ -79,7 +73,7 @@ class PostCall(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class MethodCall(_Plain):
+class MethodCall(Plain):
     """One method with all its options: `W* = W_0 + scale * D*`.
 
     Args:
@@ -117,7 +111,7 @@ class MethodCall(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Cost(_Plain):
+class Cost(Plain):
     """Estimated cost of one item, for one worker.
 
     Args:
@@ -135,33 +129,7 @@ class Cost(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class FactorPlan(_Plain):
-    """Layout of a merged delta that is written as a pair of factors.
-
-    Args:
-        kind, kernel: see `experts.lora.modules.AdapterModule`.
-        shape: of the tensor that the delta belongs to, as a model stores it; `tensor` is its name.
-        transposed: whether it is stored as `I O`.
-        ranks: rank in each expert; 0 where an expert has no delta for the module.
-        exact_rank: rank that holds every merged delta exactly; `rank`: what is written.
-        blocks: rows of packed maps that are merged one by one.
-        grams: per logical matrix (block), the key of each expert's Gram; empty for methods that need none.
-    """
-
-    kind: ModuleKind
-    tensor: str
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    exact_rank: int
-    rank: int
-    transposed: bool = False
-    kernel: tuple[int, ...] = ()
-    blocks: tuple[Block, ...] = ()
-    grams: tuple[tuple[str, ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Item(_Plain):
+class Item(Plain):
     """One logical output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
 
     Args:
@@ -180,6 +148,7 @@ class Item(_Plain):
         factors: how A and B are written, for a module.
         cost: traffic, operations and memory.
         encoding: layout of codes in which the tensor is written, in words; empty: as floats.
+        extraction: of an adapter that is extracted, the form in which it holds the tensor.
     """
 
     name: str
@@ -198,6 +167,7 @@ class Item(_Plain):
     factors: FactorPlan | None = None
     cost: Cost = Cost()
     encoding: str = ""
+    extraction: Extraction | None = None
 
     @property
     def numel(self) -> int:
@@ -213,7 +183,7 @@ class Item(_Plain):
     @property
     def out_dtype(self) -> str:
         """dtype of what is written, or of what is read of it where it is written as codes."""
-        return self.base_dtype if self.encoding else self.outputs[0].dtype
+        return self.base_dtype if self.encoding or not self.outputs else self.outputs[0].dtype
 
     @property
     def write_dtype(self) -> str:
@@ -222,7 +192,9 @@ class Item(_Plain):
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Tied tensors that are written with the same bytes."""
+        """Tied tensors that are written with the same bytes; of an adapter that is extracted, those of the base."""
+        if self.extraction is not None:
+            return self.extraction.tied
         return () if self.factors is not None or self.encoding else tuple(s.name for s in self.outputs[1:])
 
     @property
@@ -242,7 +214,7 @@ class Item(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class InputSummary(_Plain):
+class InputSummary(Plain):
     """One input as the plan saw it; `commit` is that of a repository on the hub, whatever branch was asked for."""
 
     label: str
@@ -268,13 +240,13 @@ class InputSummary(_Plain):
 
 
 @dataclass(frozen=True, repr=False)
-class MergePlan(_Plain):
+class MergePlan(Plain):
     """Plan of one merge, for any inputs and any output.
 
     Args:
         recipe: what is wanted.
         output: what is written.
-        base: the checkpoint that deltas are added to; None where the output is made of deltas only.
+        base: the checkpoint that deltas are added to, or are extracted from; None where only adapters are read.
         experts: in the recipe's order.
         items: in the order of reading.
         specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
@@ -342,8 +314,13 @@ class MergePlan(_Plain):
 
     @property
     def modules(self) -> tuple[Item, ...]:
-        """Items that are written as factors."""
+        """Items of a merge of adapters that are written as factors."""
         return tuple(i for i in self.items if i.factors is not None)
+
+    @property
+    def is_extracted(self) -> bool:
+        """True if an adapter is extracted from what is merged into a base; its tensors are known when it is done."""
+        return self.output == "adapter" and self.base is not None
 
     @property
     def inputs(self) -> tuple[InputSummary, ...]:
@@ -353,7 +330,7 @@ class MergePlan(_Plain):
     @property
     def read_bytes(self) -> int:
         """Bytes to read from all inputs."""
-        if self.output == "adapter":  # adapters are read whole, to be hashed
+        if self.output == "adapter" and not self.is_extracted:  # adapters are read whole, to be hashed
             return sum(e.nbytes for e in self.experts)
         return sum(i.cost.read_bytes for i in self.items)
 
