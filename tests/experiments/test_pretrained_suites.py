@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from benchmarks.evidence.__main__ import collect
-from benchmarks.evidence.tables import groups
+from benchmarks.evidence.group import groups
 from safetensors.torch import load_file
 from tests.helpers.pretrained import write_bert, write_texts, write_vit
 from tests.helpers.vision import write_tasks
@@ -83,6 +84,15 @@ def test_every_row_says_what_was_merged_how(finished):
         assert set(detail["versions"]) == {"actmat", "torch", "transformers", "peft"}
         assert len(bytes.fromhex(detail["merge"])) == 32
         assert detail["validation"]["divergence"] >= 0
+        assert detail["merged_at"] == 1.0
+        if score.scale == "default":
+            assert set(detail["scales"]) == {"0.5", "1.0"}
+            at_one = detail["scales"]["1.0"]
+            assert at_one["test"] == score.correct
+            assert at_one["divergence"] == detail["validation"]["divergence"]
+        else:
+            (default,) = [s for s in scores if s.identity == replace(score, scale="default").identity]
+            assert default.detail["scales"][str(detail["scale"])]["test"] == score.correct
         assert detail["scale"] in ((1.0,) if score.scale == "default" else (0.5, 1.0))
 
 
@@ -149,7 +159,7 @@ def test_results_are_collected_once_and_make_tables(finished, tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     (full,) = [g for g in groups(tmp_path) if (g.suite, g.regime) == (finished.suite, "full")]
     assert sorted(full.rows()) == sorted(METHODS)
-    assert list(full.values("base")) == list(finished.tasks)
+    assert list(full.points("base")[0]) == list(finished.tasks)
 
 
 def test_full_fine_tuning_of_texts_leaves_the_embeddings(requests):
