@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 import torch
 from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.group import groups
+from benchmarks.evidence.more import append_new, subsets, sweep
 from safetensors.torch import load_file
 from tests.helpers.pretrained import write_bert, write_texts, write_vit
 from tests.helpers.vision import write_tasks
@@ -20,7 +22,7 @@ from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained import text, vision
-from actmat_experiments.pretrained.gram import gram_file
+from actmat_experiments.pretrained.gram import gram_file, gram_rows
 from actmat_experiments.pretrained.text_tasks import TASKS, load_texts
 from actmat_experiments.suites import RunRequest, get_suite
 
@@ -160,6 +162,33 @@ def test_results_are_collected_once_and_make_tables(finished, tmp_path):
     (full,) = [g for g in groups(tmp_path) if (g.suite, g.regime) == (finished.suite, "full")]
     assert sorted(full.rows()) == sorted(METHODS)
     assert list(full.points("base")[0]) == list(finished.tasks)
+
+
+def test_sweep_changes_length_and_rate_only(requests, tmp_path):
+    asked = requests("text-minilm", tasks=("mr",))
+    rows = list(sweep(asked, runs=((1, 1e-3), (2, 1e-3), (4, 1e-2))))
+    assert [r["steps"] for r in rows] == [n for n in (1, 2, 4) for _ in range(6)]
+    changes = [mean(r["change"] for r in rows if r["steps"] == n) for n in (1, 2, 4)]
+    assert 0 < changes[0] < changes[1] < changes[2]
+    own = next(iter(text.experiments(asked, Watch())))
+    expected = [r["estimate"] for r in gram_rows(own)]
+    assert [r["estimate"] for r in rows if r["steps"] == 2] == expected, "an epoch at the suite's rate is its own run"
+    file = tmp_path / "new" / "rows.jsonl"
+    append_new(file, iter(rows))
+    append_new(file, iter(rows[:3]))
+    assert [json.loads(x)["estimate"] for x in file.read_text().splitlines()] == [r["estimate"] for r in rows]
+
+
+def test_subsets_are_merges_of_the_first_experts(finished):
+    rows = list(subsets(finished, ("average",)))
+    assert [(r["experts"], r["task"]) for r in rows] == [(2, t) for t in finished.tasks]
+    (score, *_) = [
+        s
+        for s in read_scores(score_file(finished.cache, finished.suite))
+        if (s.regime, s.method, s.scale) == ("full", "average", "default")
+    ]
+    assert rows[0]["merge"] == score.detail["merge"]
+    assert rows[0]["correct"] == score.correct
 
 
 def test_full_fine_tuning_of_texts_leaves_the_embeddings(requests):
