@@ -1,11 +1,12 @@
-"""Two more measurements on the suites' experts, added to the repository's result files.
+"""More measurements on the suites' experts, added to the repository's result files.
 
     python -m benchmarks.evidence.more sweep --suite text-minilm --data DATA --cache CACHE --task mpqa
     python -m benchmarks.evidence.more subsets --suite vision-vits14 --data DATA --cache CACHE
+    python -m benchmarks.evidence.more checks --suite vision-vits14 --data DATA --cache CACHE [--lora]
 
 `sweep` trains one task's expert for other lengths and at other rates, and measures the cosines of `D^T D` with the Gram
-matrices: the paper's theorem speaks of small steps. `subsets` merges the first two to seven experts. What the result
-files have is left out.
+matrices: the paper's theorem speaks of small steps. `subsets` merges the first two to seven experts. `checks` is what
+`actmat diagnose` finds in each row. What the result files have is left out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from actmat_experiments.harness.progress import Watch
 from actmat_experiments.pretrained import text, vision
 from actmat_experiments.pretrained.gram import gram_rows
 from actmat_experiments.suites import RunRequest
+from benchmarks.evidence.checks import check_file, findings
 from benchmarks.evidence.cosines import sweep_file
 from benchmarks.evidence.group import FOLDER, NAMES
 from benchmarks.evidence.subsets import subset_file
@@ -37,7 +39,7 @@ RUNS = ((8, 1e-5), (8, 1e-4), (8, 1e-3), (64, 1e-5), (64, 1e-4), (64, 1e-3), (25
 """Steps and rates, from short and cold to long and hot; the suite's own run, 64 steps at 1e-4, is among them."""
 
 ROWS = ("average", "tsv", "actmat", "actmat_ridge", "actmat_bounded")
-"""Rows that are merged from subsets."""
+"""Rows that are merged from subsets, and checked."""
 
 MODULES = {NAMES["text"]: text, NAMES["vision"]: vision}
 
@@ -110,11 +112,12 @@ def _about(experiment: Experiment) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["sweep", "subsets"])
+    parser.add_argument("what", choices=["sweep", "subsets", "checks"])
     parser.add_argument("--suite", choices=sorted(MODULES), required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True, help="of 'actmat experiment run'")
     parser.add_argument("--task", help="the task of a sweep")
+    parser.add_argument("--lora", action="store_true", help="experts by LoRA of rank 16")
     given = parser.parse_args()
     if (given.what == "sweep") != bool(given.task) or (given.what, given.suite) == ("sweep", NAMES["vision"]):
         parser.error("sweep is of a --task of text-minilm, and --task belongs to it only")
@@ -123,11 +126,15 @@ def main() -> None:
         cache=given.cache,
         tasks=(given.task,) if given.task else None,
         data=given.data,
+        regimes=("lora",) if given.lora else ("full",),
+        settings={"ranks": "16"},
         threads=1,
         console=Console(file=sys.stderr),
     )
     if given.what == "sweep":
         append_new(sweep_file(FOLDER, given.suite), sweep(request))
+    elif given.what == "checks":
+        append_new(check_file(FOLDER, given.suite), findings(_first(request), ROWS))
     else:
         append_new(subset_file(FOLDER, given.suite), subsets(request))
 

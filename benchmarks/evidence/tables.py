@@ -13,7 +13,7 @@ from statistics import mean
 from scipy.stats import spearmanr
 
 from actmat_experiments.harness.results import REFERENCES
-from benchmarks.evidence import cosines
+from benchmarks.evidence import checks, cosines
 from benchmarks.evidence.group import FOLDER, NAMES, Candidate, Group, groups
 from benchmarks.evidence.intervals import Points, interval, paired
 from benchmarks.evidence.subsets import subset_rows
@@ -137,8 +137,8 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
-    """One of the tables, in Markdown: `references`, `summary`, `pairs`, `choice`, `gram`, `sweep`, `subsets`, or
-    `methods_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision" or "text", "full" or "lora".
+    """One of the tables, in Markdown: `references`, `summary`, `pairs`, `choice`, `gram`, `checks`, `sweep`, `subsets`,
+    or `methods_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision" or "text", "full" or "lora".
     """
     some = groups(folder)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
@@ -159,6 +159,7 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             lambda: choice_rows(some),
         ),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
+        "checks": (checks.HEAD, lambda: checks.check_rows(some, folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
         "subsets": (["experts", "row", *(f"of {n}" for n in range(2, 8))], lambda: subset_rows(folder)),
     }
