@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from statistics import mean
 
@@ -13,17 +14,21 @@ from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.checks import check_file, check_rows, findings
 from benchmarks.evidence.group import groups
 from benchmarks.evidence.more import append_new, subsets, sweep
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.helpers.pretrained import write_bert, write_texts, write_vit
 from tests.helpers.vision import write_tasks
 
+from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError, RecipeError
+from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
+from actmat_experiments.harness.merging import kinds_needed, rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained import text, vision
 from actmat_experiments.pretrained.gram import gram_file, gram_rows
+from actmat_experiments.pretrained.scales import in_place
 from actmat_experiments.pretrained.text_tasks import TASKS, load_texts
 from actmat_experiments.suites import RunRequest, get_suite
 
@@ -144,8 +149,6 @@ def test_cosines_are_those_of_the_definition(finished):
     module = {"text-minilm": text, "vision-vits14": vision}[finished.suite]
     made = next(iter(module.experiments(finished, Watch())))
     task, row = finished.tasks[0], rows[0]
-    from actmat.statistics import open_statistics
-
     with open_statistics(made.statistics()[task].path) as statistics:
         gram = statistics.gram(statistics.find(row["tensor"]), dtype=torch.float64)
     base, expert = (load_file(p / "model.safetensors") for p in (made.base.path, made.experts()[task].path))
@@ -205,6 +208,36 @@ def test_checks_are_those_of_a_diagnosis(finished, tmp_path):
     full = next(g for g in groups(tmp_path) if g.regime == "full")
     own, average = (full.points(m)[0].values() for m in ("actmat", "average"))
     assert row[5:] == [f"{mean(own):.1f}", f"{mean(own) - mean(average):+.1f}"]
+
+
+def test_the_fisher_is_measured_for_rows_that_need_it_only(finished):
+    assert kinds_needed([driver.Candidate("r", "regmean"), driver.Candidate("a", "average")]) == ("gram",)
+    assert kinds_needed([driver.Candidate("r", "regmean"), driver.Candidate("f", "fisher")]) == ("gram", "fisher")
+    made = next(iter({"text-minilm": text, "vision-vits14": vision}[finished.suite].experiments(finished, Watch())))
+    place = made.statistics(kinds=("gram",))[finished.tasks[0]].path
+    with open_statistics(place) as statistics:
+        assert list(statistics.header.kinds) == ["gram"]
+
+
+def test_any_scale_is_that_of_the_merged_tensors(requests, tmp_path):
+    asked = requests("vision-vits14")
+    made = next(iter(vision.experiments(asked, Watch())))
+    names = ["encoder.layer.0.mlp.fc1.weight", "encoder.layer.1.attention.output.dense.weight"]
+    base = load_file(made.base.path / "model.safetensors")
+    merged = {n: t + 0.1 * torch.randn(t.shape, generator=generator_for(0, n)) for n, t in base.items()}
+    shutil.copytree(made.base.path, tmp_path / "merged")
+    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    at = made.at_scales(tmp_path / "merged", names)
+    pixels = torch.randn(2, 3, 16, 16, generator=generator_for(0, "pixels"))
+    for scale in (2.0, 1.0, 0.5):
+        expected = made.backbone.from_tensors(made.base.path, rescaled(base, merged, names, scale))
+        with torch.inference_mode():
+            ours, theirs = (made.backbone.features(m, pixels) for m in (at(scale), expected))
+        torch.testing.assert_close(ours, theirs)
+    twins = {**base, names[1]: base[names[1].replace("1", "0", 1)].clone()}
+    save_file(twins, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="is the value of 2 parameters of the model, not of one"):
+        in_place(made.backbone.load, tmp_path / "merged", tmp_path / "merged", names)
 
 
 def test_full_fine_tuning_of_texts_leaves_the_embeddings(requests):
