@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from actmat.methods import METHODS
 from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 from benchmarks.common import RESULTS
 from benchmarks.evidence.intervals import Points, interval, paired
@@ -17,6 +18,10 @@ FOLDER = RESULTS / "evidence"
 SUITES = ("vision-vits14", "text-minilm")
 NAMES = {"vision": "vision-vits14", "text": "text-minilm"}
 """Names of suites in the marks of pages."""
+
+
+MEASURED = {method.name for method in METHODS if method.needs_statistics}
+"""Methods that need statistics measured on data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +94,10 @@ class Group:
         return mean(found) if found and len(found) == len(self.tasks) * len(self.points(method)) else None
 
     def candidates(self, seed: int) -> list[Candidate]:
-        """Every method at every scale that was tested."""
+        """Every method that needs no data at every scale that was tested."""
         found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         for s in self.scores:
-            if s.seed == seed and s.scale == "default":
+            if s.seed == seed and s.scale == "default" and s.detail.get("rule") not in MEASURED:
                 held = s.detail.get("validation", {}).get("total", 1)
                 for scale, one in s.detail.get("scales", {}).items():
                     values = (one["divergence"], 100 * one["validation"] / held, 100 * one["test"] / s.total)

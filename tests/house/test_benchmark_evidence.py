@@ -92,6 +92,17 @@ def test_references_and_the_choice_by_divergence(folder):
     )
 
 
+def test_methods_that_need_data_are_no_candidates(folder):
+    scores = read_scores(folder / "vision-vits14.jsonl")
+    (group,) = groups(folder)
+    assert {c.name for c in group.candidates(0)} == {"average", "tsv", "ties"}
+    for score in scores:
+        score.detail["rule"] = "regmean" if score.method == "tsv" else score.method
+    write(folder, scores)
+    (group,) = groups(folder)
+    assert {c.name for c in group.candidates(0)} == {"average", "ties"}
+
+
 def test_seeds_are_averaged_before_tasks_are_compared(tmp_path):
     named = [(m, t, c) for m in ("average", "tsv") for t, c in zip(TASKS, ROWS[m], strict=True)]
     write(tmp_path, [line(m, t, c + 4 * seed, seed=seed) for seed in (0, 1) for m, t, c in named])
