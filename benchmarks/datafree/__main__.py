@@ -3,8 +3,8 @@
     python -m benchmarks.datafree --data DATA              # trains what is not in the cache, measures all
     python -m benchmarks.datafree digits/lora/0            # these subjects only: suite/regime/seed
 
-Each subject is a line of `results/datafree.jsonl`; those that are there are not measured again. `DATA` holds `images/` of
-the suites vision-small and vision-vits14. Rules and lengths were chosen on seed 0 and are judged on the other seeds.
+Each subject is a line of `results/datafree.jsonl`; those that are there are not measured again. `DATA` holds `images/`
+of the suite vision-vits14. Rules and lengths were chosen on seed 0 of the digits and are judged elsewhere.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from actmat_experiments.datafree.matrices import Key, assembled, input_grams, li
 from actmat_experiments.forecast.models import Factors
 from benchmarks.tune.subjects import Batch, Subject
 
-__all__ = ["LENGTHENED", "METHODS", "SCALES", "measure"]
+__all__ = ["LENGTHENED", "LENGTHS", "METHODS", "SCALES", "measure"]
 
 METHODS = ("average", "task_arithmetic", "tsv", "iso_c", "actmat", "actmat_ridge", "actmat_bounded", "swudi", "aswudi")
 """Rules as they are, by their defaults."""

@@ -19,11 +19,13 @@ from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, collect, open_statistics
 from actmat.statistics.binding import bind
-from actmat.statistics.collect import Collected, Run, Settings, measured
+from actmat.statistics.collect import Collected, measured
 from actmat.statistics.combine import join_statistics
 from actmat.statistics.data import DataOptions, make_batches
+from actmat.statistics.kinds.base import Run
 from actmat.statistics.kinds.gram import BLOCK, unpack
 from actmat.statistics.models import load_model
+from actmat.statistics.settings import Settings
 
 __all__ = [
     "BLOCK",

@@ -1,20 +1,31 @@
 """Estimates of a layer's input second moment that need no data, and merges by them.
 
-A merge by estimates `G_t` minimises `sum_t tr((D - D_t) G_t (D - D_t)^T)`: `D* = (sum_t D_t G_t) (sum_t G_t)^-1`. Estimates
-are brought to mean eigenvalue 1 and mixed with the identity, by which every expert knows a little of all directions;
-with the identity only, the merge is the average.
+A merge by estimates `G_t` minimises `sum_t tr((D - D_t) G_t (D - D_t)^T)`: `D* = (sum_t D_t G_t) (sum_t G_t)^-1`.
+Estimates are brought to mean eigenvalue 1 and mixed with the identity, by which every expert knows a little of all
+directions; with the identity only, the merge is the average.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["SHARES", "alignment", "delta_gram", "excess_gram", "left_out_share", "merge_by", "mixed", "moved_gram", "unit"]
+__all__ = [
+    "SHARES",
+    "alignment",
+    "delta_gram",
+    "excess_gram",
+    "left_out_share",
+    "merge_by",
+    "mixed",
+    "moved_gram",
+    "unit",
+]
 
 SHARES = (0.0, 0.1, 0.5, 0.9)
 """Shares of the estimate among which `left_out_share` chooses; the identity has the rest."""
@@ -42,7 +53,7 @@ def delta_gram(delta_OI: Tensor) -> Tensor:
 
 
 def moved_gram(a_RI: Tensor, start_RI: Tensor, b_OR: Tensor | None = None) -> Tensor:
-    """`M^T M` with `M = A - A_0`, the movement of an adapter's `A`: gradients of `A` are sums of inputs, its start is not.
+    """`M^T M` with `M = A - A_0`, the movement of an adapter's `A`, whose gradients are sums of inputs.
 
     Args:
         b_OR: weights the movement by use, `M^T B^T B M`.
@@ -57,13 +68,15 @@ def moved_gram(a_RI: Tensor, start_RI: Tensor, b_OR: Tensor | None = None) -> Te
 def excess_gram(a_RI: Tensor) -> Tensor:
     """The movement of `A` where its start is not known, from the statistics of the start.
 
-    PEFT draws `A_0` uniformly in `+-1/sqrt(I)`, so that its singular values are near `sqrt(1/3)`; the Gram matrix is that
-    of the singular directions of `A` with `max(s^2 - edge, 0)`, `edge = (1 + sqrt(R/I))^2 / 3` the Marchenko-Pastur edge.
+    PEFT draws `A_0` uniformly in `+-1/sqrt(I)`, so that its singular values are near `sqrt(1/3)`; the Gram matrix is
+    that of the singular directions of `A` with `max(s^2 - edge, 0)`, `edge = (1 + sqrt(R/I))^2 / 3` the
+    Marchenko-Pastur edge.
     """
     rank, width = a_RI.shape
     _, s_R, vh_RI = torch.linalg.svd(a_RI, full_matrices=False)
-    edge = (1 + (rank / width) ** 0.5) ** 2 / 3
-    return (vh_RI.mT * (s_R.square() - edge).clamp_min(0)) @ vh_RI
+    edge = (1 + math.sqrt(rank / width)) ** 2 / 3
+    found_II: Tensor = (vh_RI.mT * (s_R.square() - edge).clamp_min(0)) @ vh_RI
+    return found_II
 
 
 def merge_by(deltas_OI: Sequence[Tensor], grams_II: Sequence[Tensor]) -> Tensor:
@@ -75,7 +88,8 @@ def merge_by(deltas_OI: Sequence[Tensor], grams_II: Sequence[Tensor]) -> Tensor:
     """
     total_II = torch.stack(list(grams_II)).sum(0)
     right_OI = sum((d @ g for d, g in zip(deltas_OI, grams_II, strict=True)), torch.zeros_like(deltas_OI[0]))
-    return torch.cholesky_solve(right_OI.mT, torch.linalg.cholesky(total_II)).mT
+    solved_IO = torch.cholesky_solve(right_OI.mT, torch.linalg.cholesky(total_II))
+    return solved_IO.mT
 
 
 def alignment(gram_II: Tensor, measured_II: Tensor) -> float:
@@ -84,13 +98,15 @@ def alignment(gram_II: Tensor, measured_II: Tensor) -> float:
 
 
 def left_out_share(
-    deltas_OI: Sequence[Mapping[object, Tensor]], grams_II: Sequence[Mapping[object, Tensor]], shares: Sequence[float] = SHARES
+    deltas_OI: Sequence[Mapping[object, Tensor]],
+    grams_II: Sequence[Mapping[object, Tensor]],
+    shares: Sequence[float] = SHARES,
 ) -> float:
     """The share at which an expert suffers least that does not speak for itself.
 
     For every expert in turn its own estimate is replaced by the identity; its interference with the merge, by its own
-    estimate, is `sum_layers tr((D - D_t) G_t (D - D_t)^T) / sum_layers tr(D_t G_t D_t^T)`. The share with the least mean
-    over experts is returned; one share for all layers.
+    estimate, is `sum_layers tr((D - D_t) G_t (D - D_t)^T) / sum_layers tr(D_t G_t D_t^T)`. The share with the least
+    mean over experts is returned; one share for all layers.
 
     Args:
         deltas_OI, grams_II: per expert, by layer.

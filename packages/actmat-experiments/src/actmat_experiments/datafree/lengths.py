@@ -15,11 +15,13 @@ __all__ = ["LENGTHS", "Inner", "inner"]
 
 
 class Inner:
-    """Sums over layers: `merged = ||D*||^2`, `own[t] = ||D_t||^2`, `cross[t] = <D*, D_t>`, `mean = ||mean_t D_t||^2`, and the
-    same in the metric `D_t^T D_t / ||D_t||^2` of each expert, `seen_cross` and `seen_merged`."""
+    """Sums over layers: `merged = ||D*||^2`, `own[t] = ||D_t||^2`, `cross[t] = <D*, D_t>`, `mean = ||mean_t D_t||^2`.
+
+    `seen_cross` and `seen_merged` are sums over experts of inner products in the metric `D_t^T D_t / ||D_t||^2`.
+    """
 
     def __init__(self, n: int) -> None:
-        self.merged = self.mean = self.seen_cross = self.seen_merged = self.seen_own = 0.0
+        self.merged = self.mean = self.seen_cross = self.seen_merged = 0.0
         self.own, self.cross = [0.0] * n, [0.0] * n
 
     @property
@@ -71,5 +73,5 @@ LENGTHS: Mapping[str, Callable[[Inner], float]] = {
 | projection | least squares, all directions of inputs alike: `sum_t <D*, D_t> / (T ||D*||^2)` |
 | own inputs | least squares, inputs of expert t as in `D_t^T D_t / ||D_t||^2` |
 | half way | geometric mean of the two |
-| signal | projection, longer by `sqrt(T / agreement)`, agreement `T ||mean D||^2 / mean ||D_t||^2`: what a mean of unrelated deltas lost |
+| signal | projection, longer by `sqrt(T / agreement)`, see `Inner`: what a mean of unrelated deltas lost |
 """

@@ -46,14 +46,16 @@ def matrices(state: Mapping[str, Tensor], maps: Mapping[str, int]) -> dict[Key, 
     }
 
 
-def input_grams(model: nn.Module, batches: Iterable[Mapping[str, Tensor]], maps: Mapping[str, int]) -> dict[Key, Tensor]:
+def input_grams(
+    model: nn.Module, batches: Iterable[Mapping[str, Tensor]], maps: Mapping[str, int]
+) -> dict[Key, Tensor]:
     """`sum z z^T`, `I I`, over all inputs `z` of every map while the model reads the batches."""
     measured = collect_unbound(model, batches)
     found: dict[Key, Tensor] = {}
     for name, blocks in maps.items():
         places = measured.header.places.get(name, ())
         for k in range(blocks if places else 0):
-            key = places[0].gram
+            key = next(iter(places)).gram
             found[name, k] = unpack(measured.tensors[f"gram.{key}"](), measured.header.grams[key].width).float()
     return found
 

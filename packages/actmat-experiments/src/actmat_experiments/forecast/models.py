@@ -62,7 +62,9 @@ _ALPHA = 2.0
 def finetune_lowrank(
     base: Encoder, head: Head, examples: Examples, schedule: Schedule, *, rank: int, generator: torch.Generator
 ) -> tuple[Encoder, Factors]:
-    """An expert, and its factors: its matrices differ from the base's by a product of rank `rank`; packed q, k and v have one each.
+    """An expert and its factors: matrices differ from the base's by a product of rank `rank`.
+
+    Packed q, k and v have one each.
 
     Args:
         base: left as it is.
