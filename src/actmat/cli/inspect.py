@@ -113,6 +113,7 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _describe_adapter(location: str) -> dict[str, Any]:
+    from actmat.experts.lycoris import described, is_lycoris_file
     from actmat.experts.peft import reader_of
     from actmat.experts.resolve import open_adapter
 
@@ -149,6 +150,14 @@ def _describe_adapter(location: str) -> dict[str, Any]:
                 "full_tensors": {n: list(specs[s].shape) for n, s in content.extras.items()},
                 "problems": list(content.problems),
             }
+        elif is_lycoris_file(location):
+            why, modules, problems = described(specs)
+            rows = [
+                {"name": m.group.module, "kind": m.words, "rank": 0, "part": m.part, "stored": list(m.group.names)}
+                for m in modules
+            ]
+            families = ", ".join(dict.fromkeys(m.words for m in modules))
+            data |= {"adapter": f"file of {families}", "needs_base": why, "modules": rows, "problems": problems}
         return data
 
 
@@ -197,7 +206,9 @@ def _print_changes(data: Mapping[str, Any], *, every: bool) -> None:
     from actmat.errors import format_size
 
     of = escape(data["base_model"] or "an unnamed base")
-    console.print(f"[bold]{escape(data['location'])}[/bold]: {escape(data['adapter'])}, an adapter of {of}")
+    parts = Counter(m["part"] for m in data["modules"] if m.get("part"))
+    which = f"modules of {', '.join(f'{part} ({n})' for part, n in parts.items())}" if parts else f"an adapter of {of}"
+    console.print(f"[bold]{escape(data['location'])}[/bold]: {escape(data['adapter'])}, {escape(which)}")
     console.print(f"merged with its base only: {escape(data['needs_base'])}")
     console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, " + ", ".join(data["dtypes"]))
     table = plain_table("tensors", "kind", "made of", "which", numbers=["tensors"])

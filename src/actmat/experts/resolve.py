@@ -20,11 +20,12 @@ from actmat.experts.diffusion import is_in_other_layout, open_converted
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, unmerged_problem
 from actmat.experts.lora.open import open_adapter as open_peft_adapter
+from actmat.experts.lycoris import LYCORIS, is_lycoris_file
 from actmat.experts.peft import LORA_FILE, PEFT, reader_of
 
 __all__ = ["FAMILIES", "has_factors", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
 
-FAMILIES: tuple[Family, ...] = (PEFT, LORA_FILE)
+FAMILIES: tuple[Family, ...] = (PEFT, LYCORIS, LORA_FILE)
 """The known families of adapters; the first that claims a location opens it."""
 
 
@@ -35,7 +36,7 @@ def is_adapter(location: str | Path) -> bool:
 
 def has_factors(location: str | Path) -> bool:
     """True where an adapter is whose deltas are stored as factors, from which an adapter is merged without its base."""
-    if not is_adapter(location):
+    if not is_adapter(location) or is_lycoris_file(location):
         return False
     try:
         with open_adapter(location) as adapter:

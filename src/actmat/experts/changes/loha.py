@@ -20,7 +20,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config
 from actmat.layout.matching import MatchError
 
-__all__ = ["LOHA"]
+__all__ = ["LOHA", "loha_change"]
 
 ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
 
@@ -53,20 +53,27 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
     problems += found
     changes = []
     for group in groups:
-        problem = _problem(group)
+        change: Change | str
         try:
-            scaling = config.scaling_of(group.module)
+            change = loha_change(group, f"{group.module}.weight", config.scaling_of(group.module))
         except MatchError as error:
-            problem, scaling = str(error), 1.0
-        if problem:
-            problems.append(problem)
-            continue
-        has_core = "hada_t1" in group.names
-        stored = tuple(group.names[r] for r in (ROLES if has_core else ROLES[:4]))
-        a, b = group.shape("hada_w1_a"), group.shape("hada_w1_b")
-        shape = (a[1], b[1] * math.prod(group.shape("hada_t1")[2:])) if has_core else (a[0], b[1])
-        changes.append(_Product(f"{group.module}.weight", stored, scaling, shape))
+            change = str(error)
+        if isinstance(change, str):
+            problems.append(change)
+        else:
+            changes.append(change)
     return Content(changes, extras, problems)
+
+
+def loha_change(group: Group, target: str, scaling: float) -> Change | str:
+    """The change of one module, or a problem in one sentence."""
+    if problem := _problem(group):
+        return problem
+    has_core = "hada_t1" in group.names
+    stored = tuple(group.names[r] for r in (ROLES if has_core else ROLES[:4]))
+    a, b = group.shape("hada_w1_a"), group.shape("hada_w1_b")
+    shape = (a[1], b[1] * math.prod(group.shape("hada_t1")[2:])) if has_core else (a[0], b[1])
+    return _Product(target, stored, scaling, shape)
 
 
 def _problem(group: Group) -> str:

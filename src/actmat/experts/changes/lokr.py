@@ -21,7 +21,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config
 from actmat.layout.matching import MatchError
 
-__all__ = ["LOKR"]
+__all__ = ["LOKR", "lokr_change"]
 
 ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 
@@ -61,19 +61,26 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
     problems += found
     changes = []
     for group in groups:
-        first, second = _shape(group, "lokr_w1"), _shape(group, "lokr_w2")
-        if first is None or second is None:
-            has = ", ".join(f"{n} {group.specs[n].shape}" for n in group.names.values())
-            problems.append(f"module '{group.module}': no Kronecker product can be formed of {has}")
-            continue
+        change: Change | str
         try:
-            scaling = config.scaling_of(group.module)
+            change = lokr_change(group, f"{group.module}.weight", config.scaling_of(group.module))
         except MatchError as error:
-            problems.append(str(error))
-            continue
-        stored, roles = tuple(group.names.values()), tuple(group.names)
-        changes.append(_Kronecker(f"{group.module}.weight", stored, roles, scaling, first, second))
+            change = str(error)
+        if isinstance(change, str):
+            problems.append(change)
+        else:
+            changes.append(change)
     return Content(changes, extras, problems)
+
+
+def lokr_change(group: Group, target: str, scaling: float) -> Change | str:
+    """The change of one module, or a problem in one sentence."""
+    first, second = _shape(group, "lokr_w1"), _shape(group, "lokr_w2")
+    if first is None or second is None:
+        has = ", ".join(f"{n} {group.specs[n].shape}" for n in group.names.values())
+        return f"module '{group.module}': no Kronecker product can be formed of {has}"
+    stored, roles = tuple(group.names.values()), tuple(group.names)
+    return _Kronecker(target, stored, roles, scaling, first, second)
 
 
 def _shape(group: Group, role: str) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.file_modules import list_file_modules
 from actmat.experts.lora.file_names import holds_factors
 
-__all__ = ["is_lora_file", "open_lora_file", "unmerged_problem"]
+__all__ = ["is_lora_file", "open_lora_file", "open_weights", "unmerged_problem"]
 
 _MODEL_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG)
 
@@ -32,7 +32,7 @@ _MODEL_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG)
 def is_lora_file(location: str | Path) -> bool:
     """True where a file of LoRA factors without a config is; reads a header."""
     try:
-        opened = _open(location)
+        opened = open_weights(location)
     except CheckpointError:
         return False  # opening it as a checkpoint gives the error
     if opened is None:
@@ -47,7 +47,7 @@ def open_lora_file(location: str | Path) -> Adapter:
     Raises:
         CheckpointError: no such file there, or it cannot be read. Problems of its contents are in `Adapter.problems`.
     """
-    weights = _open(location)
+    weights = open_weights(location)
     if weights is None:
         raise CheckpointError(f"{location}: expected a file of LoRA factors, found none")
     metadata = weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
@@ -67,7 +67,7 @@ def unmerged_problem(checkpoint: Checkpoint) -> str:
     )
 
 
-def _open(location: str | Path) -> Checkpoint | None:
+def open_weights(location: str | Path) -> Checkpoint | None:
     """The file that may be one of factors, opened; None where there is none."""
     if is_url(location) and not str(location).startswith("hf://"):
         return _open_elsewhere(str(location))
