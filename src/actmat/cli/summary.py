@@ -20,6 +20,9 @@ __all__ = ["print_extracted", "print_part", "print_plan", "print_size", "print_s
 WORST = 3
 """Layers of an extraction that are listed by name."""
 
+ROUNDING = 1e-5
+"""Relative error of a layer below which it is that of rounding the factors, and worth no line."""
+
 MOST_PATTERNS = 4
 """Patterns of names that are shown of one group."""
 
@@ -162,7 +165,8 @@ def print_extracted(report: MergeReport) -> None:
     factored = [r for r in rows if r["kind"] == "factored"]
     ranks = sorted({r["rank"] for r in factored})
     shown = "none" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    worst = sorted(factored, key=lambda r: -float(r["relative_error"]))[:WORST]
+    worst = sorted((r for r in factored if r["relative_error"] > ROUNDING), key=lambda r: -float(r["relative_error"]))
+    worst = worst[:WORST]
     error = report.manifest["output"]["relative_error"]
     console.print(f"  {len(factored)} layers of rank {shown}; relative error {error:.3g} over all layers"
                   + ("; largest:" if worst else ""))  # fmt: skip
