@@ -9,8 +9,8 @@
 Names of modules have underscores for dots, which only the base resolves. `alpha` is a tensor beside the others; without
 one, or where it is 0, the scale is 1.
 
-Scales are those of LyCORIS's forward pass, with which it trains; its `get_merged_weight` (4.1.3) multiplies the deltas of
-LoHa and LoKr by `alpha / r` twice.
+Scales are those of LyCORIS's forward pass, with which it trains; its `get_merged_weight` (4.1.3) multiplies the deltas
+of LoHa and LoKr by `alpha / r` twice.
 
 Source: Yeh et al. (https://arxiv.org/abs/2309.14859); KohakuBlueleaf/LyCORIS 4.1, `modules`, `functional`.
 
