@@ -11,7 +11,7 @@ from fuzz.worker import run_batch, run_files
 CASES = 200
 WANTED = {"headers", "indexes", "configs", "adapter configs", "recipes", "options", "patterns", "manifests", "journals",
           "statistics", "torch files", "distributed checkpoints", "paths", "verify", "compare", "reports", "gguf files",
-          "quantised checkpoints", "LoRA files"}  # fmt: skip
+          "quantised checkpoints", "LoRA files", "rank shards"}  # fmt: skip
 
 
 @pytest.mark.fuzz

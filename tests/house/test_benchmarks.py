@@ -142,7 +142,7 @@ def test_tables_are_filled_from_results_and_nothing_else_changes(tmp_path: Path)
     assert filled(out, tmp_path) == out
 
 
-@pytest.mark.parametrize("name", ["benchmarks/README.md", "docs/performance.md"])
+@pytest.mark.parametrize("name", ["benchmarks/README.md", "docs/performance.md", "docs/formats/quantised.md"])
 def test_the_tables_of_a_page_are_what_the_results_say(name: str) -> None:
     page = (ROOT / name).read_text()
     assert filled(page) == page, f"run: python -m benchmarks.table {name}"

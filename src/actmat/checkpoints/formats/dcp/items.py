@@ -77,8 +77,12 @@ def locate(read_at: ReadAt, offset: int, length: int) -> Item:
             pickled = records["data.pkl"]
             if any(r.compress_type != zipfile.ZIP_STORED for r in records.values()):
                 raise InertError("a compressed record")
-            if pickled.file_size > MAX_PICKLE_BYTES:
-                raise InertError(f"a description of {pickled.file_size} bytes")
+            for record in (
+                pickled,
+                records.get("byteorder", pickled),
+            ):  # both sizes: the file is read by the stored one
+                if (size := max(record.file_size, record.compress_size)) > MAX_PICKLE_BYTES:
+                    raise InertError(f"a description of {size} bytes")
             if "byteorder" in records and archive.read(records["byteorder"])[:6] != b"little":
                 raise InertError("entries in big-endian order")
             dtype, key, first, shape, strides = _described(parse_pickle(archive.read(pickled), ALLOWED))
