@@ -246,6 +246,16 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], list[str]], Callable[[Sequence
 }
 
 
+def filled(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns that are not empty in all rows.
+
+    >>> filled(["a", "b"], [["x", ""], ["y", ""]])
+    (['a'], [['x'], ['y']])
+    """
+    kept = [n for n in range(len(header)) if any(row[n] for row in rows)]
+    return [header[n] for n in kept], [[row[n] for n in kept] for row in rows]
+
+
 def datafree_table(name: str, table: Callable[[list[str], list[list[str]]], str]) -> str:
     """One of `TABLES`, or the `verdict`, in Markdown."""
     rows = read_rows()
@@ -253,4 +263,4 @@ def datafree_table(name: str, table: Callable[[list[str], list[list[str]]], str]
         return verdict(rows)
     header, made = TABLES[name]
     machines = sorted({f"{r['machine']}, {r['date']}" for r in rows})
-    return table(header(rows), made(rows)) + f"\n`python -m benchmarks.datafree`, {'; '.join(machines)}.\n"
+    return table(*filled(header(rows), made(rows))) + f"\n`python -m benchmarks.datafree`, {'; '.join(machines)}.\n"

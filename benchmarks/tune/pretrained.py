@@ -12,7 +12,9 @@ from statistics import mean
 
 from scipy.stats import spearmanr
 
-from benchmarks.evidence.tables import Group, difference
+from benchmarks.evidence.group import Group
+from benchmarks.evidence.intervals import Points
+from benchmarks.evidence.tables import difference
 
 __all__ = ["HEADER", "Candidate", "candidates", "pretrained_rows"]
 
@@ -34,14 +36,14 @@ class Candidate:
     method: str
     kind: str
     scale: float
-    test: dict[str, float]
+    test: Points
     divergence: float
     right: float
 
     @property
     def mean_test(self) -> float:
-        """Points, mean over tasks."""
-        return mean(self.test.values())
+        """Points, mean over seeds and tasks."""
+        return mean(points for by_task in self.test.values() for points in by_task.values())
 
 
 def candidates(group: Group) -> list[Candidate]:
@@ -49,9 +51,9 @@ def candidates(group: Group) -> list[Candidate]:
     found = []
     for method in group.rows():
         for kind in KINDS:
-            test = dict(group.values(method, kind))
+            test = group.points(method, kind)
             lines = [s for s in group.scores if (s.method, s.scale) == (method, kind) and "validation" in s.detail]
-            if not test or len(lines) != len(group.tasks) * len(group.seeds):
+            if not test or list(test) != group.seeds or len(lines) != len(group.tasks) * len(group.seeds):
                 continue
             seen = [s.detail["validation"] for s in lines]
             scale = mean(float(s.detail["scale"]) for s in lines)
@@ -80,8 +82,8 @@ def pretrained_rows(groups: Sequence[Group]) -> list[list[str]]:
                 f"{rank:.2f}",
                 f"`{chosen.method}` x {chosen.scale:g}: {chosen.mean_test:.1f}",
                 f"{max(c.mean_test for c in some) - chosen.mean_test:.1f}",
-                difference(chosen.test, group.values("average")),
-                difference(chosen.test, group.values("actmat")),
+                difference(chosen.test, group.points("average")),
+                difference(chosen.test, group.points("actmat")),
                 difference(chosen.test, by_labels.test),
             ]
         )

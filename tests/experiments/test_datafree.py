@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
 from torch import Tensor, nn
 
 from actmat import merge_matrices
@@ -103,7 +104,7 @@ def test_lengths_of_orthogonal_experts() -> None:
     found = {name: rule(sums) for name, rule in LENGTHS.items()}
     root = math.sqrt(2)
     wanted = {"one": 1, "average": 1, "mean expert": root, "projection": 1, "own inputs": 2, "half way": root}
-    assert found == pytest.approx(wanted | {"signal": root}, rel=1e-6)
+    assert found == pytest.approx(wanted | {"signal": root}, rel=F32_ELEMENTWISE)
 
 
 @pytest.mark.parametrize("rule", ["average", "mean expert", "projection", "own inputs", "half way", "signal"])
@@ -111,7 +112,7 @@ def test_lengths_do_not_depend_on_the_length_that_was_given(rule: str) -> None:
     merged = {"w": drawn(4, 6, seed=9).float()}
     deltas = [{"w": d.float()} for d in DELTAS]
     once, twice = (LENGTHS[rule](inner({"w": s * merged["w"]}, deltas)) * s for s in (1.0, 2.0))
-    assert once == pytest.approx(twice, rel=1e-5)
+    assert once == pytest.approx(twice, rel=F32_PRODUCT)
 
 
 def test_equal_experts_agree_and_every_length_returns_them() -> None:
@@ -120,7 +121,7 @@ def test_equal_experts_agree_and_every_length_returns_them() -> None:
     assert sums.agreement == pytest.approx(4)
     for name, rule in LENGTHS.items():
         if name != "one":
-            assert 3 * rule(sums) == pytest.approx(1, rel=1e-5), name
+            assert 3 * rule(sums) == pytest.approx(1, rel=F32_PRODUCT), name
 
 
 # Models in memory

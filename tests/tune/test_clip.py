@@ -68,15 +68,20 @@ def naive(clip: Path, model: Path, name: str) -> Tensor:
     return out.logits_per_image.double().log_softmax(-1)
 
 
+def check_final_losses(clip: Path, out: Path) -> None:
+    """Those of the final comparison, against the model on disk."""
+    told = json.loads((out.with_name(f"{out.name}.tune") / "tune.json").read_text())
+    for name in CLASSES:
+        p, q = (naive(clip, place, name)[1::2] for place in (clip / name, out))
+        wanted = float((p.exp() * (p - q)).sum(-1).mean())
+        assert told["final"][0]["losses"][name] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
+
+
 def test_folders_of_images_name_the_classes_of_a_zero_shot_head(clip: Path, tmp_path: Path) -> None:
     """The final losses are those of the model on disk, whose text encoder is merged as well."""
     done = run(flags(clip, tmp_path / "best"))
     assert done.code == 0, done.err
-    told = json.loads((tmp_path / "best.tune" / "tune.json").read_text())
-    for name in CLASSES:
-        p, q = (naive(clip, place, name)[1::2] for place in (clip / name, tmp_path / "best"))
-        wanted = float((p.exp() * (p - q)).sum(-1).mean())
-        assert told["final"][0]["losses"][name] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
+    check_final_losses(clip, tmp_path / "best")
 
 
 def test_only_the_scale_is_chosen_by_folders_of_images(clip: Path, tmp_path: Path) -> None:
@@ -87,11 +92,7 @@ def test_only_the_scale_is_chosen_by_folders_of_images(clip: Path, tmp_path: Pat
         ["merge", "-b", str(clip / "base"), *experts, *data, "-m", "tsv", "--dtype", "float32", "--out", str(out)]
     )
     assert done.code == 0, done.err
-    told = json.loads((tmp_path / "scaled.tune" / "tune.json").read_text())
-    for name in CLASSES:
-        p, q = (naive(clip, place, name)[1::2] for place in (clip / name, out))
-        wanted = float((p.exp() * (p - q)).sum(-1).mean())
-        assert told["final"][0]["losses"][name] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
+    check_final_losses(clip, out)
 
 
 def test_labels_of_the_folders_score_accuracy(clip: Path, tmp_path: Path) -> None:
