@@ -69,6 +69,13 @@ class Group:
         whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}
         return {seed: {task: some[task] for task in self.tasks} for seed, some in whole.items()}
 
+    def values(self, method: str, kind: str = "default") -> dict[str, float]:
+        """Of a row, task by task, mean over its seeds; empty unless it has all seeds of the group."""
+        points = self.points(method, kind)
+        if sorted(points) != self.seeds:
+            return {}
+        return {task: mean(some[task] for some in points.values()) for task in self.tasks}
+
     def rows(self) -> list[str]:
         """Rows that are merges, the best first at the default scale, measured from the average in the same seeds."""
         names = dict.fromkeys(s.method for s in self.scores if s.method not in REFERENCES)

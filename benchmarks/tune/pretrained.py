@@ -12,7 +12,8 @@ from statistics import mean
 
 from scipy.stats import spearmanr
 
-from benchmarks.evidence.tables import Group, difference
+from benchmarks.evidence.group import Group
+from benchmarks.evidence.intervals import paired
 
 __all__ = ["HEADER", "Candidate", "candidates", "pretrained_rows"]
 
@@ -49,7 +50,7 @@ def candidates(group: Group) -> list[Candidate]:
     found = []
     for method in group.rows():
         for kind in KINDS:
-            test = dict(group.values(method, kind))
+            test = group.values(method, kind)
             lines = [s for s in group.scores if (s.method, s.scale) == (method, kind) and "validation" in s.detail]
             if not test or len(lines) != len(group.tasks) * len(group.seeds):
                 continue
@@ -59,6 +60,12 @@ def candidates(group: Group) -> list[Candidate]:
             right = mean(v["correct"] / v["total"] for v in seen)
             found.append(Candidate(method, kind, scale, test, divergence, right))
     return found
+
+
+def difference(one: dict[str, float], other: dict[str, float]) -> str:
+    """Paired by task, with the interval over tasks; empty where one is."""
+    found = paired({0: one}, {0: other}) if one and other else None
+    return "" if found is None else found.text(sign=True)
 
 
 def pretrained_rows(groups: Sequence[Group]) -> list[list[str]]:

@@ -16,7 +16,7 @@ from typing import Any
 from scipy.stats import spearmanr, t
 
 from benchmarks.common import RESULTS
-from benchmarks.evidence.tables import groups as groups_of_evidence
+from benchmarks.evidence.group import groups as groups_of_evidence
 from benchmarks.tune.pretrained import HEADER, pretrained_rows
 
 __all__ = ["TABLES", "read_rows", "tune_table"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.evidence.tables import Group
+from benchmarks.evidence.group import Group
 from benchmarks.tune.pretrained import HEADER, candidates, pretrained_rows
 
 from actmat_experiments.harness.results import Score
