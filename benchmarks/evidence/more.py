@@ -35,7 +35,10 @@ from benchmarks.evidence.subsets import subset_file
 
 __all__ = ["append_new", "subsets", "sweep"]
 
-RUNS = ((8, 1e-5), (8, 1e-4), (8, 1e-3), (64, 1e-5), (64, 1e-4), (64, 1e-3), (256, 1e-4))
+RUNS = (
+    *((8, 1e-5), (8, 1e-4), (8, 1e-3), (64, 1e-5), (64, 1e-4), (64, 1e-3), (64, 1e-2)),
+    *((256, 1e-4), (256, 1e-3)),
+)
 """Steps and rates, from short and cold to long and hot; the suite's own run, 64 steps at 1e-4, is among them."""
 
 ROWS = ("average", "tsv", "actmat", "actmat_ridge", "actmat_bounded")
