@@ -119,6 +119,7 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
         raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
     if recipe.quantise is not None:
         raise RecipeError("Codes are written into a folder: leave out 'quantise' for a merge in memory, or give --out.")
+    recipe = recipe.model_copy(update={"keep_sums": False})  # there is no folder to keep them in
     problems = Problems()
     room = checked_room(settings, executor, problems)
     with opened_inputs([recipe], problems) as inputs:

@@ -138,7 +138,7 @@ class StagedOutput:
         """
         stage = self._staging
         assert isinstance(self.writer, ShardWriter)
-        self.writer.finish(self.plan.specs)
+        self.writer.finish((*self.plan.specs, *self.plan.sum_specs))
         folders = self._sidecar_folders(inputs)
         with disk_errors(stage.path):
             copied: Sequence[str] = ()
@@ -275,7 +275,9 @@ def _holds(writer: ShardWriter, uploaded: Mapping[str, str]) -> Holds:
 def _is_record_of(record: Record, item: Item) -> bool:
     """True if a journal's record tells of all that the item writes and reads."""
     read = len(item.sources) if item.factors is None and item.base_dtype and item.call is not None else 0
-    return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
+    written = {s.name for s in (*item.outputs, *item.sums)}
+    complete = not item.sums or record.unmoved is not None
+    return complete and record.hashes.keys() == written and len(record.expert_hashes) >= read
 
 
 def check_outputs(

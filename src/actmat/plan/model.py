@@ -28,6 +28,7 @@ from actmat.plan.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
 from actmat.recipe import Recipe
 
 __all__ = [
+    "SUMS",
     "Action",
     "Cost",
     "FactorPlan",
@@ -53,6 +54,9 @@ FORMAT = 2
 MAX_FILE_BYTES = 4_000_000_000
 """Largest plan that is read from a file: one of 100,000 tensors takes 100 MB."""
 
+
+SUMS = "actmat_sums/"
+"""Folder of what is kept beside an output, and prefix of its tensors' names."""
 
 SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
@@ -180,6 +184,8 @@ class Item(_Plain):
         factors: how A and B are written, for a module.
         cost: traffic, operations and memory.
         encoding: layout of codes in which the tensor is written, in words; empty: as floats.
+        sums: what is kept of the experts' deltas beside the output: their weighted sum, and the sum of the sampled
+            entries (`engine.size`); empty: nothing.
     """
 
     name: str
@@ -198,6 +204,7 @@ class Item(_Plain):
     factors: FactorPlan | None = None
     cost: Cost = Cost()
     encoding: str = ""
+    sums: tuple[TensorSpec, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -326,6 +333,19 @@ class MergePlan(_Plain):
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The files to write."""
+        return self._model_shards + (
+            plan_shards(self.sum_specs, self.max_shard_bytes, stem=f"{SUMS}model", prefix=SUMS)
+            if self.sum_specs
+            else ()
+        )
+
+    @functools.cached_property
+    def sum_specs(self) -> tuple[TensorSpec, ...]:
+        """Tensors that are kept beside the output, see `Item.sums`."""
+        return tuple(spec for item in self.items for spec in item.sums)
+
+    @property
+    def _model_shards(self) -> tuple[Shard, ...]:
         if not self.stems:
             return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
         groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}
