@@ -1,4 +1,4 @@
-"""Add an expert to a finished merge, or take one out: the recorded recipe with one expert more or less.
+"""Add experts to a finished merge, or take some out: the recorded recipe with experts more or less.
 
 Where the merge kept its sums (`keep_sums`), no earlier expert is read again. The bytes are those of a merge of all.
 """
@@ -27,12 +27,12 @@ from actmat.report.manifest import input_location
 from actmat.run import MergeReport, run_recipes
 from actmat.settings import RunSettings
 
-__all__ = ["GrowthReport", "add_expert", "remove_expert"]
+__all__ = ["GrowthReport", "add_experts", "remove_experts"]
 
 
 @dataclass(frozen=True)
 class GrowthReport:
-    """Result of adding or removing an expert.
+    """Result of adding or removing experts.
 
     Args:
         merged: the merge that was made.
@@ -45,22 +45,22 @@ class GrowthReport:
     why_read: str = ""
 
 
-def add_expert(
+def add_experts(
     out: str | Path,
-    expert: str | Path | Mapping[str, Any],
+    experts: Sequence[str | Path | Mapping[str, Any]],
     *,
     to: str | Path | None = None,
     settings: RunSettings | None = None,
     progress: Progress | None = None,
 ) -> GrowthReport:
-    """Add an expert, the last in order, to a finished merge.
+    """Add experts, the last in order, to a finished merge.
 
     The output has the bytes of a merge of all. If the merge kept its sums (`keep_sums`), only the base, the sums and
-    the new expert are read, and the earlier experts need not exist any more; otherwise all experts are read.
+    the new experts are read, and the earlier ones need not exist any more; otherwise all experts are read.
 
     Args:
         out: directory of the finished merge.
-        expert: its location, or a mapping with `path`, `name` and `weight`.
+        experts: locations, or mappings with `path`, `name` and `weight`.
         to: directory of the new output; None: it replaces `out` when it is complete.
         settings: how to run; the sums are continued by threads on this machine.
         progress: receives callbacks.
@@ -72,9 +72,16 @@ def add_expert(
     """
     folder, manifest = _finished(out)
     fields = _recorded(manifest, folder)
-    new = dict(expert) if isinstance(expert, Mapping) else {"path": str(expert)}
-    recipe = make_recipe({**fields, "experts": [*fields["experts"], new], "out": str(to or folder)})
-    settings = replace(settings or RunSettings(), overwrite=to is None or (settings or RunSettings()).overwrite)
+    new = [dict(e) if isinstance(e, Mapping) else {"path": str(e)} for e in experts]
+    if not new:
+        raise RecipeError("No expert to add is given.")
+    labels = make_recipe({**fields, "experts": new}).labels
+    if twice := [n for n in labels if n in {e["name"] for e in manifest["experts"]}]:
+        raise RecipeError(
+            f"{folder} already holds an expert '{twice[0]}'. Give the new one another name: NAME={new[0]['path']}"
+        )
+    recipe = make_recipe({**fields, "experts": [*fields["experts"], *new], "out": str(to or folder)})
+    settings = _replacing(settings, folder, to)
     if not recipe.keep_sums:
         (report,) = carry_out([recipe], settings, progress)
         return GrowthReport(report, False, "the merge kept no sums (--keep-sums)")
@@ -86,43 +93,54 @@ def add_expert(
     return GrowthReport(report, True)
 
 
-def remove_expert(
+def remove_experts(
     out: str | Path,
-    name: str,
+    names: Sequence[str],
     *,
     to: str | Path | None = None,
     settings: RunSettings | None = None,
     progress: Progress | None = None,
 ) -> GrowthReport:
-    """Take an expert out of a finished merge: merge the others by the recorded recipe.
+    """Take experts out of a finished merge: merge the others by the recorded recipe.
 
     All others are read: a sum in floating point without one of its terms is not the rounded sum of the others.
 
     Args:
         out: directory of the finished merge.
-        name: of the expert.
+        names: of the experts.
         to: directory of the new output; None: it replaces `out` when it is complete.
         settings: how to run.
         progress: receives callbacks.
 
     Raises:
         CheckpointError: no finished merge at `out`.
-        RecipeError: no such expert, or it is the only one.
+        RecipeError: no such expert, or none would be left.
         MergeError: whatever merging the others would raise; `out` is as it was.
     """
     folder, manifest = _finished(out)
     fields = _recorded(manifest, folder)
-    names = [e["name"] for e in manifest["experts"]]
-    if name not in names:
-        hint = did_you_mean(name, names)
-        raise RecipeError(f"{folder} was merged without an expert '{name}'.{hint} Its experts: {', '.join(names)}")
-    if len(names) == 1:
-        raise RecipeError(f"'{name}' is the only expert of {folder}: without it, nothing is left to merge.")
-    rest = [e for e, label in zip(fields["experts"], names, strict=True) if label != name]
+    known = [e["name"] for e in manifest["experts"]]
+    listed = ", ".join(known)
+    unknown = [
+        f"{folder} was merged without an expert '{n}'.{did_you_mean(n, known)} Its experts: {listed}"
+        for n in names
+        if n not in known
+    ]
+    if unknown:
+        raise RecipeError("There is no such expert to remove.", unknown)
+    rest = [e for e, label in zip(fields["experts"], known, strict=True) if label not in names]
+    if not names or not rest:
+        raise RecipeError(f"Name some of the experts of {folder}, not all and not none: {listed}")
     recipe = make_recipe({**fields, "experts": rest, "out": str(to or folder)})
-    settings = replace(settings or RunSettings(), overwrite=to is None or (settings or RunSettings()).overwrite)
-    (report,) = carry_out([recipe], settings, progress)
+    (report,) = carry_out([recipe], _replacing(settings, folder, to), progress)
     return GrowthReport(report, False, "a sum without one of its terms has other last bits")
+
+
+def _replacing(settings: RunSettings | None, folder: Path, to: str | Path | None) -> RunSettings:
+    """The settings, with which an output that is changed in place may be replaced."""
+    settings = settings or RunSettings()
+    in_place = to is None or Path(to).resolve() == folder.resolve()
+    return replace(settings, overwrite=settings.overwrite or in_place)
 
 
 def _finished(out: str | Path) -> tuple[Path, dict[str, Any]]:

@@ -14,10 +14,12 @@ from tests.helpers.merging import EMBEDDING, INNER, NORM, Q0, WIDTH, Family
 
 import actmat
 from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeError
-from actmat.growing import add_expert, remove_expert
+from actmat.growing import add_experts, remove_experts
 from actmat.methods import METHODS
 from actmat.plan import regions
 from actmat.progress import NoProgress
+from actmat.recipe import make_recipe
+from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
 ADDITIVE = sorted(m.name for m in METHODS if m.finish_sum is not None)
@@ -101,7 +103,7 @@ def test_an_added_expert_gives_the_bytes_of_all(method: str, dtype: torch.dtype,
     whole = merged(family, tmp_path / "whole", 3, method, threads=1, **fields)
     out = merged(family, tmp_path / "out", 2, method, threads=2, **fields)
     away = unread(family)
-    report = add_expert(out, {"path": str(family.experts[2]), "weight": WEIGHTS[2]}, settings=RunSettings(threads=2))
+    report = add_experts(out, [{"path": str(family.experts[2]), "weight": WEIGHTS[2]}], settings=RunSettings(threads=2))
     assert report.from_sums
     assert weights_of(out) == weights_of(whole)
     assert len([n for n in weights_of(out) if not n.startswith("actmat_sums")]) > 1
@@ -129,7 +131,7 @@ def test_one_at_a_time_and_elsewhere(tmp_path: Path) -> None:
     one = actmat.merge(family.base, experts[:1], out=tmp_path / "1", method="task_arithmetic", keep_sums=True)
     previous = Path(one.out)
     for n, expert in enumerate(experts[1:], start=2):
-        report = add_expert(previous, expert, to=tmp_path / str(n))
+        report = add_experts(previous, [expert], to=tmp_path / str(n))
         assert previous.is_dir(), "the earlier output stays"
         previous = Path(report.merged.out)
     whole = actmat.merge(family.base, experts, out=tmp_path / "whole", method="task_arithmetic", keep_sums=True)
@@ -147,7 +149,7 @@ def test_adapters_are_added(tmp_path: Path) -> None:
     actmat.merge(family.base, adapters[:2], out=tmp_path / "out", method="task_arithmetic", keep_sums=True)
     for path in adapters[:2]:
         shutil.rmtree(path)
-    assert add_expert(tmp_path / "out", adapters[2]).from_sums
+    assert add_experts(tmp_path / "out", [adapters[2]]).from_sums
     assert weights_of(tmp_path / "out") == weights_of(Path(whole.out))
     assert record_of(tmp_path / "out")["tensors"] == record_of(Path(whole.out))["tensors"]
 
@@ -155,20 +157,20 @@ def test_adapters_are_added(tmp_path: Path) -> None:
 def test_removal_merges_the_others(tmp_path: Path) -> None:
     family = Family.make(tmp_path, experts=3)
     out = merged(family, tmp_path / "out", 3, "task_arithmetic", weighted=True)
-    report = remove_expert(out, "expert1")
+    report = remove_experts(out, ["expert1"])
     assert not report.from_sums
     experts = [{"path": str(family.experts[n]), "weight": WEIGHTS[n]} for n in (0, 2)]
     actmat.merge(family.base, experts, out=tmp_path / "rest", method="task_arithmetic", keep_sums=True)
     assert weights_of(out) == weights_of(tmp_path / "rest")
     with pytest.raises(RecipeError, match="without an expert 'expert1'"):
-        remove_expert(out, "expert1")
+        remove_experts(out, ["expert1"])
 
 
 def test_a_merge_without_sums_reads_all(tmp_path: Path) -> None:
     family = Family.make(tmp_path, experts=3)
     experts = [str(e) for e in family.experts]
     out = Path(actmat.merge(family.base, experts[:2], out=tmp_path / "out", method="ties").out)
-    report = add_expert(out, experts[2])
+    report = add_experts(out, [experts[2]])
     assert not report.from_sums
     assert "kept no sums" in report.why_read
     actmat.merge(family.base, experts, out=tmp_path / "whole", method="ties")
@@ -199,24 +201,26 @@ def test_changed_sums_bases_and_names_are_refused(tmp_path: Path) -> None:
     out, new = merged(family, tmp_path / "out", 2), str(family.experts[2])
     before = weights_of(out)
     with pytest.raises(MergeError, match="expert1"):
-        add_expert(out, {"path": new, "name": "expert1"})
+        add_experts(out, [{"path": new, "name": "expert1"}])
     for name, place in (("a sum", -1), ("a sampled sum", 4096)):
         damaged = shutil.copytree(out, tmp_path / name)
         file = damaged / "actmat_sums" / "model.safetensors"
         bad = bytearray(file.read_bytes())
         bad[place] ^= 1
         file.write_bytes(bytes(bad))
+        (problem,) = actmat.verify(damaged, inputs=False).problems
+        assert "of the sums" in problem
         with pytest.raises(CheckpointError, match=r"sum of .* has another content hash"):
-            add_expert(damaged, new)
+            add_experts(damaged, [new])
     assert weights_of(out) == before, "a failed addition leaves the output as it was"
     base = (family.base / "model.safetensors").read_bytes()
     family.change(family.base, lambda t: t[NORM].add_(1))
     with pytest.raises(CheckpointError, match=rf"'{NORM}' of the base has another content hash"):
-        add_expert(out, new)
+        add_experts(out, [new])
     (family.base / "model.safetensors").write_bytes(base)
     shutil.rmtree(out / "actmat_sums")
     with pytest.raises(CheckpointError, match="is gone"):
-        add_expert(out, new)
+        add_experts(out, [new])
 
 
 def test_an_interrupted_addition_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +238,30 @@ def test_an_interrupted_addition_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
 
     before = weights_of(out)
     with pytest.raises(KeyboardInterrupt):
-        add_expert(out, new, progress=Stop(), settings=RunSettings(threads=1))
+        add_experts(out, [new], progress=Stop(), settings=RunSettings(threads=1))
     assert weights_of(out) == before
-    report = add_expert(out, new, settings=RunSettings(threads=1))
+    report = add_experts(out, [new], settings=RunSettings(threads=1))
     assert report.merged.resumed >= 3
     assert weights_of(out) == weights_of(whole)
+
+
+def test_parts_and_processes_keep_the_same_sums(tmp_path: Path) -> None:
+    """Parts write them to shared files; a diagnosis beside them changes no byte."""
+    family = Family.make(tmp_path, experts=2)
+    whole = merged(family, tmp_path / "whole", 2)
+    experts = [str(e) for e in family.experts]
+    for part in ("1/2", "2/2"):
+        actmat.merge_part(family.base, experts, part=part, out=tmp_path / "parts", method="average", keep_sums=True)
+    actmat.finish(tmp_path / "parts")
+    assert weights_of(tmp_path / "parts") == weights_of(whole)
+    actmat.merge(
+        family.base, experts, out=tmp_path / "seen", method="average", keep_sums=True, diagnose=True, overwrite=True
+    )
+    assert weights_of(tmp_path / "seen") == weights_of(whole)
+    given = {"base": str(family.base), "experts": experts, "keep_sums": True}
+    recipes = [make_recipe({**given, "method": m, "out": str(tmp_path / m)}) for m in ("average", "linear")]
+    with pytest.raises(RecipeError, match="one merge at a time"):
+        run_recipes(recipes)
+    save_lora(tmp_path / "lora", {"self_attn.q_proj": WIDTH}, 1)
+    with pytest.raises(MergeError, match="goes with a full model"):
+        actmat.plan(experts=[str(tmp_path / "lora")], method="average", keep_sums=True)

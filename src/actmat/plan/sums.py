@@ -17,7 +17,7 @@ from actmat.plan.placement import DeviceRoom
 from actmat.plan.sample import sampled_entries
 from actmat.recipe import Recipe
 
-__all__ = ["sum_problems", "weights_of", "with_sums"]
+__all__ = ["SAMPLE", "sum_problems", "weights_of", "with_sums"]
 
 SAMPLE = ":sample"
 """End of the name of the sum of sampled entries."""
