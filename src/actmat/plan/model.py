@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,9 +22,8 @@ from actmat.experts.base import Source
 from actmat.experts.lora.modules import ModuleKind
 from actmat.foreign import html_table, terminal
 from actmat.layout.types import Block, TensorLayout
-from actmat.methods.post import PostStep, Step, get_step
-from actmat.methods.spaces import Space
 from actmat.plan.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
+from actmat.plan.method_call import MethodCall, Plain, PostCall
 from actmat.recipe import Recipe
 
 __all__ = [
@@ -62,66 +61,8 @@ SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
 
 
-class _Plain:
-    """Data that is read back from JSON: a field that is not known is a mistake."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-
 @dataclass(frozen=True, slots=True)
-class PostCall(_Plain):
-    """One step of post-processing with all its options."""
-
-    name: str
-    options: Mapping[str, Any]
-
-    @property
-    def step(self) -> PostStep:
-        """Declaration of the step."""
-        return get_step(self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class MethodCall(_Plain):
-    """One method with all its options: `W* = W_0 + scale * D*`.
-
-    Args:
-        space: in which the method works, see `methods.spaces`.
-        post: steps that change its result, the one over layers at the end.
-    """
-
-    method: str
-    options: Mapping[str, Any]
-    scale: float = 1.0
-    weights: tuple[float, ...] | None = None
-    space: Space = "full"
-    post: tuple[PostCall, ...] = ()
-
-    @property
-    def matrix_steps(self) -> list[Step]:
-        """Steps that look at one matrix, with their options."""
-        return [(p.step, p.options) for p in self.post if p.step.layers is None]
-
-    @property
-    def layer_call(self) -> PostCall | None:
-        """The step that looks at all layers, if there is one."""
-        return next((p for p in self.post if p.step.layers is not None), None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        out: dict[str, Any] = {"method": self.method, "options": dict(self.options), "scale": self.scale}
-        if self.weights is not None:
-            out["weights"] = list(self.weights)
-        if self.space != "full":
-            out["space"] = self.space
-        if self.post:
-            out["post"] = [{"name": p.name, "options": dict(p.options)} for p in self.post]
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class Cost(_Plain):
+class Cost(Plain):
     """Estimated cost of one item, for one worker.
 
     Args:
@@ -139,7 +80,7 @@ class Cost(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class FactorPlan(_Plain):
+class FactorPlan(Plain):
     """Layout of a merged delta that is written as a pair of factors.
 
     Args:
@@ -165,7 +106,7 @@ class FactorPlan(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Item(_Plain):
+class Item(Plain):
     """One logical output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
 
     Args:
@@ -249,7 +190,7 @@ class Item(_Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class InputSummary(_Plain):
+class InputSummary(Plain):
     """One input as the plan saw it; `commit` is that of a repository on the hub, whatever branch was asked for."""
 
     label: str
@@ -275,7 +216,7 @@ class InputSummary(_Plain):
 
 
 @dataclass(frozen=True, repr=False)
-class MergePlan(_Plain):
+class MergePlan(Plain):
     """Plan of one merge, for any inputs and any output.
 
     Args:
