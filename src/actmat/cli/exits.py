@@ -18,6 +18,7 @@ _INPUTS = "the inputs, the recipe or the output place are wrong; all problems ar
 
 EXITS: Mapping[str, Mapping[int, str]] = {
     "add": {0: "added", 1: f"no finished merge, or an expert of that name is in it; {_INPUTS}"},
+    "analyze": {0: "measured and saved", 1: f"there are results already; {_INPUTS}"},
     "average": {0: "averaged, or found complete and intact", 1: _INPUTS},
     "calibrate": {0: "measured and written", 1: "nothing can be measured or written there"},
     "compare": {0: "compared, whether they differ or not", 1: "no two merges of the same base and experts"},
@@ -25,6 +26,10 @@ EXITS: Mapping[str, Mapping[int, str]] = {
     "diagnose": {
         0: "measured, whatever the checks found",
         1: f"{_INPUTS}; with `--strict`, a check of severity issue found something",
+    },
+    "experiment": {
+        0: "run, or shown",
+        1: "no such suite or method, data are missing, or nothing was run with this cache",
     },
     "export": {0: "written", 1: "the checkpoint cannot be read, or the output place is wrong"},
     "extract": {0: "extracted, or found complete", 1: _INPUTS},

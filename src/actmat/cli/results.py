@@ -18,11 +18,13 @@ __all__ = ["SCHEMAS", "merge_data", "print_result", "size_data"]
 
 SCHEMAS: Mapping[str, int] = {
     "add": 1,
+    "analyze": 1,
     "average": 1,
     "calibrate": 1,
     "compare": 1,
     "demo": 1,
     "diagnose": 1,
+    "experiment": 1,
     "export": 1,
     "extract": 1,
     "finish": 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,7 +68,8 @@ class Suite:
     """A named set of experiments.
 
     Args:
-        module: of its functions `run`, `table` and, where it has a study, `study`; imported when one is called.
+        module: of its functions `run`, `table`, `study` (where it has a study) and `data` (where it has no scores);
+            imported when one is called.
     """
 
     name: str
@@ -82,6 +83,15 @@ class Suite:
     def table(self, request: TableRequest) -> None:
         """Show the scores of earlier runs."""
         self._module.table(request)
+
+    def data(self, request: TableRequest) -> dict[str, Any]:
+        """The scores of earlier runs as plain data; of a suite that judges numbers in another way, its own."""
+        if hasattr(self._module, "data"):
+            found: dict[str, Any] = self._module.data(request)
+            return found
+        from actmat_experiments.harness.report import stored_scores
+
+        return {"scores": [asdict(score) for score in stored_scores(request)]}
 
     def study(self, request: RunRequest) -> str:
         """Compare variants of the interference family on subsets of the tasks; the tables, in Markdown.
