@@ -6,8 +6,9 @@
 
 Makes a virtual environment, installs the dependencies (not the extras) at the lower bounds of pyproject.toml or at the
 newest releases, and runs tests that need nothing else: commands, recipes, formats, bytes of merges, the hub's client.
-With `--borrow-torch`, torch (some gigabytes) is that of the environment that runs this, whose other packages can be seen
-as well but stand behind those that are installed; tests of numerics alone are left out. The outcome goes to benchmarks/results/versions.json, one entry for each interpreter and kind.
+With `--borrow-torch`, torch (some gigabytes) is that of the environment that runs this, whose other packages can be
+seen as well but stand behind those that are installed; tests of numerics alone are left out. The outcome goes to
+benchmarks/results/versions.json, one entry for each interpreter and kind.
 """
 
 from __future__ import annotations

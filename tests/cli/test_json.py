@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from actmat.cli.exits import COMMON, EXITS
 from actmat.cli.main import COMMANDS, app
 from actmat.cli.results import SCHEMAS
 from actmat.cli.signature import resolved
+from actmat.demo.results import DemoResult
 from actmat.diagnostics.model import Diagnosis
 from actmat.plan import MergePlan
 
@@ -161,3 +163,19 @@ def test_experts_are_added_and_removed(place: Path) -> None:
     assert "the earlier experts were not read: their sums were continued" in " ".join(words.split())
     missing = actmat(["add", str(place / "nowhere"), "-e", "x"])
     assert (missing.code, "finished merge, found none" in " ".join(missing.err.split())) == (1, True)
+
+
+def test_average_export_extract_and_serve_command(place: Path) -> None:
+    merged, model = place / "averaged", place / "experts/math"
+    data = pinned(said("average", model, place / "experts/code", "--out", merged, "--json"), "average")
+    assert set(data["outputs"][0]) == PINNED["merge outputs"]
+    assert pinned(said("serve-command", merged, "--json"), "serve-command")["vllm"].startswith("vllm serve")
+    assert pinned(said("export", merged, "--to", "dcp", "--out", place / "dcp", "--json"), "export")["form"] == "dcp"
+    inputs = ("--base", place / "base", "--model", model, "--rank", "2", "--out", place / "lora")
+    assert pinned(said("extract", *inputs, "--json"), "extract")["layers"] == 15
+
+
+def test_layouts_that_other_tests_make_or_that_take_long() -> None:
+    """The fields of dataclasses that demo prints; calibrate, push, statistics, try and tune are pinned where they run."""
+    assert {f.name for f in dataclasses.fields(DemoResult)} == PINNED["demo"]
+    assert PINNED.keys() >= SCHEMAS.keys() - {"analyze", "experiment"}
