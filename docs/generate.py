@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.tune.tables import tune_table
 from docs.matrix import family_table
@@ -332,6 +333,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "versions": versions,
     "api": api,
     "tune": lambda name: tune_table(name, table),
+    "datafree": lambda name: datafree_table(name, table),
     "evidence": lambda name: evidence_table(name, table),
     "matrix": lambda name: family_table(name, table),
 }

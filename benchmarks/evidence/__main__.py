@@ -19,7 +19,7 @@ from pathlib import Path
 from actmat_experiments.harness.results import Score, read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained.gram import gram_file
-from benchmarks.evidence.tables import FOLDER, SUITES
+from benchmarks.evidence.group import FOLDER, SUITES
 
 __all__ = ["collect"]
 

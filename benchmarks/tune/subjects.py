@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from actmat.statistics.models import Loaded
 from actmat.tune.answers import Predict, default_predict
-from actmat_experiments.forecast.models import FAMILIES, train
+from actmat_experiments.datafree.factors import peft_factors, read_factors, save_factors
+from actmat_experiments.forecast.models import FAMILIES, Factors, train
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.progress import Watch
@@ -32,6 +33,10 @@ VISION = {
     "tasks": ("mnist", "eurosat", "gtsrb", "sign_digits"),
     "settings": {"base_epochs": "20", "train": "1000", "validation": str(VALIDATION), "test": "300"},
 }
+PRETRAINED = {
+    "tasks": ("mnist", "eurosat", "gtsrb", "sign_digits"),
+    "settings": {"validation": "64", "test": "150", "ranks": "16"},
+}
 LANGUAGE = {
     "tasks": ("agnews", "subj", "trec", "cr"),
     "settings": {
@@ -42,7 +47,14 @@ LANGUAGE = {
     },
 }
 REASONING = {"settings": {"base_steps": "200", "steps": "40", "storages": "float32"}}
-SUITES = ("digits", "vision-small", "language-small", "reasoning-small")
+SUITES = ("digits", "vision-small", "vision-vits14", "language-small", "reasoning-small")
+CHOSEN: Mapping[str, Mapping[str, Any]] = {
+    "vision-small": VISION,
+    "vision-vits14": PRETRAINED,
+    "language-small": LANGUAGE,
+    "reasoning-small": REASONING,
+}
+FOLDERS = {"vision-small": "images", "vision-vits14": "images", "language-small": "text"}
 
 Batch = Mapping[str, Tensor]
 
@@ -58,6 +70,7 @@ class Subject:
         inputs: `(task, n)` -> batches of that task; the same first ones for every n. Labels are with them, if any.
         noise: `(task, n)` -> batches of no task, in the form of the task's.
         share: `(model, task, part)` -> share of right answers on "validation" or "test".
+        factors: task -> factors of its adapter and their starts; nothing of a full expert.
     """
 
     suite: str
@@ -70,6 +83,7 @@ class Subject:
     inputs: Callable[[str, int], list[Batch]]
     noise: Callable[[str, int], list[Batch]]
     share: Callable[[nn.Module, str, str], float]
+    factors: Callable[[str], Factors] = lambda task: {}
 
     @property
     def name(self) -> str:
@@ -99,7 +113,7 @@ def subjects(suite: str, cache: Path, data: Path | None, seeds: Sequence[int], w
 def _experiments(
     suite: str, cache: Path, data: Path | None, seeds: Sequence[int], regimes: Sequence[Any], watch: Watch
 ) -> Iterator[Experiment]:
-    chosen: dict[str, Any] = {"vision-small": VISION, "language-small": LANGUAGE, "reasoning-small": REASONING}[suite]
+    chosen = CHOSEN[suite]
     request = RunRequest(
         suite=suite,
         cache=cache,
@@ -114,6 +128,10 @@ def _experiments(
         from actmat_experiments.vision.small import experiments as vision
 
         yield from vision(request, watch)
+    elif suite == "vision-vits14":
+        from actmat_experiments.pretrained.vision import experiments as pretrained
+
+        yield from pretrained(request, watch)
     elif suite == "language-small":
         from actmat_experiments.language.small.suite import experiments as language
 
@@ -125,11 +143,12 @@ def _experiments(
 
 
 def _data_of(suite: str, data: Path | None) -> Path | None:
-    return None if data is None else data / {"vision-small": "images", "language-small": "text"}.get(suite, ".")
+    return data / FOLDERS[suite] if data is not None and suite in FOLDERS else None
 
 
 def _of_experiment(experiment: Experiment) -> Subject:
-    kind = {"vision-small": _vision, "language-small": _language, "reasoning-small": _reasoning}[experiment.suite]
+    kinds = {"language-small": _language, "reasoning-small": _reasoning}
+    kind = kinds.get(experiment.suite, _vision)
     made = {name: made.path for name, made in experiment.experts().items()}
 
     def load(location: str) -> Loaded:
@@ -189,7 +208,7 @@ def _digits(name: str, seed: int, cache: Path) -> Subject:
     from actmat.demo.run import load_data
 
     (family,) = [f for f in FAMILIES if f.name == name]
-    key = {"version": 1, "family": repr(family), "seed": seed, "libraries": library_versions("torch", "scikit-learn")}
+    key = {"version": 2, "family": repr(family), "seed": seed, "libraries": library_versions("torch", "scikit-learn")}
 
     def make(folder: Path) -> None:
         trained = train(family, seed)
@@ -198,6 +217,7 @@ def _digits(name: str, seed: int, cache: Path) -> Subject:
             (folder / "experts").mkdir(exist_ok=True)
             save_encoder(expert, folder / "experts" / task)
         save_heads(trained.heads, folder / "heads.safetensors")
+        save_factors(trained.factors, folder)
 
     place = Cache(cache).get("tune-digits", key, make)
     heads = load_heads(place / "heads.safetensors")
@@ -227,7 +247,8 @@ def _digits(name: str, seed: int, cache: Path) -> Subject:
 
     experts = {task: place / "experts" / task for task in tasks}
     predicts = {task: predict(task) for task in tasks}
-    return Subject("digits", name, seed, place / "base", experts, load, predicts, inputs, noise, share)
+    adapter = (lambda task: read_factors(place, task)) if family.rank else (lambda task: {})
+    return Subject("digits", name, seed, place / "base", experts, load, predicts, inputs, noise, share, adapter)
 
 
 # Images
@@ -251,7 +272,14 @@ def _vision(experiment: Any) -> dict[str, Any]:
         drawn = torch.randint(0, 256, (n, backbone.size, backbone.size, 3), generator=generator, dtype=torch.uint8)
         return _by_size({"pixel_values": backbone.scale(drawn)})
 
-    return {"predict": {task: predict(task) for task in parts}, "inputs": inputs, "noise": noise}
+    def factors(task: str) -> Factors:
+        if experiment.regime != "lora":
+            return {}
+        expert = experiment.experts()[task].path
+        return peft_factors(backbone.load(experiment.base.path), expert, experiment.rank, experiment.seed, task)
+
+    predicts = {task: predict(task) for task in parts}
+    return {"predict": predicts, "inputs": inputs, "noise": noise, "factors": factors}
 
 
 # Texts

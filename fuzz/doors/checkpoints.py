@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import pickletools
 import random
@@ -177,27 +178,50 @@ QUANTISED = (
     ("a.qzeros", torch.int32, (1, 1)), ("a.scales", torch.float16, (1, 8)), ("a.g_idx", torch.int32, (16,)),
     ("b_blocks", torch.uint8, (2, 3, 1, 16)), ("b_scales", torch.uint8, (2, 3, 1)), ("c.weight", torch.uint8, (16, 1)),
     ("c.weight.absmax", torch.float32, (1,)), ("c.weight.quant_map", torch.float32, (16,)), ("d.weight", torch.int8, (4, 4)),
-    ("d.SCB", torch.float32, (4,)), ("d.weight_scale", torch.bfloat16, (4, 2)),
+    ("d.SCB", torch.float32, (4,)), ("d.weight_scale", torch.bfloat16, (4, 2)), ("e.weight_packed", torch.uint8, (3, 16)),
+    ("e.weight_scale", torch.float8_e4m3fn, (3, 2)), ("e.weight_global_scale", torch.float32, (1,)),
+    ("f.weight_packed", torch.uint8, (3, 16)), ("f.weight_scale", torch.uint8, (3, 1)),
 )  # fmt: skip
 STATE = {"quant_type": "nf4", "blocksize": 32, "dtype": "bfloat16", "shape": [4, 8], "nested_blocksize": 4}
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "bitsandbytes", "mxfp4", "", "x")
 
 
+@cache
+def _digits(dtype: torch.dtype) -> tuple[str, bytes, int]:
+    """The name of a dtype in headers, 320 entries of 0, 1 and 2, and the bytes of an entry."""
+    values = torch.randint(3, (320,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    stored = save({"x": values})
+    size = values.element_size()
+    label = json.loads(stored[8 : 8 + struct.unpack("<Q", stored[:8])[0]])["x"]["dtype"]
+    return str(label), stored[-320 * size :], size
+
+
+def _joined(tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
+    """A safetensors file, without the time that its library takes."""
+    header, end = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + len(data)]}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values())
+
+
 def _quantised(rng: random.Random) -> Files:
     """Parts of several layouts together, some missing, some of another shape."""
-    tensors = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for name, dtype, shape in QUANTISED:
         if rng.random() < 0.15:
             continue
         own = tuple(n if rng.random() < 0.95 else rng.choice((0, 1, 3, 64)) for n in shape)
-        tensors[name] = torch.tensor([rng.randrange(3) for _ in range(math.prod(own))]).view(own).to(dtype)
+        label, digits, size = _digits(dtype)
+        count, start = math.prod(own), rng.randrange(32)
+        tensors[name] = label, own, (digits * (1 + count // 256))[start * size : (start + count) * size]
     text = json_text(rng, STATE) if rng.random() < 0.8 else b""
-    tensors["c.weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    tensors["c.weight.quant_state.bitsandbytes__nf4"] = "U8", (len(text),), text
     weights = {"weights": {"num_bits": rng.choice((4, 4, 8, 3)), "type": "int"}}
     entry = {"quant_method": rng.choice(METHODS), "weight_block_size": [rng.choice((3, 128, 0)), 8], "bits": 4,
              "config_groups": {"group_0": weights}}  # fmt: skip
     config = {"model_type": "llama", "dtype": "bfloat16", "quantization_config": entry}
-    return {"config.json": json_text(rng, config), "model.safetensors": save(tensors)}
+    return {"config.json": json_text(rng, config), "model.safetensors": _joined(tensors)}
 
 
 door("headers", _header, _read_header)

@@ -95,7 +95,7 @@ def check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: Run
     store = open_store(out)
     retried(lambda: clear_upload(store), out)
     if staged.parent.is_dir():
-        UploadStaging(out, staged, plan.fingerprint(), plan.shards).sweep()
+        UploadStaging(out, staged, plan.fingerprint(), () if plan.is_extracted else plan.shards).sweep()
 
 
 def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
@@ -147,7 +147,7 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
     planned = [[i.name, list(i.shape), i.action, i.reason] for i in plan.items]
     if [[row.get(k) for k in ("name", "shape", "action", "reason")] for row in rows] != planned:
         yield "other tensors would be merged"
-    if output.get("files") != {s.file: s.size for s in plan.shards}:
+    if not plan.is_extracted and output.get("files") != {s.file: s.size for s in plan.shards}:
         yield "its weight files are others"
     if settings.sha256 and "sha256" not in output:
         yield "it was made without --sha256"

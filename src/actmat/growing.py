@@ -16,7 +16,6 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat.experts.base import Source
 from actmat.experts.remembered import KeptSum, KeptSums, RememberedExpert
-from actmat.extracted_merges import carry_out
 from actmat.inputs import Earlier
 from actmat.plan.model import SUMS
 from actmat.plan.sums import weights_of
@@ -83,7 +82,7 @@ def add_experts(
     recipe = make_recipe({**fields, "experts": [*fields["experts"], *new], "out": str(to or folder)})
     settings = _replacing(settings, folder, to)
     if not recipe.keep_sums:
-        (report,) = carry_out([recipe], settings, progress)
+        (report,) = run_recipes([recipe], settings, progress)
         return GrowthReport(report, False, "the merge kept no sums (--keep-sums)")
     if settings.diagnose:
         (report,) = run_recipes([recipe], settings, progress)
@@ -132,7 +131,7 @@ def remove_experts(
     if not names or not rest:
         raise RecipeError(f"Name some of the experts of {folder}, not all and not none: {listed}")
     recipe = make_recipe({**fields, "experts": rest, "out": str(to or folder)})
-    (report,) = carry_out([recipe], _replacing(settings, folder, to), progress)
+    (report,) = run_recipes([recipe], _replacing(settings, folder, to), progress)
     return GrowthReport(report, False, "a sum without one of its terms has other last bits")
 
 

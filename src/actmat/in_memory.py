@@ -14,7 +14,7 @@ from actmat.checkpoints.raw import empty_tensor, raw_bytes
 from actmat.engine.executors import computes_here
 from actmat.engine.memory import available_memory
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
-from actmat.inputs import Problems, check_values, opened_inputs, plans_of
+from actmat.inputs import Problems, check_values, is_extraction, opened_inputs, plans_of
 from actmat.output import StagedOutput
 from actmat.places import checked_room, executor_of, resources_of
 from actmat.plan import MergePlan
@@ -119,6 +119,9 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
         raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
     if recipe.quantise is not None:
         raise RecipeError("Codes are written into a folder: leave out 'quantise' for a merge in memory, or give --out.")
+    if is_extraction(recipe):
+        raise RecipeError("An adapter of full models is extracted into a folder (actmat merge ... --out OUT); in "
+                          "memory, merge into a model (--to model).")  # fmt: skip
     recipe = recipe.model_copy(update={"keep_sums": False})  # there is no folder to keep them in
     problems = Problems()
     room = checked_room(settings, executor, problems)

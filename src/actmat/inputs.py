@@ -17,7 +17,7 @@ from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.policy import VocabularyPolicy
 from actmat.experts.remembered import KeptSums
-from actmat.experts.resolve import is_adapter, open_base, open_expert
+from actmat.experts.resolve import has_factors, is_adapter, open_base, open_expert
 from actmat.experts.vocabulary import align_vocabularies
 from actmat.plan import MergePlan, build_plan
 from actmat.plan.choose import Chooser
@@ -27,7 +27,8 @@ from actmat.plan.sums import weights_of
 from actmat.recipe import Recipe
 from actmat.reference import base_problems
 
-__all__ = ["Earlier", "Problems", "check_copied_files", "check_values", "opened_inputs", "plans_of", "writes_adapter"]
+__all__ = ["Earlier", "Problems", "check_copied_files", "check_values", "is_extraction", "opened_inputs", "plans_of",
+           "writes_adapter"]  # fmt: skip
 
 
 @dataclass
@@ -170,12 +171,41 @@ def _opener(location: str, base: Checkpoint | None, to_adapter: bool) -> Callabl
     return lambda: open_expert(location, base)
 
 
+def is_extraction(recipe: Recipe) -> bool:
+    """True if the recipe wants an adapter and names a base, and an expert has no factors to merge it from.
+
+    Of full models, with a rank or an energy; where all experts are adapters, the ranks may be their own.
+
+    >>> from actmat.recipe import make_recipe
+    >>> is_extraction(make_recipe({"base": "base", "experts": ["math"]}))
+    False
+    """
+    if recipe.to not in ("adapter", "peft") or not recipe.base:
+        return False
+    if recipe.rank is None and recipe.energy is None and not all(is_adapter(e.path) for e in recipe.experts):
+        return False
+    return recipe.energy is not None or not all(has_factors(e.path) for e in recipe.experts)
+
+
 def writes_adapter(recipe: Recipe) -> bool:
-    """True if the recipe's output is an adapter: asked for, or every expert is one and there is no base.
+    """True if the recipe's output is merged from adapters: asked for, or every expert is one and there is no base.
 
     Raises:
         RecipeError: an adapter is wanted of experts that are none, a model without a base, or neither is possible.
     """
+    if recipe.energy is not None and (recipe.rank is not None or recipe.to not in ("adapter", "peft")):
+        raise RecipeError(
+            "Say how much of each delta is kept by one of both: a rank (--rank 64) or a share of its squared norm "
+            "(--energy 0.99)."
+            if recipe.rank is not None
+            else "--energy is for an adapter: give --to adapter, or leave it out."
+        )
+    if recipe.energy is not None and not recipe.base:
+        raise RecipeError("--energy extracts an adapter from what is merged into a base: give --base.")
+    if is_extraction(recipe):
+        if recipe.quantise is not None:
+            raise RecipeError("--quantise same writes a full model like its base: leave it out for an adapter.")
+        return False
     if recipe.to == "model" or (recipe.to is None and recipe.base):
         if not recipe.base:
             raise RecipeError("A full model is merged into a base: give --base, or write an adapter (--to adapter).")
@@ -190,9 +220,9 @@ def writes_adapter(recipe: Recipe) -> bool:
             f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into "
             f"the checkpoint that all experts come from. {_why_base(recipe)}"
             if recipe.to is None
-            else f"--to {recipe.to} needs adapters, and {', '.join(full)} is none. Give --base and --rank to extract "
-            "one of the merged model (actmat merge), write a model (--base ..., --to model), or make adapters first "
-            "(actmat extract --base ... --model ... --rank 64 --out ...)."
+            else f"--to {recipe.to} needs adapters, and {', '.join(full)} is none. Give --base and --rank (or "
+            "--energy) to extract one of what is merged, write a model (--base ..., --to model), or make adapters "
+            "first (actmat extract --base ... --model ... --rank 64 --out ...)."
         )
     return True
 
@@ -234,7 +264,7 @@ def check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
     Raises:
         CheckpointError: a file is a link out of its folder, or no regular file.
     """
-    if inputs.base is None or inputs.base.directory is None:
+    if inputs.base is None or inputs.base.directory is None or is_extraction(recipes[0]):
         return
     for wanted in {recipe.files_of for recipe in recipes}:
         chosen: Checkpoint | None = inputs.base

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from actmat.checkpoints.layer_names import stack_parts
+from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
+from actmat.checkpoints.writing.spool import SpoolWriter
 from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
 from actmat.checkpoints.writing.upload import UploadStaging, check_upload_url, staging_folder
 from actmat.checkpoints.writing.writer import ShardWriter
@@ -25,6 +27,7 @@ from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.task import Record
 from actmat.errors import MergeError, OutputError, format_size
 from actmat.plan import MergePlan
+from actmat.plan.adapter.extraction import settled_plan
 from actmat.plan.model import Item
 from actmat.recipe import Recipe
 from actmat.report import build_manifest, model_card, write_manifest
@@ -77,6 +80,9 @@ class Stage(Protocol):
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append the record of a finished item to the journal."""
+
+    def settle(self, shards: Sequence[Shard]) -> None:
+        """Take the output's files, where they are known only now."""
 
 
 @dataclass
@@ -137,8 +143,14 @@ class StagedOutput:
             OutputError: the disk.
         """
         stage = self._staging
-        assert isinstance(self.writer, ShardWriter)
-        self.writer.finish((*self.plan.specs, *self.plan.sum_specs))
+        if isinstance(self.writer, SpoolWriter):
+            self.plan = settled_plan(self.plan, self._written)
+            (shard,) = self.plan.shards
+            self.writer.join(shard)
+            stage.settle([shard])
+        else:
+            assert isinstance(self.writer, ShardWriter)
+            self.writer.finish((*self.plan.specs, *self.plan.sum_specs))
         folders = self._sidecar_folders(inputs)
         with disk_errors(stage.path):
             copied: Sequence[str] = ()
@@ -147,7 +159,7 @@ class StagedOutput:
                 (stage.path / "adapter_config.json").write_text(config, encoding="utf-8")
             elif self.plan.output == "model":
                 floats = inputs.base is not None and self.plan.recipe.quantise is None
-                written = inputs.base.written_config if inputs.base is not None and floats else None
+                written = inputs.base.written_configs if inputs.base is not None and floats else {}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
                 copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype, written)
                 for name, text in own.items():
@@ -162,6 +174,11 @@ class StagedOutput:
                 files=copied,
             )
             write_manifest(stage.path, manifest, sha256=stage.sha256 if sha256 else None)
+
+    def _written(self, item: Item) -> Mapping[str, Any] | None:
+        """Stats of an item of an extraction; None where no expert changes it."""
+        record = self.records[item.name]
+        return None if record.unchanged or record.stats.get("norm") == 0.0 else record.stats
 
     def write_report(self, seconds: float) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
@@ -207,7 +224,7 @@ def staged_outputs(
             check_room([(stage.out, stage.path) for stage in stages], plans)
             outputs = []
             for stage, plan, journal in zip(stages, plans, journals, strict=True):
-                writer = ShardWriter(stage.path, plan.shards, durable=settings.durable)
+                writer = _writer(stage.path, plan, settings)
                 stack.callback(writer.close)
                 holds = _holds(writer, stage.uploaded)
                 intact = frozenset(intact_items(plan, journal, holds, observed=settings.diagnose))
@@ -221,6 +238,13 @@ def staged_outputs(
         except BaseException as error:  # Ctrl-C and bugs too: whatever stops a run, what is finished is kept
             _leave(stages, plans, error)
             raise
+
+
+def _writer(folder: Path, plan: MergePlan, settings: RunSettings) -> ShardWriter | SpoolWriter:
+    """Writer of an output; tensors of an extraction have no known sizes before they are merged."""
+    if plan.is_extracted:
+        return SpoolWriter(folder, plan.shards[0].file, durable=settings.durable)
+    return ShardWriter(folder, plan.shards, durable=settings.durable)
 
 
 def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, inputs: Inputs) -> Staging:
@@ -238,7 +262,8 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, inputs: In
         from actmat.checkpoints.writing.hub import HubStaging
 
         return HubStaging(out, folder, plan.fingerprint(), overwrite=settings.overwrite)
-    return UploadStaging(out, folder, plan.fingerprint(), plan.shards, overwrite=settings.overwrite)
+    shards = () if plan.is_extracted else plan.shards  # see `settle`
+    return UploadStaging(out, folder, plan.fingerprint(), shards, overwrite=settings.overwrite)
 
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
@@ -267,7 +292,7 @@ def intact_items(plan: MergePlan, journal: Entries, holds: Holds, *, observed: b
             yield name
 
 
-def _holds(writer: ShardWriter, uploaded: Mapping[str, str]) -> Holds:
+def _holds(writer: ShardWriter | SpoolWriter, uploaded: Mapping[str, str]) -> Holds:
     """True for a tensor and a content hash if its bytes are on the disk, or in a shard that was sent."""
     return lambda name, digest: uploaded[name] == digest if name in uploaded else writer.holds(name, digest)
 
@@ -275,6 +300,8 @@ def _holds(writer: ShardWriter, uploaded: Mapping[str, str]) -> Holds:
 def _is_record_of(record: Record, item: Item) -> bool:
     """True if a journal's record tells of all that the item writes and reads."""
     read = len(item.sources) if item.factors is None and item.base_dtype and item.call is not None else 0
+    if item.extraction is not None and item.extraction.kind == "factored" and not record.hashes:
+        return record.stats.get("norm") == 0.0 and len(record.expert_hashes) >= read
     written = {s.name for s in (*item.outputs, *item.sums)}
     complete = not item.sums or record.unmoved is not None
     return complete and record.hashes.keys() == written and len(record.expert_hashes) >= read
@@ -336,7 +363,10 @@ def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) 
     """
     by_disk: dict[int, list[tuple[Path, Path, int]]] = {}
     for (out, folder), plan in zip(places, plans, strict=True):
-        by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, plan.write_bytes))
+        needs = plan.write_bytes
+        if plan.is_extracted:  # its tensors are joined while they lie there; ranks that an energy gives are not known
+            needs = 0 if plan.recipe.energy is not None else 2 * needs
+        by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, needs))
     for rows in by_disk.values():
         there = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())
         folder = rows[0][1]

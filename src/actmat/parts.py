@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
@@ -24,7 +25,7 @@ from actmat.diagnostics.observer import Observers, check_mutes
 from actmat.engine.shares import Part, plan_part
 from actmat.errors import MergeError, OutputError, RecipeError, memory_errors
 from actmat.finished import check_same_merge, has_manifest_of
-from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
+from actmat.inputs import Problems, check_copied_files, check_values, is_extraction, opened_inputs, plans_of
 from actmat.output import JournalRecords, StagedOutput, check_outputs, check_room, intact_items
 from actmat.places import checked_room, executor_of, out_path, resources_of
 from actmat.plan import MergePlan
@@ -89,6 +90,9 @@ def run_part(
     settings, progress = settings or RunSettings(), progress or NoProgress()
     recipe = with_reference(recipe)
     out, problems = out_path(recipe), Problems()
+    if is_extraction(recipe):
+        raise RecipeError("An adapter is extracted in one run: leave out --part, or merge into a model (--to model) "
+                          "and extract from that (actmat extract).")  # fmt: skip
     if isinstance(out, str):
         raise RecipeError(f"The parts of a merge write into one folder that all machines see; {out} is a URL.")
     if settings.diagnose:
@@ -128,6 +132,9 @@ class PartStage:
     def sha256(self, file: str) -> str:
         """SHA-256 of a finished file of the output."""
         return sha256_file(self.path / file)
+
+    def settle(self, shards: Sequence[Shard]) -> None:
+        """Parts have known files."""
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append a finished item."""

@@ -22,7 +22,8 @@ def has_same_inputs(plan: MergePlan, journal: Mapping[str, Mapping[str, Any]], i
     False also where the journal does not tell: adapters that are merged into an adapter, and methods that look at the
     whole model before the first tensor.
     """
-    if plan.output == "adapter" or any(i.call is not None and _is_surveyed(i.call) for i in plan.items):
+    from_adapters = plan.output == "adapter" and not plan.is_extracted
+    if from_adapters or any(i.call is not None and _is_surveyed(i.call) for i in plan.items):
         return False
     try:
         return all(_is_same(plan.by_name.get(name), entry, inputs) for name, entry in journal.items())

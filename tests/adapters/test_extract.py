@@ -15,10 +15,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import actmat
-from actmat import extracting
 from actmat.cli.main import app
+from actmat.engine import extraction
 from actmat.errors import MergeError
 from actmat.experts.resolve import open_adapter
+from actmat.report import verify
 
 FAMILIES = ("llama", "gpt2", "vit", "mixtral")
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -157,15 +158,15 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
     here = place / "llama"
     run: dict[str, Any] = {"rank": 3, "threads": 1}
     actmat.extract(here / "base", here / "model", out=tmp_path / "whole", **run)
-    real, calls = extracting._extract, []
+    real, calls = extraction.DeltaFactors.finish, []
 
-    def stops(target: Any, *rest: Any) -> Any:
-        calls.append(target.name)
+    def stops(factors: Any) -> Any:
+        calls.append(factors._item.name)
         if len(calls) == 6:
             raise KeyboardInterrupt
-        return real(target, *rest)
+        return real(factors)
 
-    monkeypatch.setattr(extracting, "_extract", stops)
+    monkeypatch.setattr(extraction.DeltaFactors, "finish", stops)
     with pytest.raises(KeyboardInterrupt):
         actmat.extract(here / "base", here / "model", out=tmp_path / "out", **run)
     assert not (tmp_path / "out").exists()
@@ -175,7 +176,7 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
     assert not report.was_finished
     assert not done & set(calls[6:])
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
-    assert names == ["actmat_extract.json", "adapter_config.json", "adapter_model.safetensors"]
+    assert names == ["README.md", "actmat_manifest.json", "adapter_config.json", "adapter_model.safetensors"]
     one, two = ((tmp_path / n / "adapter_model.safetensors").read_bytes() for n in ("whole", "out"))
     assert one == two
     assert actmat.extract(here / "base", here / "model", out=tmp_path / "out", **run).was_finished
@@ -186,10 +187,10 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
     [
         ({}, "either a rank"),
         ({"rank": 2, "energy": 0.5}, "either a rank"),
-        ({"rank": 0}, "a positive rank, found 0"),
-        ({"energy": 1.5}, "found 1.5"),
-        ({"rank": 2, "others": "drop"}, "expected save or leave"),
-        ({"rank": 2, "dtype": "int8"}, "'dtype' is 'int8'"),
+        ({"rank": 0}, "rank: Input should be greater than 0"),
+        ({"energy": 1.5}, "energy: Input should be less than or equal to 1"),
+        ({"rank": 2, "others": "drop"}, "'save' or 'leave'; found 'drop'"),
+        ({"rank": 2, "dtype": "int8"}, "dtype: "),
     ],
 )
 def test_wishes_that_make_no_sense_are_refused(fields: dict[str, Any], words: str, place: Path, tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_models_that_do_not_fit_and_places_in_use_are_refused(place: Path, tmp_p
     bad[Q][0, 0] = float("nan")
     (tmp_path / "bad").mkdir()
     save_file(bad, tmp_path / "bad" / "model.safetensors")
-    with pytest.raises(MergeError, match="holds NaN or Inf"):
+    with pytest.raises(MergeError, match="cannot be merged"):
         actmat.extract(here / "base", tmp_path / "bad", out=tmp_path / "c", rank=2, threads=1)
     assert not (tmp_path / "c").exists()
 
@@ -228,7 +229,7 @@ def test_the_command_says_what_was_done(place: Path, tmp_path: Path) -> None:
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.bfloat16}
     again = CliRunner().invoke(app, [*given, "--rank", "4", "--dtype", "bfloat16"])
-    assert "made by an earlier call" in again.output
+    assert "is complete: an earlier run" in " ".join(again.output.split())
 
 
 def test_full_experts_are_merged_into_an_adapter(place: Path, tmp_path: Path) -> None:
@@ -246,14 +247,13 @@ def test_full_experts_are_merged_into_an_adapter(place: Path, tmp_path: Path) ->
     found = reloaded("llama", tmp_path / "out")[Q] - before[Q]
     s = torch.linalg.svdvals(delta)
     assert float((found - delta).norm() / s.norm()) == pytest.approx(float(s[3:].norm() / s.norm()), rel=1e-5)
-    record = json.loads((tmp_path / "out" / "actmat_extract.json").read_text())
-    assert record["model"] == "merge of model, other"
-    assert record["recipe"]["rank"] == 3
+    assert report.manifest["recipe"]["rank"] == 3
+    assert verify(tmp_path / "out").problems == ()
 
 
 def test_an_adapter_of_full_experts_needs_a_rank(place: Path, tmp_path: Path) -> None:
     here = place / "llama"
-    with pytest.raises(MergeError, match="Give --base and --rank to extract one"):
+    with pytest.raises(MergeError, match=r"Give --base and --rank \(or --energy\) to extract"):
         actmat.merge(here / "base", [here / "model"], out=tmp_path / "out", to="adapter")
     given = ["merge", "-b", str(here / "base"), "-e", str(here / "model"), "--out", str(tmp_path / "out")]
     found = CliRunner().invoke(app, [*given, "--to", "adapter", "--rank", "2", "--method", "average"])

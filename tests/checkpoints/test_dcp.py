@@ -252,11 +252,24 @@ def test_checkpoints_of_deepspeed_are_named_with_the_way_out(tmp_path: Path, nam
     open_checkpoint(tmp_path).close()
 
 
-def test_parts_of_ranks_in_safetensors_are_named(tmp_path: Path) -> None:
-    for rank in (1, 2):
-        (tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="parts of 2 ranks"):
-        open_checkpoint(tmp_path)
+@pytest.mark.parametrize(
+    ("folder", "names", "says"),
+    [
+        ("global_step7", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+         "OUT --safe_serialization --tag global_step7, then"),
+        ("run", ["latest", "zero_to_fp32.py", "global_step7"], "zero_to_fp32.py . OUT --safe_serialization, then"),
+        ("global_step7", ["mp_rank_00_model_states.pt"],
+         r"torch.load\('mp_rank_00_model_states.pt', weights_only=False\)\['module'\]"),
+        ("global_step7", ["layer_00-model_states.pt", "mp_rank_00_model_states.pt"],
+         "deepspeed_to_transformers.py"),
+    ],
+)  # fmt: skip
+def test_each_kind_of_deepspeed_has_its_own_command(folder: str, names: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    for name in names:
+        (tmp_path / folder / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=says):
+        open_checkpoint(tmp_path / folder)
 
 
 @pytest.mark.parametrize("under", ["", "model"])

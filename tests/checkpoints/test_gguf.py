@@ -21,18 +21,26 @@ HEADS, KV_HEADS, WIDTH, INNER, LAYERS, VOCAB = 4, 2, 64, 96, 2, 80
 METADATA: dict[str, Any] = {
     "block_count": LAYERS, "context_length": 128, "embedding_length": WIDTH, "feed_forward_length": INNER,
     "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "rope.freq_base": 10000.0,
-    "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": WIDTH // HEADS, "vocab_size": VOCAB,
+    "attention.layer_norm_rms_epsilon": 1e-5, "attention.key_length": WIDTH // HEADS,
+    "rope.dimension_count": WIDTH // HEADS, "vocab_size": VOCAB,
 }  # fmt: skip
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def shapes(architecture: str = "llama") -> dict[str, tuple[int, ...]]:
     kv = WIDTH * KV_HEADS // HEADS
+    others = {
+        "phi3": {"attn_qkv": (WIDTH + 2 * kv, WIDTH), "attn_output": (WIDTH, WIDTH), "ffn_up": (2 * INNER, WIDTH)},
+        "gemma2": {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,)},
+        "gemma3": {"post_attention_norm": (WIDTH,), "post_ffw_norm": (WIDTH,), "attn_q_norm": (WIDTH // HEADS,),
+                   "attn_k_norm": (WIDTH // HEADS,)},
+    }  # fmt: skip
+    dropped = ("attn_q", "attn_k", "attn_v", "ffn_gate") if architecture == "phi3" else ()
     found: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, WIDTH), "output_norm.weight": (WIDTH,)}
     for i in range(LAYERS):
         found |= {f"blk.{i}.{n}.weight": s for n, s in {
             "attn_norm": (WIDTH,), "attn_q": (WIDTH, WIDTH), "attn_k": (kv, WIDTH), "attn_v": (kv, WIDTH),
             "attn_output": (WIDTH, WIDTH), "ffn_norm": (WIDTH,), "ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH),
-            "ffn_down": (WIDTH, INNER)}.items()}  # fmt: skip
+            "ffn_down": (WIDTH, INNER), **others.get(architecture, {})}.items() if n not in dropped}  # fmt: skip
     return found
 
 
@@ -49,7 +57,7 @@ def write_gguf(file: Path, kind: str = "Q8_0", architecture: str = "llama", seed
     for key, value in extra.items():
         writer.add_uint32(key.replace("__", "."), value)
     rng = np.random.default_rng(seed)
-    for name, shape in shapes().items():
+    for name, shape in shapes(architecture).items():
         data = rng.standard_normal(shape).astype(np.float32)
         own = GGMLQuantizationType["F32" if len(shape) == 1 else kind]
         stored = data.astype(np.float16) if own.name == "F16" else quantize(data, own) if own.name != "F32" else data
@@ -61,11 +69,22 @@ def write_gguf(file: Path, kind: str = "Q8_0", architecture: str = "llama", seed
     return file
 
 
-@pytest.mark.parametrize(("kind", "architecture"), [("Q8_0", "llama"), ("Q4_0", "qwen2"), ("F16", "llama")])
+LOADED = [
+    ("Q8_0", "llama"),
+    ("Q4_0", "qwen2"),
+    ("F16", "llama"),
+    ("Q8_0", "phi3"),
+    ("Q8_0", "gemma2"),
+    ("Q4_0", "gemma3"),
+]
+
+
+@pytest.mark.parametrize(("kind", "architecture"), LOADED)
 def test_tensors_and_config_are_those_that_transformers_loads(kind: str, architecture: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    file = write_gguf(tmp_path / "m.gguf", kind, architecture)
+    special = {f"tokenizer__ggml__{k}_token_id": 1 for k in ("bos", "eos", "padding")}
+    file = write_gguf(tmp_path / "m.gguf", kind, architecture, **special)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     state = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight" and "rotary" not in n}
     with open_checkpoint(file) as checkpoint, open_handle(checkpoint.handle()) as again:
@@ -104,6 +123,73 @@ def test_a_gguf_base_gives_a_model_that_loads(tmp_path: Path) -> None:
         assert torch.allclose(state[name].float(), tensor.float(), rtol=1e-2), name
 
 
+def split(file: Path, parts: int) -> list[Path]:
+    """The file in parts, as llama.cpp's gguf-split writes them."""
+    from gguf import GGUFReader, GGUFWriter
+
+    reader = GGUFReader(file)
+    size = -(-len(reader.tensors) // parts)
+    out = []
+    for k in range(parts):
+        path = file.with_name(f"{file.stem}-{k + 1:05d}-of-{parts:05d}.gguf")
+        writer = GGUFWriter(path, "llama")
+        if k == 0:
+            for key, value in METADATA.items():
+                (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
+        writer.add_uint16("split.no", k)
+        writer.add_uint16("split.count", parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[k * size : (k + 1) * size]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        out.append(path)
+    file.unlink()
+    return out
+
+
+def test_split_files_are_one_model(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    write_gguf(tmp_path / "whole" / "m.gguf")
+    write_gguf(tmp_path / "m.gguf")
+    parts = split(tmp_path / "m.gguf", 3)
+    with open_checkpoint(tmp_path / "whole") as whole:
+        for place in (tmp_path / parts[0].name, tmp_path / parts[2].name):
+            with open_checkpoint(place) as found, open_handle(found.handle()) as again:
+                assert found.specs.keys() == whole.specs.keys()
+                assert [i.path.rpartition("/")[2] for i in found.identity()] == [p.name for p in parts]
+                assert all(torch.equal(again.read(n), whole.read(n)) for n in whole.specs)
+                assert (found.config or {})["num_attention_heads"] == HEADS
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for part in parts:
+        part.rename(folder / part.name)
+    with open_checkpoint(folder) as found:
+        assert len(found.specs) == len(shapes())
+    (folder / parts[1].name).rename(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=r"without m-00002-of-00003\.gguf"):
+        open_checkpoint(folder)
+    (folder / parts[1].name).write_bytes((folder / parts[2].name).read_bytes())
+    with pytest.raises(CheckpointError, match="do not fit together") as raised:
+        open_checkpoint(folder)
+    assert any("file 2 says that it is number 3" in p for p in raised.value.problems)
+    assert any("a tensor is in two of the files" in p for p in raised.value.problems)
+
+
+@pytest.mark.parametrize(("architecture", "extra", "says"), [
+    ("gemma2", {}, "do not tell all"), ("llama", {"llama__rope__scaling__type": 1}, "rotary embeddings are scaled"),
+])  # fmt: skip
+def test_a_config_that_the_metadata_do_not_have_is_not_written(
+    architecture: str, extra: dict[str, int], says: str, tmp_path: Path
+) -> None:
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", "Q8_0", architecture, **extra)) as found:
+        assert found.written_config is None
+        assert says in found.notes[0]
+        assert found.config is not None
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_every_type_that_is_listed_can_be_decoded(kind: str) -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -118,8 +204,8 @@ def test_every_type_that_is_listed_can_be_decoded(kind: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architecture": "gemma2"}, "found 'gemma2'"),
-        ({"split__count": 2}, "part of a split GGUF file"),
+        ({"architecture": "gemma"}, "found 'gemma'"),
+        ({"split__count": 2}, "file 1 says that it is one of 2, and 1 are there"),
     ],
 )
 def test_files_that_are_not_read_are_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:

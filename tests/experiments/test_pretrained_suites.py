@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from dataclasses import replace
+from statistics import mean
 
 import pytest
 import torch
 from benchmarks.evidence.__main__ import collect
-from benchmarks.evidence.tables import groups
-from safetensors.torch import load_file
+from benchmarks.evidence.checks import check_file, check_rows, findings
+from benchmarks.evidence.group import groups
+from benchmarks.evidence.more import append_new, subsets, sweep
+from safetensors.torch import load_file, save_file
 from tests.helpers.pretrained import write_bert, write_texts, write_vit
 from tests.helpers.vision import write_tasks
 
+from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError, RecipeError
+from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
+from actmat_experiments.harness.merging import kinds_needed, rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained import text, vision
-from actmat_experiments.pretrained.gram import gram_file
+from actmat_experiments.pretrained.gram import gram_file, gram_rows
+from actmat_experiments.pretrained.scales import in_place
 from actmat_experiments.pretrained.text_tasks import TASKS, load_texts
 from actmat_experiments.suites import RunRequest, get_suite
 
@@ -83,6 +92,15 @@ def test_every_row_says_what_was_merged_how(finished):
         assert set(detail["versions"]) == {"actmat", "torch", "transformers", "peft"}
         assert len(bytes.fromhex(detail["merge"])) == 32
         assert detail["validation"]["divergence"] >= 0
+        assert detail["merged_at"] == 1.0
+        if score.scale == "default":
+            assert set(detail["scales"]) == {"0.5", "1.0"}
+            at_one = detail["scales"]["1.0"]
+            assert at_one["test"] == score.correct
+            assert at_one["divergence"] == detail["validation"]["divergence"]
+        else:
+            (default,) = [s for s in scores if s.identity == replace(score, scale="default").identity]
+            assert default.detail["scales"][str(detail["scale"])]["test"] == score.correct
         assert detail["scale"] in ((1.0,) if score.scale == "default" else (0.5, 1.0))
 
 
@@ -131,8 +149,6 @@ def test_cosines_are_those_of_the_definition(finished):
     module = {"text-minilm": text, "vision-vits14": vision}[finished.suite]
     made = next(iter(module.experiments(finished, Watch())))
     task, row = finished.tasks[0], rows[0]
-    from actmat.statistics import open_statistics
-
     with open_statistics(made.statistics()[task].path) as statistics:
         gram = statistics.gram(statistics.find(row["tensor"]), dtype=torch.float64)
     base, expert = (load_file(p / "model.safetensors") for p in (made.base.path, made.experts()[task].path))
@@ -149,7 +165,79 @@ def test_results_are_collected_once_and_make_tables(finished, tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     (full,) = [g for g in groups(tmp_path) if (g.suite, g.regime) == (finished.suite, "full")]
     assert sorted(full.rows()) == sorted(METHODS)
-    assert list(full.values("base")) == list(finished.tasks)
+    assert list(full.points("base")[0]) == list(finished.tasks)
+
+
+def test_sweep_changes_length_and_rate_only(requests, tmp_path):
+    asked = requests("text-minilm", tasks=("mr",))
+    rows = list(sweep(asked, runs=((1, 1e-3), (2, 1e-3), (4, 1e-2))))
+    assert [r["steps"] for r in rows] == [n for n in (1, 2, 4) for _ in range(6)]
+    changes = [mean(r["change"] for r in rows if r["steps"] == n) for n in (1, 2, 4)]
+    assert 0 < changes[0] < changes[1] < changes[2]
+    own = next(iter(text.experiments(asked, Watch())))
+    expected = [r["estimate"] for r in gram_rows(own)]
+    assert [r["estimate"] for r in rows if r["steps"] == 2] == expected, "an epoch at the suite's rate is its own run"
+    file = tmp_path / "new" / "rows.jsonl"
+    append_new(file, iter(rows))
+    append_new(file, iter(rows[:3]))
+    assert [json.loads(x)["estimate"] for x in file.read_text().splitlines()] == [r["estimate"] for r in rows]
+
+
+def test_subsets_are_merges_of_the_first_experts(finished):
+    rows = list(subsets(finished, ("average",)))
+    assert [(r["experts"], r["task"]) for r in rows] == [(2, t) for t in finished.tasks]
+    (score, *_) = [
+        s
+        for s in read_scores(score_file(finished.cache, finished.suite))
+        if (s.regime, s.method, s.scale) == ("full", "average", "default")
+    ]
+    assert rows[0]["merge"] == score.detail["merge"]
+    assert rows[0]["correct"] == score.correct
+
+
+def test_checks_are_those_of_a_diagnosis(finished, tmp_path):
+    made = next(iter({"text-minilm": text, "vision-vits14": vision}[finished.suite].experiments(finished, Watch())))
+    rows = list(findings(made, ("average", "actmat")))
+    assert [r["method"] for r in rows] == ["average", "actmat"]
+    assert 0 < rows[0]["length"] <= 1, "a mean is never longer than the root mean square"
+    collect(finished.cache, tmp_path)
+    append_new(check_file(tmp_path, finished.suite), iter(rows))
+    shown = check_rows([g for g in groups(tmp_path) if g.regime == "full"], tmp_path)
+    assert {cells[2] for cells in shown} == {"`average`", "`actmat`"}
+    (row,) = [cells for cells in shown if cells[2] == "`actmat`"]
+    full = next(g for g in groups(tmp_path) if g.regime == "full")
+    own, average = (full.points(m)[0].values() for m in ("actmat", "average"))
+    assert row[5:] == [f"{mean(own):.1f}", f"{mean(own) - mean(average):+.1f}"]
+
+
+def test_the_fisher_is_measured_for_rows_that_need_it_only(finished):
+    assert kinds_needed([driver.Candidate("r", "regmean"), driver.Candidate("a", "average")]) == ("gram",)
+    assert kinds_needed([driver.Candidate("r", "regmean"), driver.Candidate("f", "fisher")]) == ("gram", "fisher")
+    made = next(iter({"text-minilm": text, "vision-vits14": vision}[finished.suite].experiments(finished, Watch())))
+    place = made.statistics(kinds=("gram",))[finished.tasks[0]].path
+    with open_statistics(place) as statistics:
+        assert list(statistics.header.kinds) == ["gram"]
+
+
+def test_any_scale_is_that_of_the_merged_tensors(requests, tmp_path):
+    asked = requests("vision-vits14")
+    made = next(iter(vision.experiments(asked, Watch())))
+    names = ["encoder.layer.0.mlp.fc1.weight", "encoder.layer.1.attention.output.dense.weight"]
+    base = load_file(made.base.path / "model.safetensors")
+    merged = {n: t + 0.1 * torch.randn(t.shape, generator=generator_for(0, n)) for n, t in base.items()}
+    shutil.copytree(made.base.path, tmp_path / "merged")
+    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    at = made.at_scales(tmp_path / "merged", names)
+    pixels = torch.randn(2, 3, 16, 16, generator=generator_for(0, "pixels"))
+    for scale in (2.0, 1.0, 0.5):
+        expected = made.backbone.from_tensors(made.base.path, rescaled(base, merged, names, scale))
+        with torch.inference_mode():
+            ours, theirs = (made.backbone.features(m, pixels) for m in (at(scale), expected))
+        torch.testing.assert_close(ours, theirs)
+    twins = {**base, names[1]: base[names[1].replace("1", "0", 1)].clone()}
+    save_file(twins, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="is the value of 2 parameters of the model, not of one"):
+        in_place(made.backbone.load, tmp_path / "merged", tmp_path / "merged", names)
 
 
 def test_full_fine_tuning_of_texts_leaves_the_embeddings(requests):

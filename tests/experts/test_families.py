@@ -13,12 +13,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from peft import (
+    AdaLoraConfig,
     IA3Config,
     LoHaConfig,
     LoKrConfig,
     LoraConfig,
     OFTConfig,
     PeftConfig,
+    PeftModel,
     TrainableTokensConfig,
     VeraConfig,
 )
@@ -31,6 +33,7 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
 from actmat.experts.conformance import ExpertConformance, StoredExpert
 from actmat.experts.resolve import open_expert
+from actmat.report import verify
 
 LINEAR = ["q_proj", "down_proj"]
 GPT2 = ["c_attn", "c_proj"]
@@ -146,6 +149,11 @@ class TestVera(Family):
     options: ClassVar = {"r": 2, "target_modules": LINEAR}
 
 
+class TestAdaLora(Family):
+    config = AdaLoraConfig
+    options: ClassVar = {"init_r": 3, "lora_alpha": 5, "total_step": 10, "target_modules": LINEAR}
+
+
 class TestOft(Family):
     config = OFTConfig
     options: ClassVar = {"oft_block_size": 4, "target_modules": LINEAR}
@@ -219,6 +227,7 @@ CONFIGS: dict[str, PeftConfig] = {
     "lokr": LoKrConfig(r=2, target_modules=LINEAR),
     "ia3": IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
     "vera": VeraConfig(r=2, target_modules=LINEAR),
+    "adalora": AdaLoraConfig(init_r=3, lora_alpha=5, total_step=10, target_modules=LINEAR),
     "oft": OFTConfig(oft_block_size=4, target_modules=["q_proj"]),
     "tokens": TrainableTokensConfig(token_indices=[1, 2], target_modules=["embed_tokens"]),
 }
@@ -239,6 +248,51 @@ def test_an_adapter_is_not_merged_from_it_without_factors(name: str, place: Path
     with pytest.raises(MergeError, match="has no factors that an adapter could be merged from") as error:
         actmat.merge(None, [place / name], out=tmp_path / "out")
     assert "actmat extract" in str(error.value)
+
+
+EXACT: dict[str, tuple[PeftConfig, torch.dtype, float]] = {
+    "vera": (CONFIGS["vera"], torch.float64, 1e-10),
+    "adalora": (CONFIGS["adalora"], torch.float64, 1e-10),
+    "pissa": (LoraConfig(r=2, init_lora_weights="pissa", target_modules=LINEAR), torch.float32, 2e-5),
+    "olora": (LoraConfig(r=2, init_lora_weights="olora", target_modules=LINEAR), torch.float32, 2e-5),
+}
+"""Families that are exact as LoRA: config, dtype of model and adapter (PEFT initialises two in float32), tolerance."""
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_families_whose_deltas_are_products_become_lora_exactly(name: str, tmp_path: Path) -> None:
+    """The adapter without any rank given, on its base, is PEFT's own merge of the original."""
+    config, dtype, tolerance = EXACT[name]
+    base = save_base("llama", tmp_path / "base", dtype)
+    merged = save_peft(tmp_path / name, "llama", 1, config, dtype=dtype)
+    run: dict[str, Any] = {"method": "task_arithmetic", "options": {"scaling": 1.0}, "compute_dtype": "float64"}
+    report = actmat.merge(base, [tmp_path / name], out=tmp_path / "out", to="adapter", durable=False, threads=1, **run)
+    own = {"vera": 2, "adalora": 3, "pissa": 4, "olora": 4}[name]
+    assert {i.extraction.rank for i in report.plan.items if i.extraction is not None} == {own}
+    loaded = PeftModel.from_pretrained(tiny("llama").to(dtype), tmp_path / "out")
+    for tensor, value in loaded.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(value, merged[tensor], rtol=tolerance, atol=tolerance)
+    assert verify(tmp_path / "out").ok
+
+
+def test_two_families_are_merged_into_one_adapter(place: Path, tmp_path: Path) -> None:
+    """VeRA and AdaLoRA beside LoRA: ranks add up; those that are no products need a rank, or an energy."""
+    lora = LoraConfig(r=1, target_modules=["q_proj"])
+    deltas = [save_peft(tmp_path / "lora", "llama", 2, lora)]
+    deltas += [save_peft(tmp_path / n, "llama", 1, CONFIGS[n]) for n in ("vera", "adalora")]
+    start = {n: t.double() for n, t in tiny("llama").state_dict().items()}
+    given = [tmp_path / "lora", place / "vera", place / "adalora"]
+    run: dict[str, Any] = {"method": "average", "compute_dtype": "float64", "durable": False, "threads": 1}
+    actmat.merge(place / "base", given, out=tmp_path / "out", to="adapter", ranks="pattern", **run)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert {config["r"], *config["rank_pattern"].values()} == {5, 6}
+    found = PeftModel.from_pretrained(tiny("llama").double(), tmp_path / "out").merge_and_unload().state_dict()
+    for name in start:
+        expected = start[name] + sum(d[name] - start[name] for d in deltas) / 3
+        torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-10)
+    for expert, fields in ((place / "dora", {}), (place / "vera", {"method": "ties"})):
+        with pytest.raises(MergeError, match="has no rank of its own"):
+            actmat.merge(place / "base", [expert], out=tmp_path / "no", to="adapter", **run | fields)
 
 
 @pytest.mark.parametrize("name", ["dora", "ia3", "vera"])

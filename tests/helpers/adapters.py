@@ -78,8 +78,8 @@ def save_peft(
     model = get_peft_model(tiny(family).to(dtype), config)
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and ".ranknum." not in name:  # AdaLoRA's rank, which PEFT does not save
                 noise = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
                 parameter.add_((scale * noise).to(parameter.dtype))
     model.save_pretrained(folder)

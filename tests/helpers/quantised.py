@@ -70,6 +70,39 @@ def compressed(**arguments: Any) -> tuple[Writer, dict[str, Any]]:
     return write, json.loads(config.model_dump_json())
 
 
+def compressed_fp4(kind: str) -> tuple[Writer, dict[str, Any]]:
+    """Writer of `NVFP4A16`, `NVFP4` or `MXFP4A16` with compressed-tensors, and the config that goes with it."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.compressors.format import infer_module_format
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    scheme = preset_name_to_scheme(kind, ["Linear"])
+    form = infer_module_format(torch.nn.Linear, scheme)
+    compressor = BaseCompressor.get_value_from_registry(form.value)
+    weights = scheme.weights
+    assert weights is not None
+
+    def write(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+        groups = weight.float().view(len(weight), -1, weights.group_size)
+        low, high = groups.amin(-1), groups.amax(-1)
+        overall = generate_gparam(weight.float().amin(), weight.float().amax()) if kind.startswith("NV") else None
+        scale, _ = calculate_qparams(low, high, weights, global_scale=overall)
+        state = {"weight": weight.float(), "weight_scale": scale.float()}
+        state |= {} if overall is None else {"weight_global_scale": overall}
+        stored = compressor.compress(state, scheme)
+        read = compressor.decompress(dict(stored), scheme)["weight"]
+        if kind == "NVFP4":
+            stored = {**stored, "input_global_scale": torch.tensor([3.0])}
+        stem = name.removesuffix("weight")
+        return {stem + n: t.contiguous() for n, t in stored.items()}, read.to(weight.dtype)
+
+    config = QuantizationConfig(config_groups={"group_0": scheme}, format=form.value, quant_method="compressed-tensors",
+                                ignore=["lm_head"], quantization_status="compressed")  # fmt: skip
+    return write, json.loads(config.model_dump_json())
+
+
 def _extremes(weight: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Least and largest entry of what shares a scale, as the strategy says."""
     rows, columns = weight.shape

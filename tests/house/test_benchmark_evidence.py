@@ -6,10 +6,17 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean, stdev, variance
 
+import numpy as np
 import pytest
-from benchmarks.evidence.tables import FOLDER, SUITES, evidence_table, groups, over_tasks
+from benchmarks.evidence.cosines import sweep_file
+from benchmarks.evidence.group import FOLDER, SUITES, groups
+from benchmarks.evidence.intervals import interval, paired
+from benchmarks.evidence.subsets import subset_file
+from benchmarks.evidence.tables import evidence_table
 from docs.generate import table
+from scipy.stats import t
 
 from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 
@@ -24,10 +31,21 @@ ROWS = {
 DIVERGENCES = {"average": 0.5, "tsv": 0.2, "ties": 0.9}
 
 
+def over_tasks(values: list[float], *, sign: bool = False) -> str:
+    """One seed: Student's t over tasks, written out."""
+    half = t.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):+.1f} ±{half:.1f}" if sign else f"{mean(values):.1f} ±{half:.1f}"
+
+
 def line(method: str, task: str, correct: float, kind: str = "default", seed: int = 0, settings: str = "s") -> Score:
     detail = {"versions": {"torch": "2"}, "scale": 1.0 if kind == "default" else 2.0}
     if method in DIVERGENCES:
-        detail["validation"] = {"correct": 1, "total": 2, "divergence": DIVERGENCES[method]}
+        seen = DIVERGENCES[method]
+        detail["validation"] = {"correct": 1, "total": 2, "divergence": seen}
+        detail["scales"] = {
+            "1.0": {"test": correct, "validation": 1, "divergence": seen},
+            "2.0": {"test": correct + 3, "validation": 2, "divergence": seen + 0.05},
+        }
     where = ("vision-vits14", "full", method, kind, task, seed, correct, 100)
     return Score(*where, model="ViT", settings=settings, detail=detail)
 
@@ -52,10 +70,10 @@ def cells(text: str, row: str) -> list[str]:
 
 def test_rows_are_means_over_tasks_with_paired_differences(folder):
     text = evidence_table("methods_vision_full", table, folder)
-    assert cells(text, "`tsv`")[1] == over_tasks([66, 70, 71])
-    assert cells(text, "`tsv`")[2] == over_tasks([6, 8, 1], sign=True) == "+5.0 ±9.0"
-    assert cells(text, "`tsv`")[3:] == ["0.200", over_tasks([69, 73, 74]), "2", "+5.0 ±9.0"]
-    assert cells(text, "`ties`")[4:] == ["", "", ""], "was not tuned"
+    assert cells(text, "`tsv`")[2] == over_tasks([66, 70, 71])
+    assert cells(text, "`tsv`")[3] == over_tasks([6, 8, 1], sign=True) == "+5.0 ±9.0"
+    assert cells(text, "`tsv`")[4:] == ["0.200", over_tasks([69, 73, 74]), "2", "+5.0 ±9.0"]
+    assert cells(text, "`ties`")[5:] == ["", "", ""], "was not tuned"
     order = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
     assert order == ["tsv", "average", "ties"], (
         "the best first; a row that lacks tasks is left out; so are old settings"
@@ -67,16 +85,89 @@ def test_references_and_the_choice_by_divergence(folder):
     (row,) = [x for x in evidence_table("references", table, folder).splitlines() if "vision-vits14" in x]
     assert "| 3 | 0 | 100 |" in row
     assert over_tasks([30, 20, 10], sign=True) in row
-    (row,) = [x for x in evidence_table("divergence", table, folder).splitlines() if "vision-vits14" in x]
-    assert "| 3 | 1.00 | `tsv` 69.0 | `tsv` 69.0 | +5.0 ±9.0 |" in row
+    (row,) = [x for x in evidence_table("choice", table, folder).splitlines() if "vision-vits14" in x]
+    assert "| 6 | 0.83 |" in row, "three rows at two scales"
+    assert row.endswith("| `tsv` 69.0 | 3.0 | `average` x 2 67.0 | 5.0 | `tsv` x 2 72.0 |"), (
+        "the first of those that validation cannot tell apart"
+    )
+
+
+def test_methods_that_need_data_are_no_candidates(folder):
+    scores = read_scores(folder / "vision-vits14.jsonl")
+    (group,) = groups(folder)
+    assert {c.name for c in group.candidates(0)} == {"average", "tsv", "ties"}
+    for score in scores:
+        score.detail["rule"] = "regmean" if score.method == "tsv" else score.method
+    write(folder, scores)
+    (group,) = groups(folder)
+    assert {c.name for c in group.candidates(0)} == {"average", "ties"}
 
 
 def test_seeds_are_averaged_before_tasks_are_compared(tmp_path):
     named = [(m, t, c) for m in ("average", "tsv") for t, c in zip(TASKS, ROWS[m], strict=True)]
     write(tmp_path, [line(m, t, c + 4 * seed, seed=seed) for seed in (0, 1) for m, t, c in named])
     (group,) = groups(tmp_path)
-    assert group.values("tsv") == {"a": 68, "b": 72, "c": 73}
+    assert group.points("tsv")[1] == {"a": 70, "b": 74, "c": 75}
     assert "+5.0 ±9.0" in evidence_table("methods_vision_full", table, tmp_path)
+
+
+def test_a_row_of_some_seeds_is_compared_in_those(tmp_path):
+    named = [(m, t, c) for m in ("average", "tsv") for t, c in zip(TASKS, ROWS[m], strict=True)]
+    scores = [line(m, t, c + 20 * seed, seed=seed) for seed in (0, 1) for m, t, c in named if (m, seed) != ("tsv", 1)]
+    write(tmp_path, scores)
+    found = cells(evidence_table("methods_vision_full", table, tmp_path), "`tsv`")
+    assert found[1:4] == ["0", over_tasks([66, 70, 71]), "+5.0 ±9.0"]
+
+
+def test_interval_over_seeds_and_tasks_is_that_of_the_two_way_table():
+    cells = {0: {"a": 1.0, "b": 4.0, "c": 2.5}, 1: {"a": 2.0, "b": 7.0, "c": 1.5}}
+    grand = mean(v for some in cells.values() for v in some.values())
+    seeds = 3 * variance(mean(some.values()) for some in cells.values())
+    tasks = 2 * variance(mean(some[k] for some in cells.values()) for k in TASKS)
+    total = sum((v - grand) ** 2 for some in cells.values() for v in some.values())
+    rest = (total - seeds * 1 - tasks * 2) / 2
+    assert tasks > tasks + seeds - rest, "here seeds add nothing, so that tasks alone decide"
+    found = interval(cells)
+    assert (found.mean, found.df) == pytest.approx((grand, 2))
+    assert found.half == pytest.approx(t.ppf(0.975, 2) * (tasks / 6) ** 0.5)
+
+
+def test_interval_with_both_sources_has_fewer_degrees_of_freedom_than_cells():
+    found = interval({s: {k: 10.0 * s + 3 * n + (s * n % 2) for n, k in enumerate(TASKS)} for s in (0, 1, 2)})
+    assert found.df < 4
+    assert found.half is not None
+    one_way = t.ppf(0.975, 8) * stdev(10.0 * s + 3 * n + (s * n % 2) for s in range(3) for n in range(3)) / 3
+    assert found.half > one_way, "cells that share a seed or a task are no independent draws"
+
+
+def test_interval_covers_the_mean_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    hits = 0
+    for _ in range(400):
+        a, b, e = generator.normal(size=3), generator.normal(size=7), generator.normal(size=(3, 7))
+        found = interval({s: {str(k): a[s] + b[k] + e[s, k] for k in range(7)} for s in range(3)})
+        hits += abs(found.mean) <= found.half
+    assert hits >= 0.92 * 400
+
+
+def test_a_single_value_has_no_interval():
+    assert interval({0: {"a": 2.0}}).text(sign=True) == "+2.0"
+    assert paired({0: {"a": 1.0}}, {1: {"a": 1.0}}) is None
+
+
+def test_lengths_and_rates_are_rows_and_subsets_columns(tmp_path):
+    about = {"suite": "text-minilm", "model": "BERT", "regime": "full", "seed": 0}
+    run = about | {"task": "mr", "rate": 1e-4, "correct": 8, "total": 10, "identity": 0.3, "change": 0.01}
+    rows = [run | {"steps": n, "tensor": "x.weight", "estimate": e} for n, e in ((64, 0.2), (8, 0.5))]
+    sweep_file(tmp_path, "text-minilm").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    text = evidence_table("sweep", table, tmp_path).splitlines()
+    assert text[-2:] == [
+        "| text-minilm, BERT, full, mr | 8 | 0.0001 | 80 | 0.50 | 0.30 | 100 % | 1.00 % |",
+        "| text-minilm, BERT, full, mr | 64 | 0.0001 | 80 | 0.20 | 0.30 | 0 % | 1.00 % |",
+    ]
+    rows = [about | {"method": "tsv", "experts": 2, "correct": c, "total": 10} for c in (5, 8)]
+    subset_file(tmp_path, "text-minilm").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert "| `tsv` | 65.0 |" in evidence_table("subsets", table, tmp_path)
 
 
 def test_what_was_not_run_is_said(folder):

@@ -79,6 +79,21 @@ def test_folders_of_images_name_the_classes_of_a_zero_shot_head(clip: Path, tmp_
         assert told["final"][0]["losses"][name] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
 
 
+def test_only_the_scale_is_chosen_by_folders_of_images(clip: Path, tmp_path: Path) -> None:
+    experts = [x for n in CLASSES for x in ("-e", str(clip / n))]
+    data = [x for n in CLASSES for x in ("--tune-scale", f"{n}={clip / n}-images")]
+    out = tmp_path / "scaled"
+    done = run(
+        ["merge", "-b", str(clip / "base"), *experts, *data, "-m", "tsv", "--dtype", "float32", "--out", str(out)]
+    )
+    assert done.code == 0, done.err
+    told = json.loads((tmp_path / "scaled.tune" / "tune.json").read_text())
+    for name in CLASSES:
+        p, q = (naive(clip, place, name)[1::2] for place in (clip / name, out))
+        wanted = float((p.exp() * (p - q)).sum(-1).mean())
+        assert told["final"][0]["losses"][name] == pytest.approx(wanted, rel=1e-3, abs=1e-7)
+
+
 def test_labels_of_the_folders_score_accuracy(clip: Path, tmp_path: Path) -> None:
     given = tmp_path / "names.txt"
     given.write_text("cat\ngrey_dog\nhen\n")

@@ -1,12 +1,52 @@
-"""Extract an adapter from a fine-tuned model."""
+"""Extract an adapter from a fine-tuned model: a merge of one expert, written as factors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from actmat.extracting import ExtractReport, ExtractSettings, extract_adapter
+from actmat.errors import RecipeError
+from actmat.experts.resolve import has_factors, open_base
+from actmat.notebook import usual_progress
+from actmat.progress import Progress
+from actmat.recipe import Recipe, make_recipe
+from actmat.run import MergeReport, run_recipes
+from actmat.settings import RunSettings
 
-__all__ = ["ExtractReport", "extract"]
+__all__ = ["ExtractReport", "extract", "extract_recipe", "extracted_rows"]
+
+LABEL = "model"
+"""Name of the fine-tuned model in plans and records."""
+
+
+@dataclass(frozen=True)
+class ExtractReport:
+    """Result of an extraction.
+
+    Args:
+        merge: the run, as of any other merge.
+        record: `relative_error`, `notes` and, for every tensor that was looked at, a row in `tensors`.
+    """
+
+    merge: MergeReport
+    record: Mapping[str, Any]
+
+    @property
+    def out(self) -> Path | str:
+        """Folder of the adapter, or its URL."""
+        return self.merge.out
+
+    @property
+    def was_finished(self) -> bool:
+        """True if an earlier call with the same inputs made it; it was only verified."""
+        return self.merge.was_finished
+
+    @property
+    def relative_error(self) -> float:
+        """`||D - B A||_F / ||D||_F` over all layers that are factored."""
+        return float(self.record["relative_error"])
 
 
 def extract(
@@ -18,20 +58,22 @@ def extract(
     energy: float | None = None,
     others: str = "save",
     dtype: str | None = None,
-    threads: int | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> ExtractReport:
     """Write the best low-rank approximation of `W - W_0` as a LoRA adapter for PEFT, layer by layer.
 
     Args:
         base: directory, file, hub id or URL of the checkpoint `W_0`.
-        model: likewise, of what was fine-tuned from it: a full checkpoint, or an adapter of any family.
-        out: directory to write; must not exist, or be empty.
+        model: likewise, of what was fine-tuned from it: a full checkpoint, or an adapter of any family but LoRA.
+        out: directory to write, or its URL; must not exist, or be empty, unless `overwrite`.
         rank: of every layer.
         energy: instead of a rank, the share of each layer's squared norm to keep, such as 0.99.
         others: changed tensors that LoRA cannot hold (norms, tables, convolutions, biases) are kept whole in the
             adapter (`save`), or left out (`leave`).
         dtype: of the adapter: float64, float32, bfloat16 or float16; default: the base's, tensor by tensor.
-        threads: layers at the same time; default: all cores.
+        progress: see `Progress`; None: a line in a notebook, nothing elsewhere.
+        settings: of the run (`threads`, `max_memory`, `overwrite`, `diagnose`, ...; see `settings.RunSettings`).
 
     Returns:
         The report, with the error of every layer in `record["tensors"]`.
@@ -39,5 +81,47 @@ def extract(
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
-    settings = ExtractSettings(rank, energy, others, dtype, threads)
-    return extract_adapter(str(base), str(model), Path(out), settings)
+    recipe = extract_recipe(base, model, out=out, rank=rank, energy=energy, others=others, dtype=dtype)
+    (report,) = run_recipes([recipe], RunSettings(**settings), progress or usual_progress())
+    return report_of(report)
+
+
+def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe:
+    """The recipe of an extraction; `fields`: those of `extract`.
+
+    Raises:
+        RecipeError: neither a rank nor an energy, or values out of their range; the model is LoRA already.
+    """
+    if (fields.get("rank") is None) == (fields.get("energy") is None):
+        raise RecipeError("Say how much of each delta is kept: either a rank (--rank 64) or a share of its squared "
+                          "norm (--energy 0.99).")  # fmt: skip
+    given = {name: str(value) if name == "out" else value for name, value in fields.items() if value is not None}
+    experts = [{"path": str(model), "name": LABEL}]
+    recipe = make_recipe({"base": str(base), "experts": experts, "method": "average", "to": "adapter", **given})
+    if recipe.rank is not None and has_factors(model):
+        raise RecipeError(f"{model} is a LoRA adapter: no base is needed to cut its rank. Fix: actmat merge -e {model} "
+                          f"--rank {recipe.rank} --out OUT")  # fmt: skip
+    with open_base(base) as opened:
+        if any(s.dtype == "float64" for s in opened.specs.values()):
+            recipe = recipe.model_copy(update={"compute_dtype": "float64"})
+    return recipe
+
+
+def report_of(report: MergeReport) -> ExtractReport:
+    """The report of a merge whose output is an extracted adapter, with its rows."""
+    manifest = report.manifest
+    notes, error = list(manifest["notes"]), manifest["output"]["relative_error"]
+    return ExtractReport(report, {"relative_error": error, "notes": notes, "tensors": extracted_rows(manifest)})
+
+
+def extracted_rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row per tensor of an extraction: `name`, `module`, `kind`, `reason`, and for factored ones rank and errors.
+
+    `kind`: factored, saved, left out, or unchanged.
+    """
+    rows = []
+    for row in manifest["modules"]:
+        same = row["unchanged"] or row["stats"].get("norm") == 0.0
+        kind, reason = ("unchanged", "the same as in the base") if same else (row["kind"], row["why"])
+        rows.append({"name": row["name"], "module": row["module"], "kind": kind, "reason": reason, **row["stats"]})
+    return rows

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from actmat.errors import RecipeError
-from actmat.extracted_merges import carry_out
 from actmat.notebook import usual_progress
 from actmat.plan import MergePlan
 from actmat.progress import Progress
 from actmat.recipe import Recipe, add_statistics, make_recipe
-from actmat.run import MergeReport, plan_recipe
+from actmat.run import MergeReport, plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
 __all__ = ["Location", "make_arguments", "merge", "plan"]
@@ -57,7 +56,7 @@ def merge(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     recipe, settings = make_arguments(base, experts, {"out": str(out), "method": method} | fields, weights, statistics)
-    return carry_out([recipe], settings, progress or usual_progress())[0]
+    return run_recipes([recipe], settings, progress or usual_progress())[0]
 
 
 def plan(

@@ -175,6 +175,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             An alias has a spec too.
         notes: remarks on what was read and what was left out, for plans.
         unused: stored tensors that are in no spec, such as scales of activations.
+        is_composed: made of checkpoints that have configs of their own, and are decoded by them.
         written_sidecars: name -> text of files that go into an output in place of copies, such as a new tokenizer's.
     """
 
@@ -184,6 +185,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    is_composed = False
     written_sidecars: Mapping[str, str] = MappingProxyType({})
 
     @property
@@ -195,6 +197,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def written_config(self) -> Mapping[str, Any] | None:
         """A `config.json` to be written in place of a copy of the folder's; None: the copy is right."""
         return None
+
+    @property
+    def written_configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """Path in an output -> config to be written there; a pipeline has one for each component that needs it."""
+        return {} if self.written_config is None else {"config.json": self.written_config}
 
     def scheme(self, name: str) -> str:
         """Layout of a tensor of codes, in words; empty for a tensor that is stored as it is read."""

@@ -54,8 +54,10 @@ def has_signs(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
 
 
 def _declared(config: Mapping[str, Any] | None) -> str:
-    """Name of the scheme that the config declares, of the whole model or of its text part; empty if none."""
-    for level in (config, (config or {}).get("text_config")):
+    """Name of the scheme that the config declares, of the whole, its text part or a component; empty if none."""
+    parts = (config or {}).get("components")
+    components = parts.values() if isinstance(parts, Mapping) else ()
+    for level in (config, (config or {}).get("text_config"), *components):
         found = level.get("quantization_config") if isinstance(level, Mapping) else None
         if isinstance(found, Mapping) and found:
             return str(found.get("quant_method") or found.get("quant_algo") or "no method named")

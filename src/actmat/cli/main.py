@@ -55,7 +55,7 @@ COMMANDS = {
 """Name of a command -> its module in `actmat.cli`, which has a function or a `typer.Typer` of the module's name; in the
 order of `actmat --help`."""
 
-FROM_RECIPES = frozenset({"merge", "average", "plan", "diagnose", "try", "tune", "add", "remove"})
+FROM_RECIPES = frozenset({"merge", "average", "plan", "diagnose", "try", "tune", "extract", "add", "remove"})
 """Commands whose flags come from the recipe's schema, which takes long to import: enough for their own help."""
 
 LONG = frozenset({"merge", "average", "try", "tune", "export", "extract", "add", "remove"})

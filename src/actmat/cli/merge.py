@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -72,12 +71,16 @@ def merge(
         reports = _merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet or json)
         _end(reports, strict=strict, json=json)
         return
-    from actmat.extracted_merges import carry_out, is_extracted
+    from actmat.api import run_recipes
 
     with _showing(recipes, quiet=quiet or json) as progress:
-        reports = carry_out(recipes, run, progress)
+        reports = run_recipes(recipes, run, progress)
     if not quiet and not json:
-        _print(reports, extracted=is_extracted(recipes[0]))
+        from actmat.cli.summary import print_summary
+
+        with optional_stdout("The merge is complete."):
+            for report in reports:
+                print_summary(report)
     _end(reports, strict=strict, json=json)
 
 
@@ -89,20 +92,6 @@ def _showing(recipes: Sequence[Recipe], *, quiet: bool) -> Iterator[MergeProgres
     to_hub = any(str(r.out).startswith("hf://") for r in recipes)
     with hub_bars(quiet=quiet) if to_hub else nullcontext(), showing_progress(quiet=quiet) as progress:
         yield progress
-
-
-def _print(reports: Sequence[MergeReport], *, extracted: bool) -> None:
-    """Say what was done; of adapters of full models, what was extracted."""
-    from actmat.cli.extract import print_extraction
-    from actmat.cli.summary import print_summary
-    from actmat.extracting import read_extraction
-
-    with optional_stdout("The merge is complete."):
-        for report in reports:
-            if extracted:
-                print_extraction(read_extraction(Path(report.out)))
-            else:
-                print_summary(report)
 
 
 def _end(reports: Sequence[MergeReport], *, strict: bool, json: bool) -> None:

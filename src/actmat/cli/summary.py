@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from actmat.report.totals import Norms
     from actmat.run import MergeReport
 
-__all__ = ["print_part", "print_plan", "print_size", "print_summary"]
+__all__ = ["print_extracted", "print_part", "print_plan", "print_size", "print_summary"]
 
+
+WORST = 3
+"""Layers of an extraction that are listed by name."""
 
 MOST_PATTERNS = 4
 """Patterns of names that are shown of one group."""
@@ -28,14 +31,15 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     from actmat.plan.adapter.notes import INDEPENDENT
     from actmat.report.words import action_counts, plan_traffic
 
-    to_adapter = plan.output == "adapter"
-    over = "adapters, into an adapter" if to_adapter else f"experts of {escape(plan.recipe.base)}"
+    from_adapters = plan.output == "adapter" and not plan.is_extracted
+    over = "adapters, into an adapter" if from_adapters else f"experts of {escape(plan.recipe.base)}"
+    over += ", extracted into an adapter" if plan.is_extracted else ""
     if plan.experts:
         console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {len(plan.experts)} {over}")
     else:
         console.print(f"copy of the layers {escape(plan.recipe.base)}")
     _print_items(plan, plan.items, plan.kept, full=full)
-    console.print(_ranks(plan) if to_adapter else escape(action_counts(plan)))
+    console.print(_ranks(plan) if from_adapters else escape(action_counts(plan)))
     console.print(plan_traffic(plan))
     if plan.device != "cpu":
         console.print(_devices(plan))
@@ -68,7 +72,7 @@ def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str]
     from actmat.cli.screen import console, escape, plain_table
     from actmat.report.words import item_groups
 
-    counted = "modules" if plan.output == "adapter" else "tensors"
+    counted = "modules" if plan.output == "adapter" and not plan.is_extracted else "tensors"
     if full:
         for item in items:  # line by line: a table of 100,000 rows would take gigabytes
             shape = "x".join(map(str, item.shape)) or "scalar"
@@ -119,8 +123,9 @@ def print_summary(report: MergeReport) -> None:
     from actmat.plan.adapter.notes import INDEPENDENT
 
     plan = report.plan
-    to_adapter = plan.output == "adapter"
-    of = "adapters into an adapter" if to_adapter else "experts"
+    from_adapters = plan.output == "adapter" and not plan.is_extracted
+    of = "adapters into an adapter" if from_adapters else "expert" + "s" * (len(plan.experts) > 1)
+    of += ", extracted into an adapter" if plan.is_extracted else ""
     what = f"{plan.recipe.method}; {len(plan.experts)} {of}" if plan.experts else "a stack of layers"
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
     if report.was_finished:
@@ -129,9 +134,13 @@ def print_summary(report: MergeReport) -> None:
             checked = "its files have their sizes ('actmat verify' reads them)"
         console.print(f"  is complete: an earlier run of the same command finished it; {checked}")
         return
-    for line in _adapter_lines(report) if to_adapter else _model_lines(report):
-        console.print(f"  {line}")
-    print_size(report.totals.norms, warn=report.diagnosis is None, muted=plan.recipe.mute)
+    if plan.is_extracted:
+        print_extracted(report)
+    else:
+        for line in _adapter_lines(report) if from_adapters else _model_lines(report):
+            console.print(f"  {line}")
+    if len(plan.experts) > 1 or not plan.is_extracted:
+        print_size(report.totals.norms, warn=report.diagnosis is None, muted=plan.recipe.mute)
     console.print(
         f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
         "all hashes in actmat_manifest.json"
@@ -139,12 +148,37 @@ def print_summary(report: MergeReport) -> None:
     for note in plan.notes:
         if INDEPENDENT not in note:  # the size is said above
             console.print(f"  note: {escape(note)}")
-    if not to_adapter and report.totals.nonfinite:
+    if not from_adapters and report.totals.nonfinite:
         console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     if report.diagnosis is not None:
         from actmat.cli.diagnosis import print_checks
 
         print_checks(report.diagnosis.checks)
+
+
+def print_extracted(report: MergeReport) -> None:
+    """Layers, ranks and errors of an adapter that was extracted, and what it holds besides them or lacks."""
+    from actmat.api.extracting import extracted_rows
+    from actmat.cli.screen import console, escape
+
+    rows = extracted_rows(report.manifest)
+    factored = [r for r in rows if r["kind"] == "factored"]
+    ranks = sorted({r["rank"] for r in factored})
+    shown = "none" if not ranks else str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    worst = sorted(factored, key=lambda r: -float(r["relative_error"]))[:WORST]
+    error = report.manifest["output"]["relative_error"]
+    console.print(f"  {len(factored)} layers of rank {shown}; relative error {error:.3g} over all layers"
+                  + ("; largest:" if worst else ""))  # fmt: skip
+    for row in worst:
+        console.print(f"    {row['relative_error']:.3g}  {escape(row['name'])}")
+    for kind, words in (("saved", "saved whole"), ("left out", "left out")):
+        found = [r for r in rows if r["kind"] == kind]
+        for reason in dict.fromkeys(r["reason"] for r in found):
+            names = [r["name"] for r in found if r["reason"] == reason]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            console.print(f"  {words}: {escape(names[0])}{more} ({escape(reason)})")
+    if same := sum(r["kind"] == "unchanged" for r in rows):
+        console.print(f"  {same} tensors are the same as in the base")
 
 
 def print_size(norms: Norms | None, *, warn: bool, muted: Sequence[str] = ()) -> None:

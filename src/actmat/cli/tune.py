@@ -100,13 +100,10 @@ class SearchFlags:
         """The data with the classes of the images, where the base compares images with texts."""
         from dataclasses import replace
 
-        from actmat.checkpoints.resolve import open_checkpoint
-        from actmat.statistics.data import class_names
+        from actmat.statistics.data import class_names, is_contrastive
 
         given = _named_classes(self.classes or (), list(sources))
-        with open_checkpoint(base) as checkpoint:
-            config = checkpoint.config or {}
-        if not {"text_config", "vision_config", "projection_dim"} <= config.keys():
+        if not is_contrastive(base):
             if given:
                 raise typer.BadParameter("--classes goes with models that compare images with texts, such as CLIP")
             return sources

@@ -47,7 +47,7 @@ def is_observation(observed: Mapping[str, Any]) -> bool:
 
 def storage_dtypes(plan: MergePlan) -> list[str]:
     """dtypes in which what is merged is stored: by the base, or by adapters."""
-    if plan.output == "model":
+    if plan.base is not None:
         return sorted({i.base_dtype for i in plan.items if i.call is not None})
     return sorted({s.dtype for i in plan.items for s in i.sources if s is not None})
 
@@ -59,14 +59,14 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
     observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
     measures = measures_from_json([m for o in observed.values() for m in o["measures"]])
     labels = plan.recipe.labels
-    source: Source = "adapters" if plan.output == "adapter" else "diagnose" if out is None else "merge"
+    source: Source = "adapters" if plan.base is None else "diagnose" if out is None else "merge"
     facts = Facts(
         labels=labels,
         tensors=rows,
         measures=measures,
         norms={n: {k: o[k] for k in NORM_FIELDS} for n, o in observed.items() if "norms" in o},
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
-        twins=_twins(plan, records) if plan.output == "model" else (),
+        twins=_twins(plan, records) if plan.base is not None else (),
     )
     recipe = plan.recipe
     measuring = math.fsum(o["seconds"] for o in observed.values())
@@ -86,7 +86,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         storage_dtypes=tuple(storage_dtypes(plan)),
         totals=Totals(
             tensors=len(names),
-            parameters=sum(i.numel for i in plan.items) if plan.output == "model" else sum(s.numel for s in plan.specs),
+            parameters=sum(i.numel for i in plan.items) if plan.base is not None else sum(s.numel for s in plan.specs),
             measured=len(measures),
             seconds=round(seconds, 3),
             peak_bytes=peak_memory(),
@@ -114,7 +114,7 @@ def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
     observed = record.observed if record is not None and item.tied_to is None else None
     call = item.call if item.is_observed else None
     role = str(item.layout.role)
-    if plan.output == "adapter":
+    if plan.base is None:
         role = "tensor" if item.factors is None else item.factors.kind
     norms = {k: observed[k] for k in NORM_FIELDS if k in observed} if observed else {}
     return TensorRow(

@@ -55,5 +55,8 @@ def merge_combined(task: Task, region: Region, base_raw: Tensor | StreamedBase, 
                 checked_finite(sum_S, task)
         if region.start + start + sum_S.numel() > task.merged_sample.wanted_from:
             task.merged_sample.add(region.start + start, sum_S, call.scale)
+        if task.factors is not None:
+            task.factors.add(region.start + start, sum_S, call.scale)
+            continue
         write_chunk(task, torch.add(chunk.base_S, sum_S, alpha=call.scale, out=sum_S), chunk.stored_KS[0], reader)
     return True

@@ -21,6 +21,7 @@ from actmat.checkpoints.base import CheckpointHandle, torch_dtype
 from actmat.checkpoints.codecs.base import CodedTensor
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
+from actmat.checkpoints.writing.spool import SpoolWriter
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.deltas import Deltas
 from actmat.engine.devices.device import open_devices
@@ -157,6 +158,9 @@ class Session:
             for plan, folder in zip(spec.plans, spec.outputs, strict=True):
                 if folder is None:
                     writers.append(NoWriter())
+                    continue
+                if plan.is_extracted:
+                    writers.append(SpoolWriter(folder, plan.shards[0].file, durable=synchronous, attached=True))
                     continue
                 attach: Literal["cached", "synchronous"] = "synchronous" if synchronous else "cached"
                 writer = ShardWriter(folder, plan.shards, durable=False, attach=attach)  # the driver syncs in the end

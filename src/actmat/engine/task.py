@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.codecs.base import CodedTensor
 from actmat.checkpoints.codecs.encode import EncodingSink
+from actmat.engine.extraction import DeltaFactors
 from actmat.engine.observer import Observer, Sink, SinkSource
 from actmat.engine.size import Sample
 from actmat.linalg.lapack import retry_stats
@@ -69,7 +71,22 @@ class Task:
         """Receives the bytes of the item's tensor, and of those tied to it."""
         if self.coding is not None:
             return EncodingSink(self.coding, {s.name: self.writer.sink(s.name) for s in self.item.outputs})
-        return self.writer.sink(self.item.name, self.item.aliases)
+        return self.writer.sink(*self._names)
+
+    @property
+    def _names(self) -> tuple[str, tuple[str, ...]]:
+        """Name of the tensor in the output, and of those that get the same bytes."""
+        if self.item.extraction is None:
+            return self.item.name, self.item.aliases
+        first, *others = (s.name for s in self.item.outputs)
+        return first, tuple(others)
+
+    @cached_property
+    def factors(self) -> DeltaFactors | None:
+        """Receives the merged delta of a tensor that is not written as one, but as factors or not at all."""
+        if self.item.extraction is None or self.item.extraction.kind == "saved":
+            return None
+        return DeltaFactors(self.item, torch_dtype(self.plan.recipe.compute_dtype), self.writer)
 
     @cached_property
     def merged_sample(self) -> Sample:
@@ -79,15 +96,20 @@ class Task:
     @property
     def hashes(self) -> Mapping[str, str]:
         """Content hash of every tensor of the output; all must be written."""
-        if isinstance(self.sink, EncodingSink):
+        if self.coding is not None and isinstance(self.sink, EncodingSink):
             return self.sink.hashes
-        return dict.fromkeys((self.item.name, *self.item.aliases), self.sink.digest)
+        if self.factors is not None:
+            return self.factors.hashes
+        digest, (name, aliases) = self.sink.digest, self._names
+        return dict.fromkeys((name, *aliases), digest)
 
     @property
     def written_stats(self) -> dict[str, Any]:
         """Report of the method, and the relative error of the codes that were written."""
-        if isinstance(self.sink, EncodingSink):
+        if self.coding is not None and isinstance(self.sink, EncodingSink):
             return self.stats | {"quantisation_error": self.sink.error}
+        if self.factors is not None:
+            return self.stats | self.factors.stats
         return self.stats
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.hashing import hash_names
 from actmat.engine.after import narrowed
 from actmat.engine.apply import apply_method, apply_to_factors, stage_key
 from actmat.engine.combine import merge_combined
@@ -208,8 +209,11 @@ def record_of(
     running: RunningSum | None = None,
 ) -> Record:
     """The record of a task whose bytes are all written; `running`: its running sum, where that is kept."""
+    began = time.perf_counter()
+    if task.factors is not None:
+        task.factors.finish()
     base_hash, expert_hashes = reader.hashes()
-    digest = task.sink.digest
+    digest = hash_names(task.hashes.items()) if task.factors is not None else task.sink.digest
     size = kept = None
     if running is not None:
         kept = running.finish(base_hash)
@@ -225,7 +229,7 @@ def record_of(
         stats=task.written_stats,
         unchanged=not (task.merges and changed),
         nonfinite=findings.count(task.item.name) if task.merges else 0,
-        seconds=seconds,
+        seconds=seconds + time.perf_counter() - began,
         observed=task.observer.finish() if task.observer is not None else None,
         size=size,
         unmoved=None if kept is None else kept.unmoved,

@@ -22,7 +22,15 @@ __all__ = ["check_range", "check_sign", "write_chunk", "write_region"]
 def write_region(
     task: Task, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
 ) -> None:
-    """`W_0 + scale * D*` in the output dtype, chunk by chunk; no delta at all keeps the base's bits."""
+    """`W_0 + scale * D*` in the output dtype, chunk by chunk; no delta at all keeps the base's bits.
+
+    Of a tensor that is written as factors, the merged delta is kept until all of it is there.
+    """
+    if task.factors is not None:
+        if delta is not None:
+            task.merged_sample.add(region.start, delta, task.call.scale)
+            task.factors.add(region.start, delta, task.call.scale)
+        return
     if delta is None:
         for low in range(0, base_raw.numel(), CHUNK):
             chunk = base_raw[low : low + CHUNK]

@@ -25,7 +25,15 @@ from actmat.layout.parts import component_configs, single_file_of
 __all__ = ["ConvertedExpert", "is_in_other_layout", "may_be_converted", "open_converted"]
 
 _OPEN_CLIP = ("conditioner.embedders.1.model.", "conditioner.embedders.0.model.", "cond_stage_model.model.")
-_CLIP = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer.")
+_TRANSFORMERS = (
+    "cond_stage_model.transformer.", "conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer.",
+    "text_encoders.clip_g.transformer.", "text_encoders.t5xxl.transformer.",
+)  # fmt: skip
+"""Prefixes below which a text encoder has the names of transformers."""
+_TABLES = ("token_embedding.weight", "shared.weight")
+"""Ends of the names of the token tables of CLIP and T5."""
+_COMPONENTS_OF = {"diffusion model": ("unet", "transformer"), "VAE": ("vae",), "text encoder": ("text_encoder",)}
+"""Word in the name of a single file's part -> beginnings of the names of components that may be it."""
 
 Rows = dict[str, TensorRows]
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -84,6 +92,14 @@ def open_converted(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool 
     forward = _folder_rows(single, folder)
     into_folder = base is folder
     rows = forward if into_folder else _inverted(forward, single.specs)
+    if unread := _unread(forward, single, folder):
+        raise CheckpointError(
+            f"{checkpoint.location}: is in another layout than the base ({base.location}), and diffusers' maps do not "
+            "convert all of it. Likely cause: sizes or variants of a model that its map is not for (that of Flux is "
+            "for a width of 3072). Fix: give checkpoints in one layout, or convert one with diffusers "
+            "(from_single_file, save_pretrained).",
+            unread,
+        )
     if not rows:
         raise CheckpointError(
             f"{checkpoint.location}: is in another layout than the base ({base.location}), and diffusers' maps convert "
@@ -108,7 +124,7 @@ def _folder_rows(single: Checkpoint, folder: Checkpoint) -> Rows:
     for component, config in configs.items():
         prefix = f"{component}." if component else ""
         own = {n.removeprefix(prefix): s for n, s in folder.specs.items() if n.startswith(prefix)}
-        for convert in _conversions(single, config, own):
+        for convert in _conversions(single, component, config, own):
             found = _fitting(_run(convert, single), own, single)
             if len(found) > len(own) // 2:
                 out |= {prefix + n: rows for n, rows in found.items()}
@@ -116,7 +132,30 @@ def _folder_rows(single: Checkpoint, folder: Checkpoint) -> Rows:
     return out
 
 
-def _conversions(single: Checkpoint, config: Mapping[str, Any], own: Mapping[str, TensorSpec]) -> Iterator[Convert]:
+def _unread(forward: Rows, single: Checkpoint, folder: Checkpoint) -> list[str]:
+    """One sentence for each component of the folder that nothing converts, though the file has a part like it."""
+    components = component_configs(folder.config)
+    kind = single_file_of(single.specs)
+    if components is None or kind is None:
+        return []
+    used = {r.name for rows in forward.values() for r in rows.ranges}
+    idle = {part: p for part, p in kind.parts.items() if not any(n.startswith(p) for n in used)}
+    out = []
+    for name in components:
+        if any(n.startswith(f"{name}.") for n in forward):
+            continue
+        alike = [f"{p}* ({part})" for part, p in idle.items() if _may_be(part, name)]
+        out += [f"component '{name}' would not be converted, and the file has {', '.join(alike)}"] if alike else []
+    return out
+
+
+def _may_be(part: str, component: str) -> bool:
+    return any(word in part and component.startswith(starts) for word, starts in _COMPONENTS_OF.items())
+
+
+def _conversions(
+    single: Checkpoint, component: str, config: Mapping[str, Any], own: Mapping[str, TensorSpec]
+) -> Iterator[Convert]:
     """Functions of diffusers that may give a component of this config, on stand-ins of the single file."""
     try:
         from diffusers.loaders import single_file_utils as utils
@@ -131,16 +170,18 @@ def _conversions(single: Checkpoint, config: Mapping[str, Any], own: Mapping[str
         convert = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
         yield partial(_by_keywords, convert, dict(config))
         return
-    if not any(n.endswith("token_embedding.weight") for n in own):
+    width = next((s.shape[1] for n, s in own.items() if n.endswith(_TABLES) and len(s.shape) == 2), None)
+    if width is None:
         return
-    width = next(s.shape[1] for n, s in own.items() if n.endswith("token_embedding.weight"))
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=width))
-    for prefix in _CLIP:
+    found: list[Convert] = []
+    for prefix in _TRANSFORMERS:
         if any(n.startswith(prefix) for n in single.specs):
-            yield partial(_clip, utils.convert_ldm_clip_checkpoint, prefix)
+            found.append(partial(_inside, utils.convert_ldm_clip_checkpoint, prefix))
     for prefix in _OPEN_CLIP:
         if any(n.startswith(prefix) for n in single.specs):
-            yield partial(utils.convert_open_clip_checkpoint, model, prefix=prefix)
+            found.append(partial(utils.convert_open_clip_checkpoint, model, prefix=prefix))
+    yield from found if component in ("", "text_encoder") else reversed(found)  # the second encoder is a later part
 
 
 def _by_keywords(convert: Any, config: dict[str, Any], standins: dict[str, Tensor]) -> Mapping[str, Tensor]:
@@ -148,7 +189,7 @@ def _by_keywords(convert: Any, config: dict[str, Any], standins: dict[str, Tenso
     return found
 
 
-def _clip(convert: Any, prefix: str, standins: dict[str, Tensor]) -> Mapping[str, Tensor]:
+def _inside(convert: Any, prefix: str, standins: dict[str, Tensor]) -> Mapping[str, Tensor]:
     """Only the tensors below the prefix: the function takes those of every prefix that it knows."""
     inside = {n: t for n, t in standins.items() if n.startswith(prefix)}
     found: Mapping[str, Tensor] = convert(inside, remove_prefix=prefix)

@@ -9,6 +9,7 @@ from typing import Any
 from actmat.checkpoints.base import Checkpoint
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
+from actmat.experts.changes.adalora import ADALORA
 from actmat.experts.changes.base import Reader
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.changes.ia3 import IA3
@@ -24,7 +25,7 @@ from actmat.experts.lora.open import is_adapter, open_adapter
 
 __all__ = ["LORA_FILE", "PEFT", "READERS", "reader_of"]
 
-READERS: tuple[Reader, ...] = (DORA, RESIDUAL, LORA_TOKENS, TOKENS, LOHA, LOKR, IA3, VERA, OFT)
+READERS: tuple[Reader, ...] = (DORA, RESIDUAL, LORA_TOKENS, TOKENS, LOHA, LOKR, IA3, VERA, OFT, ADALORA)
 """Families that are no plain LoRA; the first that claims a config reads the adapter."""
 
 
@@ -62,8 +63,8 @@ def _without_factors(adapter: Adapter, reader: Reader) -> Adapter:
     """The adapter with one problem: why no adapter can be merged from it."""
     problem = (
         f"an adapter of the family {reader.name} has no factors that an adapter could be merged from: "
-        f"{reader.why_no_factors}. Give the base and write a model (--base ..., --to model), of which 'actmat extract' "
-        "makes an adapter"
+        f"{reader.why_no_factors}. Give the base and write a model (--base ..., --to model), or with --to adapter one "
+        "that is extracted: exact for VeRA, PiSSA, OLoRA and AdaLoRA, else with --rank or --energy ('actmat extract')"
     )
     return adapter.with_problems((problem,))
 

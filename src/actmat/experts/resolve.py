@@ -20,9 +20,9 @@ from actmat.experts.diffusion import is_in_other_layout, open_converted
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, unmerged_problem
 from actmat.experts.lora.open import open_adapter as open_peft_adapter
-from actmat.experts.peft import LORA_FILE, PEFT
+from actmat.experts.peft import LORA_FILE, PEFT, reader_of
 
-__all__ = ["FAMILIES", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
+__all__ = ["FAMILIES", "has_factors", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
 
 FAMILIES: tuple[Family, ...] = (PEFT, LORA_FILE)
 """The known families of adapters; the first that claims a location opens it."""
@@ -31,6 +31,17 @@ FAMILIES: tuple[Family, ...] = (PEFT, LORA_FILE)
 def is_adapter(location: str | Path) -> bool:
     """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
     return _family(location) is not None
+
+
+def has_factors(location: str | Path) -> bool:
+    """True where an adapter is whose deltas are stored as factors, from which an adapter is merged without its base."""
+    if not is_adapter(location):
+        return False
+    try:
+        with open_adapter(location) as adapter:
+            return is_lora_file(location) or reader_of(adapter.config.fields) is None
+    except CheckpointError:
+        return True  # opening it as an expert will say why
 
 
 def open_adapter(location: str | Path) -> Adapter:

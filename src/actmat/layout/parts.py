@@ -40,6 +40,8 @@ _KINDS = (
     ("*double_blocks.0.img_attn.qkv.weight", "Flux"),
     ("*blocks.0.cross_attn.norm_k.weight", "Wan"),
     ("*input_blocks.0.0.weight", "UNet of latent diffusion"),
+    ("encoder.middle.0.residual.0.gamma", "VAE of Wan"),
+    ("encoder.mid.block_1.norm1.weight", "VAE of latent diffusion"),
 )
 """A name that only this kind of file has (a star: also below the diffusion model's prefix); the first there counts."""
 

@@ -15,6 +15,7 @@ from actmat.experts.base import Expert
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import get_method
 from actmat.methods.user import is_user_method, user_method_hash
+from actmat.plan.adapter.extraction import has_ranks, plan_extraction
 from actmat.plan.adapter.modules import plan_modules
 from actmat.plan.left_out import files_left_out, left_out_note
 from actmat.plan.model import InputSummary, Item, MergePlan
@@ -37,7 +38,7 @@ def build_plan(
     statistics: ExpertStatistics | None = None,
     base_config: Mapping[str, Any] | None = None,
 ) -> MergePlan:
-    """The plan of a merged model, or of a merged adapter where no base is given.
+    """The plan of a merged model, of an adapter that is extracted, or of merged adapters where no base is given.
 
     Args:
         recipe: what is wanted.
@@ -51,19 +52,19 @@ def build_plan(
         AlignmentError: the inputs do not fit together or the recipe does not fit them; carries all problems.
     """
     statistics = statistics or ExpertStatistics.none(recipe.labels)
-    if base is not None:
-        draft = plan_tensors(recipe, base, experts, statistics, room)
-    else:
+    is_extracted = base is not None and recipe.to in ("adapter", "peft") and has_ranks(recipe, experts)
+    if base is None:
         draft = plan_modules(recipe, _adapters(experts), base_config, statistics)
-    left_out = files_left_out(recipe, base, experts)
-    ignored = draft.ignored or ((),) * len(experts)
+    elif is_extracted:
+        draft, room = plan_extraction(recipe, base, experts, statistics), HOST
+    else:
+        draft = plan_tensors(recipe, base, experts, statistics, room)
+    left_out = {} if is_extracted else files_left_out(recipe, base, experts)
     return MergePlan(
         recipe=recipe,
-        output="adapter" if base is None else "model",
+        output="adapter" if base is None or is_extracted else "model",
         base=None if base is None else _summary("base", base, "model"),
-        experts=tuple(
-            _summary(label, e, e.kind, names) for label, e, names in zip(recipe.labels, experts, ignored, strict=True)
-        ),
+        experts=_expert_summaries(recipe.labels, experts, draft.ignored),
         items=draft.items,
         specs=draft.specs,
         max_shard_bytes=draft.max_shard_bytes,
@@ -125,6 +126,14 @@ def versions_of(items: Sequence[Item]) -> dict[str, str]:
     own = {i.call.method for i in items if i.call is not None and is_user_method(i.call.method)}
     versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return versions | {name: user_method_hash(name) for name in sorted(own)}
+
+
+def _expert_summaries(
+    labels: Sequence[str], experts: Sequence[Expert], ignored: Sequence[tuple[str, ...]]
+) -> tuple[InputSummary, ...]:
+    """One per expert, with the tensors of it that are not merged, if any are listed."""
+    listed = ignored or ((),) * len(experts)
+    return tuple(_summary(n, e, e.kind, i) for n, e, i in zip(labels, experts, listed, strict=True))
 
 
 def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[str, ...] = ()) -> InputSummary:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from actmat.methods.post import PostStep, Step, get_step
 from actmat.methods.spaces import Space
+from actmat.plan.forms import Plain
 
-__all__ = ["MethodCall", "Plain", "PostCall"]
-
-
-class Plain:
-    """Data that is read back from JSON: a field that is not known is a mistake."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+__all__ = ["MethodCall", "PostCall"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,18 @@ from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import RecipeError, format_size
 from actmat.experts.base import Source
-from actmat.experts.lora.modules import ModuleKind
 from actmat.foreign import html_table, terminal
-from actmat.layout.types import Block, TensorLayout
+from actmat.layout.types import TensorLayout
 from actmat.plan.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
-from actmat.plan.method_call import MethodCall, Plain, PostCall
+from actmat.plan.forms import Extraction, FactorPlan, Plain
+from actmat.plan.method_call import MethodCall, PostCall
 from actmat.recipe import Recipe
 
 __all__ = [
     "SUMS",
     "Action",
     "Cost",
+    "Extraction",
     "FactorPlan",
     "Form",
     "InputSummary",
@@ -80,32 +81,6 @@ class Cost(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class FactorPlan(Plain):
-    """Layout of a merged delta that is written as a pair of factors.
-
-    Args:
-        kind, kernel: see `experts.lora.modules.AdapterModule`.
-        shape: of the tensor that the delta belongs to, as a model stores it; `tensor` is its name.
-        transposed: whether it is stored as `I O`.
-        ranks: rank in each expert; 0 where an expert has no delta for the module.
-        exact_rank: rank that holds every merged delta exactly; `rank`: what is written.
-        blocks: rows of packed maps that are merged one by one.
-        grams: per logical matrix (block), the key of each expert's Gram; empty for methods that need none.
-    """
-
-    kind: ModuleKind
-    tensor: str
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-    exact_rank: int
-    rank: int
-    transposed: bool = False
-    kernel: tuple[int, ...] = ()
-    blocks: tuple[Block, ...] = ()
-    grams: tuple[tuple[str, ...], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Item(Plain):
     """One logical output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
 
@@ -125,6 +100,7 @@ class Item(Plain):
         factors: how A and B are written, for a module.
         cost: traffic, operations and memory.
         encoding: layout of codes in which the tensor is written, in words; empty: as floats.
+        extraction: of an adapter that is extracted, the form in which it holds the tensor.
         sums: what is kept of the experts' deltas beside the output: their weighted sum, and the sum of the sampled
             entries (`engine.size`); empty: nothing.
     """
@@ -146,6 +122,7 @@ class Item(Plain):
     cost: Cost = Cost()
     encoding: str = ""
     sums: tuple[TensorSpec, ...] = ()
+    extraction: Extraction | None = None
 
     @property
     def numel(self) -> int:
@@ -161,7 +138,7 @@ class Item(Plain):
     @property
     def out_dtype(self) -> str:
         """dtype of what is written, or of what is read of it where it is written as codes."""
-        return self.base_dtype if self.encoding else self.outputs[0].dtype
+        return self.base_dtype if self.encoding or not self.outputs else self.outputs[0].dtype
 
     @property
     def write_dtype(self) -> str:
@@ -170,7 +147,9 @@ class Item(Plain):
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Tied tensors that are written with the same bytes."""
+        """Tied tensors that are written with the same bytes; of an adapter that is extracted, those of the base."""
+        if self.extraction is not None:
+            return self.extraction.tied
         return () if self.factors is not None or self.encoding else tuple(s.name for s in self.outputs[1:])
 
     @property
@@ -222,7 +201,7 @@ class MergePlan(Plain):
     Args:
         recipe: what is wanted.
         output: what is written.
-        base: the checkpoint that deltas are added to; None where the output is made of deltas only.
+        base: the checkpoint that deltas are added to, or are extracted from; None where only adapters are read.
         experts: in the recipe's order.
         items: in the order of reading.
         specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
@@ -303,8 +282,13 @@ class MergePlan(Plain):
 
     @property
     def modules(self) -> tuple[Item, ...]:
-        """Items that are written as factors."""
+        """Items of a merge of adapters that are written as factors."""
         return tuple(i for i in self.items if i.factors is not None)
+
+    @property
+    def is_extracted(self) -> bool:
+        """True if an adapter is extracted from what is merged into a base; its tensors are known when it is done."""
+        return self.output == "adapter" and self.base is not None
 
     @property
     def inputs(self) -> tuple[InputSummary, ...]:
@@ -314,7 +298,7 @@ class MergePlan(Plain):
     @property
     def read_bytes(self) -> int:
         """Bytes to read from all inputs."""
-        if self.output == "adapter":  # adapters are read whole, to be hashed
+        if self.output == "adapter" and not self.is_extracted:  # adapters are read whole, to be hashed
             return sum(e.nbytes for e in self.experts)
         return sum(i.cost.read_bytes for i in self.items)
 

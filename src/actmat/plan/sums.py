@@ -48,6 +48,7 @@ def sum_problems(recipe: Recipe, items: Sequence[Item], room: DeviceRoom) -> lis
         "vocabulary": (recipe.vocabulary is not None, "a further expert may bring tokens"),
         "allow_nonfinite": (recipe.allow_nonfinite, "what counts as unchanged depends on all experts"),
         "files_from": (recipe.files_of != "base", "files are copied from an expert"),
+        "to": (recipe.to not in (None, "model"), "an adapter is written"),
         "device": (room.device != "cpu", "sums of a device have other last bits"),
     }
     problems = [f"keep_sums: drop '{name}': {reason}" for name, (is_given, reason) in fields.items() if is_given]

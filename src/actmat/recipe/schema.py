@@ -314,6 +314,16 @@ class Recipe(Strict):
     rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
         default=None, description="rank of the merged adapter, truncated optimally; default: what is exact"
     )
+    energy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Flag()] = Field(
+        default=None,
+        description="of an adapter that is extracted from full models: share of the squared norm of each layer's delta "
+        "to keep, such as 0.99, in place of a rank",
+    )
+    others: Annotated[Literal["save", "leave"], Flag()] = Field(
+        default="save",
+        description="changed tensors that the factors of an extracted adapter cannot hold (norms, tables): 'save' them "
+        "whole in it, or 'leave' them out",
+    )
     ranks: Annotated[Literal["uniform", "pattern"], Flag()] = Field(
         default="uniform",
         description="ranks of the merged adapter: with 'uniform', zeros fill up to one rank; with 'pattern', each "

@@ -94,8 +94,13 @@ def _of_adapter(plan: MergePlan) -> tuple[dict[str, Any], str, str, str]:
         base = {"base_model": plan.adapter_config["base_model_name_or_path"], "base_model_relation": "adapter"}
         head = base | head | {"library_name": "peft"}
     table = f"| adapter | from | weight |\n|---|---|---|\n{_expert_rows(recipe)}"
-    top = max((m.pair.rank for m in plan.modules), default=0)
-    done = f"{len(plan.modules)} modules of rank up to {top}, scaling 1."
+    ranks = [m.pair.rank for m in plan.modules]
+    ranks += [e.rank or 0 for i in plan.items if i.outputs and (e := i.extraction) and e.kind == "factored"]
+    done = f"{len(ranks)} modules of rank up to {max(ranks, default=0)}, scaling 1."
+    if plan.is_extracted:
+        rows = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n"
+        title = f"Adapter extracted from {len(recipe.experts)} expert(s) merged with {markdown(recipe.method)}"
+        return head, title, f"{rows}{_expert_rows(recipe)}", done
     return head, f"Merge of {len(recipe.experts)} adapters with {markdown(recipe.method)}", table, done
 
 

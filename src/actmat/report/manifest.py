@@ -73,7 +73,7 @@ def build_manifest(
     output |= {"relative_error": total_error(records)} if is_adapter else copied
     adapter: dict[str, Any] = {}
     if is_adapter:
-        modules = Rows(lambda: (_module_row(item) | {"stats": records[item.name].stats} for item in plan.items))
+        modules = Rows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
         adapter = {"kept": dict(plan.kept), "modules": modules}
     return {
         "actmat_manifest": FORMAT,
@@ -82,8 +82,8 @@ def build_manifest(
         "versions": dict(plan.versions),
         **({} if is_adapter else {"device": plan.device, "family": plan.family}),
         "hash": HASH_NAME,
-        "base": None if plan.base is None or contents is None else _input(plan.base, out) | {"content": contents.base},
-        "experts": [_expert(plan.experts[t], read[t], e, out) for t, e in enumerate(experts)],
+        "base": _base(plan, records, None if contents is None else contents.base, out),
+        "experts": [_expert(plan, t, read[t], _hashes(plan, records, experts, t), out) for t in range(len(experts))],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
         "notes": list(plan.notes),
@@ -152,6 +152,12 @@ def _module_row(item: Item) -> dict[str, Any]:
     """The plan of one module of an adapter, or of a tensor trained in full."""
     done = {"action": item.action, "reason": item.reason}
     outputs, factors = [s.name for s in item.outputs], item.factors
+    if item.extraction is not None:
+        found = item.extraction
+        kind = {"kind": found.kind, "module": found.module, "why": found.reason}
+        ranks = {} if found.rank is None or not outputs else {"rank": found.rank}
+        row = {"name": item.name, "shape": list(item.shape), **kind, **ranks, **done, "outputs": outputs}
+        return row | (item.call.to_json() if item.call is not None else {})
     if factors is None:
         return {"name": item.name, "shape": list(item.shape), **done, "outputs": outputs}
     assert item.call is not None
@@ -170,15 +176,48 @@ def _module_row(item: Item) -> dict[str, Any]:
     }
 
 
+def _measured(item: Item, record: Record) -> dict[str, Any]:
+    """The record of a module; of an extraction also whether any expert changes the tensor, and NaN or Inf."""
+    if item.extraction is None:
+        return {"stats": record.stats}
+    more = {} if record.size is None else {"size": dict(record.size)}
+    return {"stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite} | more
+
+
 def _written_tensors(plan: MergePlan, records: Mapping[str, Record]) -> list[dict[str, Any]]:
     """Tensors of an adapter as written."""
     hashes = {name: digest for r in records.values() for name, digest in r.hashes.items()}
     return [{"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "hash": hashes[s.name]} for s in plan.specs]
 
 
-def _expert(summary: InputSummary, content: str | None, expert: Expert, out: Path | None) -> dict[str, Any]:
-    """One expert; `content`: hash over its tensors that were read for a model."""
-    row, hashes = _input(summary, out), expert.hashes()
+def _base(
+    plan: MergePlan, records: Mapping[str, Record], content: str | None, out: Path | None
+) -> dict[str, Any] | None:
+    """The base; of an extraction with the hashes of its tensors, which are not those of the output."""
+    if plan.base is None:
+        return None
+    row = _input(plan.base, out)
+    if not plan.is_extracted:
+        return row | {"content": content}
+    hashes = {i.name: records[i.name].base_hash for i in plan.items}
+    return row | {"content": hash_names(hashes.items()), "hashes": hashes}
+
+
+def _hashes(
+    plan: MergePlan, records: Mapping[str, Record], experts: Sequence[Expert], t: int
+) -> Mapping[str, str] | None:
+    """Stored name -> hash of all that an adapter holds, or that an extraction read; None for other full experts."""
+    if not plan.is_extracted or plan.experts[t].kind != "model":
+        return experts[t].hashes()
+    found = [(i.sources[t], records[i.name]) for i in plan.items]
+    return {s.name: r.expert_hashes[t] for s, r in found if s is not None}
+
+
+def _expert(
+    plan: MergePlan, t: int, content: str | None, hashes: Mapping[str, str] | None, out: Path | None
+) -> dict[str, Any]:
+    """One expert; `content`: hash over its tensors that were read for a model; `hashes`: of all that were read."""
+    row = _input(plan.experts[t], out)
     if content is not None:
         row["content"] = content
     if hashes is not None:  # its tensors are not those of the output: all are checked

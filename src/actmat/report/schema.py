@@ -150,7 +150,7 @@ class _Model(_Manifest):
 
 class _Adapter(_Manifest):
     kind: Literal["adapter"]
-    base: None
+    base: _Input | None
     modules: list[_Item]
     tensors: list[_AdapterTensor]
 
@@ -195,8 +195,9 @@ def _contradictions(manifest: _Model | _Adapter) -> Iterator[str]:
         if isinstance(item, _ModelTensor):
             yield from (f"{place}: {p}" for p in _input_problems(item, labels))
     if isinstance(manifest, _Adapter):
-        missing = [e.name for e in manifest.experts if e.hashes is None]
-        yield from (f"experts: the hashes of {_shown(n)} are missing" for n in missing)
+        inputs = [*manifest.experts, *([] if manifest.base is None else [manifest.base])]
+        missing = [e.name for e in inputs if e.hashes is None]
+        yield from (f"inputs: the hashes of {_shown(n)} are missing" for n in missing)
 
 
 def _input_problems(row: _ModelTensor, labels: list[str]) -> Iterator[str]:

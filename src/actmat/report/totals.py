@@ -59,7 +59,8 @@ def sum_records(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
         stats = record.stats if plan.output == "adapter" else {}
         if "error_norm" in stats:
             errors.append((stats["error_norm"] ** 2, stats["norm"] ** 2))
-        size = record.size if plan.output == "model" else stats if "norm" in stats else None
+        by_sample = plan.output == "model" or plan.is_extracted
+        size = record.size if by_sample else stats if "norm" in stats else None
         if size is not None:
             squares.append([x**2 for x in (size["norm"], size["sum_norm"], *size["expert_norms"])])
     return Totals(unchanged, nonfinite, _relative(errors), _norms(squares) if squares else None)

@@ -115,7 +115,7 @@ def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict
     found = [(e["name"], input_location(e, out), expert_hashes(manifest, e["name"])) for e in manifest["experts"]]
     if manifest["base"] is None:
         return found
-    base = {r["name"]: r["input_hashes"]["base"] for r in manifest["tensors"]}
+    base = _read_from_base(manifest)
     return [("base", input_location(manifest["base"], out), base), *found]
 
 
@@ -143,11 +143,17 @@ def _edits(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield "the manifest was edited: its tensors do not add up to its content hash of the output"
     inputs = [(e["name"], e, _read_from(manifest, t)) for t, e in enumerate(manifest["experts"])]
     if manifest["base"] is not None:
-        base = [(r["name"], r["input_hashes"]["base"]) for r in manifest["tensors"]]
-        inputs.insert(0, ("base", manifest["base"], base))
+        inputs.insert(0, ("base", manifest["base"], list(_read_from_base(manifest).items())))
     for label, entry, pairs in inputs:
         if hash_names(pairs) != entry["content"]:
             yield f"the manifest was edited: the hashes of input '{label}' do not add up to its content hash"
+
+
+def _read_from_base(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Name and hash of all tensors that were read from the base."""
+    if manifest["base"].get("hashes") is not None:
+        return dict(manifest["base"]["hashes"])
+    return {r["name"]: r["input_hashes"]["base"] for r in manifest["tensors"]}
 
 
 def _read_from(manifest: Mapping[str, Any], t: int) -> list[tuple[str, str]]:

@@ -56,8 +56,9 @@ def action_counts(plan: MergePlan) -> str:
 
 def plan_traffic(plan: MergePlan) -> str:
     """Bytes to read and to write, and the peak of memory."""
+    most = "at most " if plan.is_extracted else ""
     files = "" if plan.output == "adapter" else f" in {len(plan.shards)} file(s)"
     return (
-        f"read {format_size(plan.read_bytes)}, write {format_size(plan.write_bytes)}{files}; peak memory "
+        f"read {format_size(plan.read_bytes)}, write {most}{format_size(plan.write_bytes)}{files}; peak memory "
         f"{format_size(plan.peak_bytes(1))} with one worker, {format_size(plan.peak_bytes(2))} with two"
     )

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError, did_you_mean
 from actmat.foreign import in_brief, in_one_line
 from actmat.statistics.models import Loaded, extra
 
-__all__ = ["TEMPLATE", "DataOptions", "check_data", "class_names", "class_prompts", "make_batches"]
+__all__ = ["TEMPLATE", "DataOptions", "check_data", "class_names", "class_prompts", "is_contrastive", "make_batches"]
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -84,6 +85,12 @@ def make_batches(
     device = next(loaded.model.parameters()).device
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
+
+
+def is_contrastive(base: str | Path) -> bool:
+    """True for a checkpoint whose config is of a model that compares images with texts, such as CLIP."""
+    with open_checkpoint(base) as checkpoint:
+        return {"text_config", "vision_config", "projection_dim"} <= (checkpoint.config or {}).keys()
 
 
 def class_names(location: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from actmat.api.agreement import SAMPLES
 from actmat.api.merging import Location, make_arguments
 from actmat.recipe import Recipe
 from actmat.settings import RunSettings
-from actmat.statistics.data import DataOptions
+from actmat.statistics.data import DataOptions, class_names, is_contrastive
 from actmat.tune.report import TuneReport
 from actmat.tune.search import parse_budget
 from actmat.tune.settings import TuneProgress, TuneSettings, usual_tune_progress
@@ -130,8 +130,16 @@ def _arguments(
 
 
 def usual_inputs(recipe: Recipe, data: Data) -> dict[str, TuneData]:
-    """Expert -> its data; of a location, as many inputs as are usual."""
+    """Expert -> its data; of a location, as many inputs as are usual.
+
+    Folders of images have their classes by name where the base compares images with texts.
+    """
     given: Mapping[str, TuneData] = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
-    return {
-        label: DataOptions(str(d), max_samples=_MOST) if isinstance(d, str | Path) else d for label, d in given.items()
+    places = {label: str(d) for label, d in given.items() if isinstance(d, str | Path)}
+    classes = {label: class_names(place) for label, place in places.items()}
+    named = any(classes.values()) and recipe.base is not None and is_contrastive(recipe.base)
+    read = {
+        label: DataOptions(place, max_samples=_MOST, classes=classes[label] if named else ())
+        for label, place in places.items()
     }
+    return {label: read.get(label, d) for label, d in given.items()}

@@ -18,12 +18,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from actmat.errors import MergeError
-from actmat.extracted_merges import carry_out
 from actmat.plan import MergePlan
 from actmat.report.comparison import compare
 from actmat.report.html import write_html
 from actmat.report.html.comparison import write_comparison
-from actmat.run import diagnose_recipe
+from actmat.run import diagnose_recipe, run_recipes
 from actmat.ui.form import recipe_of, settings_of
 
 __all__ = ["main"]
@@ -71,7 +70,7 @@ class _Telling:
 
 
 def _merge(job: Mapping[str, Any], tell: Tell) -> None:
-    (report,) = carry_out([recipe_of(job["form"])], settings_of(job["form"]), _Telling(tell))
+    (report,) = run_recipes([recipe_of(job["form"])], settings_of(job["form"]), _Telling(tell))
     page = Path(report.out) / "report.html"
     found = None if report.diagnosis is None else len(report.diagnosis.issues)
     tell(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
@@ -14,10 +18,14 @@ from actmat.methods.adamerging import AdamState, adam_step, entropy
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, collect, open_statistics
+from actmat.statistics.binding import bind
+from actmat.statistics.collect import Collected, measured
 from actmat.statistics.combine import join_statistics
 from actmat.statistics.data import DataOptions, make_batches
+from actmat.statistics.kinds.base import Run
 from actmat.statistics.kinds.gram import BLOCK, unpack
 from actmat.statistics.models import load_model
+from actmat.statistics.settings import Settings
 
 __all__ = [
     "BLOCK",
@@ -32,6 +40,7 @@ __all__ = [
     "adam_step",
     "check_device",
     "collect",
+    "collect_unbound",
     "entropy",
     "get_method",
     "in_one_line",
@@ -47,3 +56,8 @@ __all__ = [
     "tensor_specs",
     "unpack",
 ]
+
+
+def collect_unbound(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Collected:
+    """Gram matrices of a model that no checkpoint holds, under its own names."""
+    return measured(Run(model, bind(model, None), Settings()), batches)

@@ -9,6 +9,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.base import Claims, Codec, Headers, float_dtype, quantisation_config
 from actmat.checkpoints.codecs.bitsandbytes import BITSANDBYTES
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.fp4 import FP4
 from actmat.checkpoints.codecs.gptq import GPTQ
 from actmat.checkpoints.codecs.mxfp4 import MXFP4
 from actmat.checkpoints.codecs.packed import PACKED
@@ -18,19 +19,21 @@ from actmat.errors import CheckpointError
 
 __all__ = ["CODECS", "decoded"]
 
-CODECS: tuple[Codec, ...] = (SCALED, PACKED, MXFP4, BITSANDBYTES, GPTQ)
+CODECS: tuple[Codec, ...] = (SCALED, PACKED, FP4, MXFP4, BITSANDBYTES, GPTQ)
 """Every codec. Each claims tensors that no other claims."""
 
 
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with its quantised tensors as floats; itself where no codec knows any of them.
 
+    A checkpoint of several models (`is_composed`) has decoded each of them by its own config.
+
     Tensors that look quantised and that no codec knows stay as they are stored: plans refuse them.
 
     Raises:
         CheckpointError: a layout that a codec knows, and that is damaged or turned; names every tensor.
     """
-    if not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
+    if checkpoint.is_composed or not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
         return checkpoint
     try:
         config = checkpoint.config

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.dcp.checkpoint import DCP
+from actmat.checkpoints.formats.dcp.ranks import RANK_SHARDS
 from actmat.checkpoints.formats.deepspeed import DEEPSPEED
 from actmat.checkpoints.formats.gguf.file import GGUF
 from actmat.checkpoints.formats.pipelines import PIPELINES
@@ -21,7 +22,7 @@ __all__ = ["FORMATS", "find_format", "format_named"]
 STEP = re.compile(r"(checkpoint|step|iter|global_step)[-_]?\d+")
 """Folders of the checkpoints of a training run."""
 
-FORMATS: tuple[Format, ...] = (PIPELINES, SAFETENSORS, DCP, DEEPSPEED, TORCH_FILES, GGUF)
+FORMATS: tuple[Format, ...] = (PIPELINES, RANK_SHARDS, SAFETENSORS, DCP, DEEPSPEED, TORCH_FILES, GGUF)
 """Every format that is read. The first that claims a source opens it."""
 
 

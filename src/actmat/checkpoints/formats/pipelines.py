@@ -2,7 +2,7 @@
 
 The tensors of a component are named by its folder: `unet.conv_in.weight`. Components with weights are models of
 diffusers (`unet`, `transformer`, `vae`) or of transformers (`text_encoder`); schedulers, tokenizers and the rest are
-side files.
+side files. A component that is stored as codes is decoded as its own config says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.codecs import decoded
+from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
 from actmat.checkpoints.file_names import foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
@@ -36,6 +38,7 @@ class PipelineCheckpoint(StoredCheckpoint):
     """Components of a pipeline, opened; closed with it."""
 
     format = "pipeline"
+    is_composed = True
 
     def __init__(self, source: Source, components: Mapping[str, Checkpoint], index: Mapping[str, Any]) -> None:
         super().__init__(source, ())
@@ -44,6 +47,8 @@ class PipelineCheckpoint(StoredCheckpoint):
         self.specs = MappingProxyType(
             {f"{c}.{n}": _moved(spec, c) for c, opened in components.items() for n, spec in opened.specs.items()}
         )
+        self.notes = tuple(f"component '{c}': {note}" for c, opened in components.items() for note in opened.notes)
+        self.unused = tuple(f"{c}.{n}" for c, opened in components.items() for n in opened.unused)
         self.aliases = MappingProxyType(
             {f"{c}.{a}": f"{c}.{n}" for c, opened in components.items() for a, n in opened.aliases.items()}
         )
@@ -53,6 +58,23 @@ class PipelineCheckpoint(StoredCheckpoint):
         """The class of the pipeline, and the configs of its components by their names."""
         configs = {name: dict(opened.config or {}) for name, opened in self.components.items()}
         return {"_class_name": str(self.index.get("_class_name", "DiffusionPipeline")), COMPONENTS: configs}
+
+    @property
+    def written_configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """Configs of components that are stored as codes, as those of floats."""
+        written = {f"{name}/config.json": opened.written_config for name, opened in self.components.items()}
+        return {path: config for path, config in written.items() if config is not None}
+
+    def scheme(self, name: str) -> str:
+        """Layout of a tensor of codes, as its component's config says."""
+        opened, own = self._origin(name)
+        return opened.scheme(own)
+
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Specs of the tensors that its component stores for it."""
+        component = name.partition(".")[0]
+        opened, own = self._origin(name)
+        return tuple(_moved(spec, component) for spec in opened.stored_specs(own))
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files of all components."""
@@ -102,7 +124,8 @@ def _moved(spec: TensorSpec, component: str) -> TensorSpec:
 
 
 def _labels(opened: Checkpoint) -> tuple[str, ...]:
-    return opened.labels if isinstance(opened, StoredCheckpoint) else ()
+    stored = opened.inner if isinstance(opened, QuantisedCheckpoint) else opened
+    return stored.labels if isinstance(stored, StoredCheckpoint) else ()
 
 
 def _claims(source: Source) -> bool:
@@ -127,7 +150,7 @@ def _open(source: Source) -> PipelineCheckpoint:
             foreign = [n for n in inner.names if foreign_format(n)]
             try:
                 if form is not None:
-                    opened[name] = stack.enter_context(form.open(inner))
+                    opened[name] = stack.enter_context(decoded(form.open(inner)))
                 elif foreign:
                     problems.append(f"{name}: {foreign[0]} is {foreign_format(foreign[0])}, which is not read")
             except CheckpointError as error:

@@ -41,7 +41,6 @@ STEMS = ("model", "diffusion_pytorch_model")
 """Starts of the names of weight files that libraries save: transformers' and diffusers'."""
 _INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>[\w-]+))?\.json")
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
-SHARD_OF_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 PARALLEL_REQUESTS = 8
 
 
@@ -202,12 +201,6 @@ def _unindexed_files(names: Sequence[str], location: str) -> list[str]:
         return names
     if not names:
         raise CheckpointError(f"{location}: no safetensors file in this folder")
-    if all(SHARD_OF_RANK.match(name) for name in names):
-        raise CheckpointError(
-            f"{location}: expected whole tensors, found the parts of {len(names)} ranks as torch's "
-            "HuggingFaceStorageWriter saves them (save_distributed). Fix: save with enable_consolidation=True, or put "
-            "them together with torch.distributed.checkpoint._consolidate_hf_safetensors."
-        )
     matches = [NUMBERED.fullmatch(name) for name in names]
     sets = {(m["stem"], m["count"]) for m in matches if m}
     numbers = [int(m["number"]) for m in matches if m]

@@ -51,7 +51,7 @@ def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
             _save(checkpoint, building, under)
             folder = checkpoint.fetch_sidecars()
             sidecars = None if folder is None else SideFolder(folder, checkpoint.side_files())
-            copy_sidecars(sidecars, sidecars, building, None, checkpoint.written_config)
+            copy_sidecars(sidecars, sidecars, building, None, checkpoint.written_configs)
             os.replace(building, out)  # an empty folder may be there
         except BaseException:  # Ctrl-C too: nothing is left, and it is passed on
             shutil.rmtree(building, ignore_errors=True)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from actmat.bounds import open_regular, read_object
@@ -72,12 +73,12 @@ def copy_sidecars(
     files_from: SideFolder | None,
     out: Path,
     dtype: str | None,
-    config: Mapping[str, Any] | None = None,
+    configs: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[str]:
     """Copy the base's config and code and the other files of `files_from` into `out`; returns their paths.
 
-    An output dtype is written to `config.json`, so that loaders allocate the stored dtype. A `config` that is given
-    takes the place of the base's.
+    An output dtype is written to `config.json`, so that loaders allocate the stored dtype. `configs` (path ->
+    config) take the places of the base's.
 
     Raises:
         CheckpointError: see `check_sidecars`.
@@ -91,16 +92,16 @@ def copy_sidecars(
         path, target = place.folder / name, out / name
         target.parent.mkdir(parents=True, exist_ok=True)
         written = None
-        if PurePosixPath(name).name == "config.json" and (dtype is not None or config is not None):
-            written = _config(path, name, dtype, config if name == "config.json" else None)
+        if PurePosixPath(name).name == "config.json" and (dtype is not None or name in configs):
+            written = _config(path, name, dtype, configs.get(name))
         if written is not None:
             target.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         else:
             with open_regular(path) as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy)
         copied.append(name)
-    if config is not None and "config.json" not in copied:  # of a file that has it in its metadata
-        text = json.dumps(dict(config) | ({} if dtype is None else {"dtype": dtype}), indent=2) + "\n"
+    if "config.json" in configs and "config.json" not in copied:  # of a file that has it in its metadata
+        text = json.dumps(dict(configs["config.json"]) | ({} if dtype is None else {"dtype": dtype}), indent=2) + "\n"
         (out / "config.json").write_text(text, encoding="utf-8")
     return copied
 

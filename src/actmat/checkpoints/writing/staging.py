@@ -17,7 +17,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from actmat.bounds import kind_of_file, list_folder, local_path
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.lock import OutputLock
+from actmat.checkpoints.writing.shards import Shard
 from actmat.errors import OutputError, format_size
 from actmat.system import rename_folder, sync_directory
 
@@ -189,6 +190,9 @@ class Staging:
 
     def resume(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Receive the entries of the journal whose bytes are intact; called once, before the first `record`."""
+
+    def settle(self, shards: Sequence[Shard]) -> None:
+        """Receive the files of an output that were not known before; called once, when they are written."""
 
     def sha256(self, file: str) -> str:
         """SHA-256 of a finished file of the output."""

@@ -170,6 +170,11 @@ class UploadStaging(Staging):
         for entry in entries:
             self._count(entry)
 
+    def settle(self, shards: Sequence[Shard]) -> None:
+        """Send these files at the end; no earlier upload of them is known."""
+        self._shards = tuple(shards)
+        self._entries = {s.file: {} for s in shards}
+
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append a finished tensor to the journal; sends the shards that it completes.
 

@@ -30,7 +30,6 @@ REFUSED_TYPES = {
     "LOHA": "a Hadamard product of low-rank factors (LoHa) is not low rank",
     "LOKR": "a Kronecker product (LoKr) is not low rank",
     "VERA": "VeRA shares frozen random factors that only PEFT draws",
-    "ADALORA": "AdaLoRA scales its factors by a third one",
     "IA3": "(IA)^3 multiplies the base weights",
     "OFT": "OFT rotates the base weights",
     "BOFT": "BOFT rotates the base weights",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -26,11 +26,13 @@ from actmat.demo.train import finetune, pretrain
 from actmat.demo.training import Schedule, descend, generator_for, steps_of
 from actmat_experiments.core import collect, unpack
 
-__all__ = ["FAMILIES", "Family", "Key", "Trained", "input_grams", "matrices", "train"]
+__all__ = ["FAMILIES", "Factors", "Family", "Key", "Trained", "input_grams", "matrices", "train"]
 
 
 Key = tuple[str, int]
 """Name of a tensor and number of the block in it."""
+Factors = Mapping[Key, tuple[Tensor, Tensor, Tensor]]
+"""Matrix -> `B` (`O R`), `A` and its start (`R I`)."""
 
 
 def matrices(state: Mapping[str, Tensor]) -> dict[Key, Tensor]:
@@ -59,8 +61,10 @@ _ALPHA = 2.0
 
 def finetune_lowrank(
     base: Encoder, head: Head, examples: Examples, schedule: Schedule, *, rank: int, generator: torch.Generator
-) -> Encoder:
-    """An expert whose matrices differ from the base's by a product of rank `rank`; packed q, k and v have one each.
+) -> tuple[Encoder, Factors]:
+    """An expert and its factors: matrices differ from the base's by a product of rank `rank`.
+
+    Packed q, k and v have one each.
 
     Args:
         base: left as it is.
@@ -70,10 +74,12 @@ def finetune_lowrank(
     frozen = copy.deepcopy(base).requires_grad_(False)
     weights = dict(frozen.named_parameters())
     factors: dict[str, list[tuple[nn.Parameter, nn.Parameter]]] = {}
-    for (name, _), block in matrices(weights).items():
+    starts: dict[Key, Tensor] = {}
+    for (name, number), block in matrices(weights).items():
         height, width = block.shape
         start = (2 * torch.rand(rank, width, generator=generator) - 1) / math.sqrt(width)
-        pair = nn.Parameter(torch.zeros(height, rank)), nn.Parameter(start)
+        starts[name, number] = start
+        pair = nn.Parameter(torch.zeros(height, rank)), nn.Parameter(start.clone())
         factors.setdefault(name, []).append(pair)
 
     def adapted() -> dict[str, Tensor]:
@@ -93,7 +99,8 @@ def finetune_lowrank(
     with torch.no_grad():
         for name, weight in adapted().items():
             weights[name].copy_(weight)
-    return frozen
+    pairs = {(name, k): pair for name, some in factors.items() for k, pair in enumerate(some)}
+    return frozen, {key: (b.detach(), a.detach(), starts[key]) for key, (b, a) in pairs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +150,13 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A base, its experts, their frozen heads and their data, by task."""
+    """A base, its experts, their frozen heads and their data, by task; of LoRA experts also the factors."""
 
     base: Encoder
     experts: Mapping[str, Encoder]
     heads: Mapping[str, Head]
     data: Mapping[str, TaskData]
+    factors: Mapping[str, Factors] = field(default_factory=dict)
 
 
 def train(family: Family, seed: int) -> Trained:
@@ -156,7 +164,7 @@ def train(family: Family, seed: int) -> Trained:
     settings = family.settings
     split, data = load_data(settings, seed)
     base = pretrain(settings.encoder, split.train, settings.pretraining, seed=seed)
-    experts, heads = {}, {}
+    experts, heads, factors = {}, {}, {}
     for task in TASKS:
         posed = data[task.name]
         found = features(base, posed.train.images_NHW)
@@ -167,6 +175,8 @@ def train(family: Family, seed: int) -> Trained:
         if family.regime == "full":
             expert = finetune(copy.deepcopy(base), head, posed.train, settings.finetuning, generator=order)
         else:
-            expert = finetune_lowrank(base, head, posed.train, settings.finetuning, rank=family.rank, generator=order)
+            expert, factors[task.name] = finetune_lowrank(
+                base, head, posed.train, settings.finetuning, rank=family.rank, generator=order
+            )
         experts[task.name] = expert
-    return Trained(base, experts, heads, data)
+    return Trained(base, experts, heads, data, factors)

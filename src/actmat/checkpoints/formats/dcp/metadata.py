@@ -15,7 +15,7 @@ from actmat.checkpoints.folder import is_plain_name, shown
 from actmat.checkpoints.formats.inert import Inert, InertError, parse_pickle
 from actmat.errors import CheckpointError
 
-__all__ = ["Chunk", "DcpMetadata", "StoredTensor", "read_metadata"]
+__all__ = ["MAX_AXES", "Chunk", "DcpMetadata", "StoredTensor", "covers", "read_metadata"]
 
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -162,7 +162,7 @@ def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]]
         if (place := places.get((name, offsets))) is None:
             raise InertError(f"no place of the part of {name[:120]!r} at {offsets}")
         chunks.append(Chunk(offsets, sizes, *place))
-    if not _covers([(c.offsets, c.sizes) for c in chunks], shape):
+    if not covers([(c.offsets, c.sizes) for c in chunks], shape):
         raise InertError(f"parts of {name[:120]!r} that do not make up its shape {shape}")
     return StoredTensor(shape, _dtype(name, fields.get("properties")), tuple(chunks))
 
@@ -179,7 +179,7 @@ def _dtype(name: str, properties: Any) -> str:
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+def covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """True if boxes (offsets, sizes) make up the shape: each entry once.
 
     A sharding cuts an axis into intervals, and each of these again along the next axes; anything else is refused.
@@ -196,7 +196,7 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
         if start != end:
             return False
         end += size
-    return end == shape[0] and all(_covers(inner, shape[1:]) for inner in groups.values())
+    return end == shape[0] and all(covers(inner, shape[1:]) for inner in groups.values())
 
 
 def _paths(data: Any) -> dict[str, tuple[str, ...]]:

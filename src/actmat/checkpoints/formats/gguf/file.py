@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +16,8 @@ from actmat.checkpoints.codecs.base import CodedTensor, StoredParts
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.formats.gguf.header import GgufHeader, StoredTensor, read_gguf_header
-from actmat.checkpoints.formats.gguf.names import UNUSED, config_of, names_of, rotated_heads
+from actmat.checkpoints.formats.gguf.names import UNUSED, added, config_of, names_of, rotated_heads, undescribed
+from actmat.checkpoints.formats.gguf.splits import joined, parts_of
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
@@ -36,22 +37,31 @@ QUANTISED = (
 
 
 class GgufFile(StoredCheckpoint):
-    """The tensors of one file as stored: floats, and rows of bytes for quantised ones; downloaded when it is opened."""
+    """The tensors of one file, or of all parts of a split one, as stored; downloaded when it is opened.
+
+    Quantised tensors are rows of bytes.
+    """
 
     format = "gguf"
 
-    def __init__(self, source: Source, label: str) -> None:
-        super().__init__(source, [label])
+    def __init__(self, source: Source, labels: Sequence[str]) -> None:
+        super().__init__(source, labels)
         self.directory = None  # its config is in the metadata, not in the folder
-        self._reader = FileReader({label: source.fetch(label)})
+        self._reader = FileReader({label: source.fetch(label) for label in labels})
         try:
-            size = self._reader.size(label)
-            self.header = read_gguf_header(partial(self._reader.read, label), size, file=f"{source.location}")
-            self.specs = MappingProxyType(_stored_specs(self.header, label, size, source.location))
-            if any(name in self.specs for name in UNUSED):
+            sizes = [self._reader.size(label) for label in labels]
+            headers = [
+                read_gguf_header(partial(self._reader.read, label), size, file=f"{source.location}")
+                for label, size in zip(labels, sizes, strict=True)
+            ]
+            self.header = joined(headers, source.location)
+            specs: dict[str, TensorSpec] = {}
+            for header, label, size in zip(headers, labels, sizes, strict=True):
+                specs |= _stored_specs(header, label, size, source.location)
+            self.specs = MappingProxyType(specs)
+            if why := undescribed(self.header):
                 self.notes = (
-                    "its rotary embeddings are scaled, and the file does not say how: as a base it gives no "
-                    "config.json; put that of the original model into the output",
+                    f"{why}: as a base it gives no config.json; put that of the original model into the output",
                 )
         except CheckpointError:
             self._reader.close()
@@ -65,8 +75,8 @@ class GgufFile(StoredCheckpoint):
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
-        """The same, to be written; None where the file scales rotary embeddings in a way that it does not tell."""
-        return None if any(name in self.specs for name in UNUSED) else self.config
+        """The same, to be written; None where the file does not tell all that a config needs."""
+        return None if undescribed(self.header) else self.config
 
     def read(self, name: str) -> Tensor:
         """The whole tensor as stored."""
@@ -138,10 +148,12 @@ class GgufTensor(CodedTensor):
     Args:
         type: name of its type.
         heads: heads whose rows are in llama.cpp's order; 0: rows are in order.
+        shift: what llama.cpp has added to every entry.
     """
 
     type: str
     heads: int
+    shift: float = 0.0
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Rows in the order of transformers: half `p`, pair `d` of a head is row `2 d + p` there in the file."""
@@ -155,23 +167,27 @@ class GgufTensor(CodedTensor):
         width = spec.shape[-1] if spec.shape else 1
         data = stored.entries(spec.name, low * width, (high - low) * width).view(high - low, width)[rows - low]
         if self.type in PLAIN:
-            return data
+            return data - self.shift if self.shift else data
         from gguf import GGMLQuantizationType, dequantize
 
         values: numpy.ndarray[Any, Any] = dequantize(data.numpy(), GGMLQuantizationType[self.type])
-        return torch.from_numpy(values).view(stop - start, self.columns)
+        return torch.from_numpy(values).view(stop - start, self.columns) - self.shift
 
 
 def _open(source: Source) -> Checkpoint:
-    """Open the only GGUF file of a source.
+    """Open the only GGUF file of a source, or all parts of a split one.
 
     Raises:
         CheckpointError: several, or the package gguf is missing, or a file that is not read.
     """
     found = [name for name in source.weights if name.endswith(SUFFIX)]
-    if source.named is None and len(found) != 1:
+    parts = parts_of(source.named or (found or [""])[0])
+    if source.named is None and found != parts:
+        missing = [name for name in parts if name not in found]
         raise CheckpointError(
-            f"{source.location}: expected one GGUF file, found {', '.join(found[:8])}. Fix: give the path of one."
+            f"{source.location}: expected one GGUF file, or all parts of one, found {', '.join(found[:8])}"
+            + (f" without {missing[0]}" if len(parts) > 1 and missing else "")
+            + ". Fix: give the path of one, or fetch the missing parts."
         )
     try:
         import gguf  # noqa: F401
@@ -179,7 +195,7 @@ def _open(source: Source) -> Checkpoint:
         raise CheckpointError(
             f"{source.location}: GGUF files are read by the package gguf. Fix: pip install 'actmat[gguf]'."
         ) from None
-    inner = GgufFile(source, source.named or found[0])
+    inner = GgufFile(source, parts)
     try:
         return QuantisedCheckpoint(inner, _tensors(inner), [n for n in UNUSED if n in inner.specs])
     except CheckpointError:
@@ -203,7 +219,8 @@ def _tensors(inner: GgufFile) -> list[CodedTensor]:
             )
         words = "" if kind in PLAIN else f"GGUF {kind}"
         dtype = PLAIN.get(kind, "bfloat16")
-        out.append(GgufTensor(names[tensor.name], tensor.shape, dtype, words, (tensor.name,), kind, heads))
+        shift = added(inner.header, tensor.name)
+        out.append(GgufTensor(names[tensor.name], tensor.shape, dtype, words, (tensor.name,), kind, heads, shift))
     return out
 
 

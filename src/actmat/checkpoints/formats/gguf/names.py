@@ -8,10 +8,22 @@ from typing import Any
 from actmat.checkpoints.formats.gguf.header import GgufHeader, SkippedList
 from actmat.errors import CheckpointError
 
-__all__ = ["ARCHITECTURES", "UNUSED", "config_of", "names_of", "rotated_heads"]
+__all__ = ["ARCHITECTURES", "UNUSED", "added", "config_of", "names_of", "rotated_heads", "undescribed"]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Architecture in the metadata (also the model type of transformers) -> class in `config.json`."""
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
+}  # fmt: skip
+"""Architecture in the metadata -> class in `config.json`."""
+
+MODEL_TYPES = {"gemma3": "gemma3_text"}
+"""Architecture -> model type of transformers, where it has another name."""
+
+COMPLETE = ("llama", "qwen2", "qwen3")
+"""Architectures whose metadata has all that differs between their models."""
+
+ONE_ADDED = ("gemma2", "gemma3")
+"""Architectures to whose norms llama.cpp adds 1, which their code does itself."""
 
 UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that transformers computes from its config."""
@@ -21,6 +33,12 @@ INSIDE = (
     "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
+OTHERS = {
+    "phi3": ("self_attn.qkv_proj", "mlp.gate_up_proj"),
+    "gemma2": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "gemma3": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+"""Architecture -> modules of its layers besides; a packed one takes the name of the one that others have there."""
 MOST_LAYERS = 4096
 
 CONFIG_KEYS = {
@@ -33,6 +51,7 @@ CONFIG_KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window",
     "vocab_size": "vocab_size",
 }
 """Key in the metadata, after the architecture -> field of `config.json`."""
@@ -53,7 +72,10 @@ def names_of(header: GgufHeader, location: str) -> dict[str, str]:
         raise CheckpointError(f"{location}: expected a number of layers in the metadata, found {str(layers)[:40]}")
     found = get_tensor_name_map(next(k for k, v in MODEL_ARCH_NAMES.items() if v == architecture), layers)
     known: dict[str, str] = {}
-    for stem in (*OUTSIDE, *(f"model.layers.{i}.{inner}" for i in range(layers) for inner in INSIDE)):
+    for stem in (
+        *OUTSIDE,
+        *(f"model.layers.{i}.{inner}" for i in range(layers) for inner in (*INSIDE, *OTHERS.get(architecture, ()))),
+    ):
         there = found.get_name(stem)
         known |= {f"{there}.{part}": f"{stem}.{part}" for part in ("weight", "bias") if there is not None}
     strange = [t.name for t in header.tensors if t.name not in known and t.name not in UNUSED]
@@ -70,10 +92,8 @@ def architecture_of(header: GgufHeader, location: str) -> str:
     """The architecture that the metadata names.
 
     Raises:
-        CheckpointError: one that is not read, or a part of a split file.
+        CheckpointError: one that is not read.
     """
-    if header.metadata.get("split.count", 0) not in (0, 1):
-        raise CheckpointError(f"{location}: a part of a split GGUF file. Fix: join it (llama-gguf-split --merge).")
     if (found := _arch(header)) not in ARCHITECTURES:
         raise CheckpointError(
             f"{location}: expected a GGUF file of {', '.join(ARCHITECTURES)}, found {found[:80]!r}: its tensors may "
@@ -91,10 +111,27 @@ def rotated_heads(header: GgufHeader, name: str) -> int:
     return own if isinstance(own, int) and own > 0 else -1
 
 
+def added(header: GgufHeader, name: str) -> float:
+    """What llama.cpp has added to every entry of a tensor."""
+    return 1.0 if _arch(header) in ONE_ADDED and name.endswith("norm.weight") else 0.0
+
+
+def undescribed(header: GgufHeader) -> str:
+    """What the metadata does not tell and a config needs, as the beginning of a sentence; empty for nothing."""
+    architecture = _arch(header)
+    scaled = str(header.metadata.get(f"{architecture}.rope.scaling.type", "none")) != "none"
+    if scaled or any(t.name in UNUSED for t in header.tensors):
+        return "its rotary embeddings are scaled, and the file does not say how"
+    if architecture not in COMPLETE:
+        return f"the metadata of {architecture} do not tell all that differs between its models"
+    return ""
+
+
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """The metadata as a `config.json` of transformers."""
     architecture = _arch(header)
-    config: dict[str, Any] = {"model_type": architecture, "architectures": [ARCHITECTURES.get(architecture, "")]}
+    config: dict[str, Any] = {"model_type": MODEL_TYPES.get(architecture, architecture)}
+    config["architectures"] = [ARCHITECTURES.get(architecture, "")]
     for key, field in CONFIG_KEYS.items():
         if isinstance(value := header.metadata.get(f"{architecture}.{key}"), int | float):
             config[field] = value

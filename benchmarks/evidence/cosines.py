@@ -1,0 +1,70 @@
+"""Cosines of `D^T D` with measured Gram matrices: by kind of layer, and by length and rate of training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.evidence.group import SUITES
+
+__all__ = ["HEAD", "SWEEP_HEAD", "kind_rows", "sweep_file", "sweep_rows"]
+
+HEAD = ["experts", "layer", "n", "`D^T D`", "identity", "`D^T D` nearer", "change of weights"]
+SWEEP_HEAD = [
+    *("experts", "steps", "rate", "own accuracy", "`D^T D`", "identity", "`D^T D` nearer"),
+    "change of weights",
+]
+
+Row = Mapping[str, Any]
+
+
+def sweep_file(folder: Path, suite: str) -> Path:
+    """Cosines of one task's experts that were trained for other lengths and at other rates."""
+    return folder / f"{suite}-sweep.jsonl"
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        yield json.loads(line)
+
+
+def _means(rows: list[Row]) -> list[str]:
+    return [
+        f"{mean(r['estimate'] for r in rows):.2f}",
+        f"{mean(r['identity'] for r in rows):.2f}",
+        f"{100 * mean(r['estimate'] > r['identity'] for r in rows):.0f} %",
+    ]
+
+
+def _change(rows: list[Row]) -> str:
+    return f"{100 * mean(r['change'] for r in rows):.2f} %"
+
+
+def kind_rows(folder: Path) -> list[list[str]]:
+    """Mean cosines by suite, regime and kind of layer; in how many layers and experts the estimate is nearer."""
+    by_kind: dict[tuple[str, str], list[Row]] = {}
+    for suite in SUITES:
+        for row in _lines(folder / f"{suite}-gram.jsonl"):
+            kind = ".".join(p for p in row["tensor"].split(".") if not p.isdigit() and p != "weight")
+            title = f"{row['suite']}, {row['model']}, {row['regime']}"
+            by_kind.setdefault((title, kind.removeprefix("encoder.layer.")), []).append(row)
+    return [
+        [title, f"`{kind}`", str(len(rows)), *_means(rows), _change(rows)] for (title, kind), rows in by_kind.items()
+    ]
+
+
+def sweep_rows(folder: Path) -> list[list[str]]:
+    """Mean cosines over all layers by length and rate, the shortest and coldest training first."""
+    found = []
+    for suite in SUITES:
+        by_run: dict[tuple[int, float], list[Row]] = {}
+        for row in _lines(sweep_file(folder, suite)):
+            by_run.setdefault((row["steps"], row["rate"]), []).append(row)
+        for (steps, rate), rows in sorted(by_run.items()):
+            title = f"{suite}, {rows[0]['model']}, {rows[0]['regime']}, {rows[0]['task']}"
+            own = f"{100 * rows[0]['correct'] / rows[0]['total']:.0f}"
+            found.append([title, str(steps), f"{rate:g}", own, *_means(rows), _change(rows)])
+    return found

@@ -1,0 +1,118 @@
+"""The scores of one suite, model and regime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from actmat.methods import METHODS
+from actmat_experiments.harness.results import REFERENCES, Score, read_scores
+from benchmarks.common import RESULTS
+from benchmarks.evidence.intervals import Points, interval, paired
+
+__all__ = ["FOLDER", "NAMES", "SUITES", "Candidate", "Group", "groups"]
+
+FOLDER = RESULTS / "evidence"
+SUITES = ("vision-vits14", "text-minilm")
+NAMES = {"vision": "vision-vits14", "text": "text-minilm"}
+"""Names of suites in the marks of pages."""
+
+
+MEASURED = {method.name for method in METHODS if method.needs_statistics}
+"""Methods that need statistics measured on data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A method at a scale, as `tune` would try it, in points.
+
+    Args:
+        divergence: mean over tasks on unlabelled validation inputs.
+        validation, test: mean accuracy over tasks.
+    """
+
+    name: str
+    scale: float
+    divergence: float
+    validation: float
+    test: float
+
+    @property
+    def text(self) -> str:
+        """Name, scale if it is not 1, and test accuracy."""
+        return f"`{self.name}`{'' if self.scale == 1 else f' x {self.scale:g}'} {self.test:.1f}"
+
+
+class Group:
+    """Scores of the settings that were run last. A row may have been run with some of the seeds only."""
+
+    def __init__(self, scores: Sequence[Score]) -> None:
+        last = scores[-1].settings
+        self.scores = [s for s in scores if s.settings == last]
+        self.suite, self.model, self.regime = scores[0].suite, scores[0].model, scores[0].regime
+        self.seeds = sorted({s.seed for s in self.scores})
+        self.tasks = list(dict.fromkeys(s.task for s in self.scores))
+
+    @property
+    def title(self) -> str:
+        """Model and regime."""
+        return f"{self.model}, {'full fine-tuning' if self.regime == 'full' else 'LoRA'}"
+
+    def points(self, method: str, kind: str = "default") -> Points:
+        """Of a row, for the seeds in which it has all tasks."""
+        found: dict[int, dict[str, float]] = {}
+        for s in self.scores:
+            if (s.method, s.scale) == (method, kind):
+                found.setdefault(s.seed, {})[s.task] = 100 * s.share
+        whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}
+        return {seed: {task: some[task] for task in self.tasks} for seed, some in whole.items()}
+
+    def rows(self) -> list[str]:
+        """Rows that are merges, the best first at the default scale, measured from the average in the same seeds."""
+        names = dict.fromkeys(s.method for s in self.scores if s.method not in REFERENCES)
+        found = {}
+        for name in names:
+            if points := self.points(name):
+                gap = paired(points, self.points("average"))
+                found[name] = interval(points).mean if gap is None else gap.mean
+        return sorted(found, key=lambda name: -found[name])
+
+    def scales(self, method: str) -> str:
+        """The scales that validation chose, by seed."""
+        chosen = {s.seed: s.detail["scale"] for s in self.scores if (s.method, s.scale) == (method, "tuned")}
+        return ", ".join(f"{chosen[seed]:g}" for seed in sorted(chosen))
+
+    def divergence(self, method: str) -> float | None:
+        """Mean over tasks and seeds of the divergence from the experts on validation inputs, at the default scale."""
+        found = [
+            s.detail["validation"]["divergence"]
+            for s in self.scores
+            if (s.method, s.scale) == (method, "default") and "validation" in s.detail
+        ]
+        return mean(found) if found and len(found) == len(self.tasks) * len(self.points(method)) else None
+
+    def candidates(self, seed: int) -> list[Candidate]:
+        """Every method that needs no data at every scale that was tested."""
+        found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+        for s in self.scores:
+            if s.seed == seed and s.scale == "default" and s.detail.get("rule") not in MEASURED:
+                held = s.detail.get("validation", {}).get("total", 1)
+                for scale, one in s.detail.get("scales", {}).items():
+                    values = (one["divergence"], 100 * one["validation"] / held, 100 * one["test"] / s.total)
+                    found.setdefault((s.method, scale), []).append(values)
+        return [
+            Candidate(name, float(scale), *(mean(column) for column in zip(*some, strict=True)))
+            for (name, scale), some in found.items()
+            if len(some) == len(self.tasks)
+        ]
+
+
+def groups(folder: Path = FOLDER) -> list[Group]:
+    """All suites, models and regimes that have results."""
+    found: dict[tuple[str, str, str], list[Score]] = {}
+    for suite in SUITES:
+        for score in read_scores(folder / f"{suite}.jsonl"):
+            found.setdefault((score.suite, score.model, score.regime), []).append(score)
+    return [Group(some) for some in found.values()]

@@ -1,0 +1,33 @@
+"""Merges of the first two to seven experts of a suite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.evidence.group import SUITES
+
+__all__ = ["subset_file", "subset_rows"]
+
+
+def subset_file(folder: Path, suite: str) -> Path:
+    """One line per row, number of experts and task."""
+    return folder / f"{suite}-subsets.jsonl"
+
+
+def subset_rows(folder: Path) -> list[list[str]]:
+    """Mean test accuracy on the merged experts' tasks, by row and number of experts; the last rows of each suite."""
+    found = []
+    for suite in SUITES:
+        path = subset_file(folder, suite)
+        lines = [json.loads(x) for x in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+        by_row: dict[tuple[str, str], dict[int, list[float]]] = {}
+        for row in lines:
+            title = f"{suite}, {row['model']}, {row['regime']}, seed {row['seed']}"
+            points = by_row.setdefault((title, row["method"]), {}).setdefault(row["experts"], [])
+            points.append(100 * row["correct"] / row["total"])
+        for (title, method), some in by_row.items():
+            cells = [f"{mean(some[n]):.1f}" if n in some else "" for n in range(2, 8)]
+            found.append([title, f"`{method}`", *cells])
+    return found

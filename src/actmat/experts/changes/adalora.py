@@ -1,0 +1,75 @@
+"""AdaLoRA: a product of two factors with a trained scale of each direction between them.
+
+    delta = alpha / (r + 1e-5) * B diag(E) A
+
+`r` is the rank that training began with or, where directions were removed since (`rank_pattern`), the one that is
+stored. PEFT divides so, and by the 1e-5, too.
+
+Source: Zhang et al. (https://arxiv.org/abs/2303.10512); PEFT, `tuners/adalora`.
+
+Shapes: `O` out_features, `I` in_features, `R` rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.experts.changes.base import Change, Content, Reader, group_tensors
+from actmat.linalg.lowrank import LowRank
+
+__all__ = ["ADALORA"]
+
+ROLES = ("lora_A", "lora_B", "lora_E")
+SHIFT = 1e-5
+"""Added to the rank by PEFT."""
+
+
+@dataclass(frozen=True)
+class _Scaled(Change):
+    target: str
+    stored: tuple[str, ...]  # A, B, E
+    scaling: float
+    shape: tuple[int, int]
+    rank: int
+    reads_base = False
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        return "" if shape == self.shape else f"its delta is {self.shape[0]} x {self.shape[1]}"
+
+    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
+        a_RI, b_OR, e_R1 = (tensors[n] for n in self.stored)
+        return LowRank(b_OR * (e_R1.flatten() * self.scaling), a_RI)
+
+
+def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
+    groups, extras, problems = group_tensors(specs, ROLES, "AdaLoRA")
+    alpha = fields.get("lora_alpha", 8)
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        problems.append(f"adapter_config.json: expected a number 'lora_alpha', found {str(alpha)[:80]!r}")
+        alpha = 0
+    changes = []
+    for group in groups:
+        if missing := group.missing(*ROLES):
+            problems.append(missing)
+            continue
+        a, b, e = (group.shape(role) for role in ROLES)
+        if len(a) != 2 or len(b) != 2 or not a[0] or a[0] != b[1] or e != (a[0], 1):
+            problems.append(f"module '{group.module}': lora_A {a}, lora_B {b}, lora_E {e} do not fit together")
+            continue
+        scaling = (alpha if alpha > 0 else a[0]) / (a[0] + SHIFT)
+        stored = tuple(group.names[role] for role in ROLES)
+        changes.append(_Scaled(f"{group.module}.weight", stored, scaling, (b[0], a[1]), a[0]))
+    return Content(changes, extras, problems)
+
+
+ADALORA = Reader(
+    "AdaLoRA",
+    lambda fields: fields.get("peft_type") == "ADALORA",
+    _read,
+    "each direction has a scale of its own, which is put into the factors with the base at hand",
+)

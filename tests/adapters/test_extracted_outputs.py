@@ -1,0 +1,194 @@
+"""An extracted adapter is an output as any other: manifest, verification, resuming, diagnosis, URLs, memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.adapters.test_extract import noise, save
+from typer.testing import CliRunner
+
+import actmat
+from actmat import merge_in_memory, merge_part
+from actmat.checkpoints.writing.spool import SPOOL, SpoolWriter
+from actmat.cli.main import app
+from actmat.errors import MergeError, OutputError
+from actmat.plan import MergePlan
+from actmat.report import read_manifest, verify
+from actmat.report.history import find_merges
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+FILE = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("extracted")
+    save("llama", folder / "base")
+    for seed in (1, 2):
+        save("llama", folder / f"model{seed}", noise(seed, of=lambda n: "norm" not in n))
+    return folder
+
+
+def merged(place: Path, out: Path | str, **fields: Any) -> actmat.MergeReport:
+    given = {"to": "adapter", "rank": 3, "method": "average", "durable": False, "threads": 2} | fields
+    return actmat.merge(place / "base", [place / "model1", place / "model2"], out=out, **given)
+
+
+@pytest.fixture(scope="module")
+def out(place: Path) -> Path:
+    return Path(merged(place, place / "out").out)
+
+
+def test_the_manifest_lists_layers_inputs_and_what_was_written(place: Path, out: Path) -> None:
+    manifest = read_manifest(out)
+    rows = {r["name"]: r for r in manifest["modules"]}
+    assert manifest["kind"] == "adapter"
+    assert (rows[Q]["kind"], rows[Q]["rank"], rows[Q]["method"]) == ("factored", 3, "average")
+    assert rows[Q]["stats"]["relative_error"] == pytest.approx(
+        rows[Q]["stats"]["error_norm"] / rows[Q]["stats"]["norm"]
+    )
+    assert rows["model.norm.weight"]["unchanged"]
+    assert rows["model.norm.weight"]["outputs"] == []
+    assert {t["name"] for t in manifest["tensors"]} == load_file(out / FILE).keys()
+    assert manifest["base"]["hashes"].keys() == manifest["experts"][0]["hashes"].keys() == rows.keys()
+    checked = verify(out)
+    assert checked.ok
+    assert set(checked.inputs) == {"base", "model1", "model2"}
+    assert find_merges([out]).merges[0].contains(str(place / "model2"))
+
+
+@pytest.mark.parametrize(("file", "words"), [("model1", "input 'model1'"), ("base", "input 'base'"), ("out", "output")])
+def test_verification_finds_changed_bytes(file: str, words: str, place: Path, out: Path) -> None:
+    path = place / file / (FILE if file == "out" else "model.safetensors")
+    before = path.read_bytes()
+    path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    try:
+        assert any(words in p for p in verify(out).problems)
+        with pytest.raises(OutputError, match="not what the recipe gives now"):
+            merged(place, out)
+    finally:
+        path.write_bytes(before)
+    assert merged(place, out).was_finished
+
+
+def test_an_older_output_is_replaced_if_asked_for(place: Path, tmp_path: Path) -> None:
+    merged(place, tmp_path / "out")
+    with pytest.raises(OutputError, match="--overwrite"):
+        merged(place, tmp_path / "out", rank=2)
+    report = merged(place, tmp_path / "out", rank=2, overwrite=True)
+    assert load_file(tmp_path / "out" / FILE)[f"base_model.model.{Q[:-7]}.lora_A.weight"].shape[0] == 2
+    assert verify(report.out).ok
+
+
+def test_a_run_that_fails_while_tensors_are_joined_keeps_them(
+    place: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import actmat.output as finishing
+
+    def fails(*args: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("model_card", "settled_plan"):  # after the join, and before it
+        with monkeypatch.context() as patch:
+            patch.setattr(finishing, name, fails)
+            with pytest.raises(KeyboardInterrupt):
+                merged(place, tmp_path / "again")
+    partial = tmp_path / ".again.actmat-partial"
+    assert (partial / SPOOL).is_dir()
+    report = merged(place, tmp_path / "again")
+    assert report.resumed == len(report.plan.items)
+    assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
+
+
+def test_the_joined_file_is_taken_apart_again(tmp_path: Path) -> None:
+    from actmat.checkpoints.base import TensorSpec
+    from actmat.checkpoints.writing.shards import plan_shards
+
+    (shard,) = plan_shards([TensorSpec("a", (4,), "float32", "")], 1 << 40, stem="x")
+    writer = SpoolWriter(tmp_path, shard.file, durable=False)
+    sink = writer.sink("a")
+    sink.write(memoryview(torch.arange(4.0).numpy().tobytes()))
+    digest = sink.digest
+    assert writer.holds("a", digest)
+    writer.join(shard)
+    assert not (tmp_path / SPOOL).exists()
+    again = SpoolWriter(tmp_path, shard.file, durable=False)
+    assert again.holds("a", digest)
+    assert not again.holds("b", digest)
+    assert not (tmp_path / shard.file).exists()
+    again.join(shard)
+    (tmp_path / shard.file).write_bytes(b"damaged")
+    assert not SpoolWriter(tmp_path, shard.file, durable=False).holds("a", digest)
+
+
+def test_plans_say_what_is_written_and_are_data(place: Path) -> None:
+    experts = [place / "model1", place / "model2"]
+    plan = actmat.plan(place / "base", experts, to="adapter", energy=0.9, method="average")
+    assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    item = plan.by_name[Q]
+    assert item.extraction is not None
+    assert (item.extraction.kind, item.extraction.rank, item.extraction.energy) == ("factored", None, 0.9)
+    assert item.reason.endswith("factors of 0.9 of its energy")
+    model = actmat.plan(place / "base", experts, method="average").by_name[Q]
+    assert item.cost.host_bytes > model.cost.host_bytes + 4 * item.numel
+    said = CliRunner().invoke(
+        app, ["plan", "-b", str(place / "base"), "-e", str(experts[0]), "--to", "adapter", "--rank", "4"]
+    )
+    assert said.exit_code == 0, said.output
+    words = " ".join(said.output.split())
+    assert "extracted into an adapter" in words
+    assert "factors of rank 4" in words
+
+
+def test_memory_that_does_not_suffice_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(MergeError, match="memory"):
+        merged(place, tmp_path / "out", max_memory="1MB")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_diagnosis_goes_with_it(place: Path, tmp_path: Path) -> None:
+    report = merged(place, tmp_path / "out", diagnose=True, method="actmat")
+    assert report.diagnosis is not None
+    assert report.diagnosis.source == "merge"
+    assert any(m.name == Q for m in report.diagnosis.measures)
+    assert verify(tmp_path / "out").ok
+    made = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
+    assert made.exit_code == 0, made.output
+    assert (tmp_path / "out" / "report.html").is_file()
+    alone = CliRunner().invoke(
+        app, ["extract", "-b", str(place / "base"), "--model", str(place / "model1"), "--rank", "2", "--plan"]
+    )
+    assert alone.exit_code == 0, alone.output
+
+
+def test_an_output_at_a_url(place: Path, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    url = "memory://extracted/adapter"
+    report = merged(place, url, sha256=True)
+    assert report.out == url
+    with fsspec.open(f"{url}/{FILE}", "rb") as file:
+        assert file.read() == (out / FILE).read_bytes()
+    assert verify(url).ok
+    assert merged(place, url, sha256=True).was_finished
+    assert not list(fsspec.filesystem("memory").glob("extracted/adapter/.*"))
+
+
+def test_what_is_no_extraction_says_so(place: Path, tmp_path: Path) -> None:
+    experts = [place / "model1"]
+    fields: dict[str, Any] = {"to": "adapter", "rank": 2}
+    for call, words in (
+        (lambda: merge_part(place / "base", experts, part="1/2", out=tmp_path / "o", **fields), "leave out --part"),
+        (lambda: merge_in_memory(place / "base", experts, **fields), "extracted into a folder"),
+        (lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5), "give --to adapter"),
+        (lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5, **fields), "by one of both"),
+        (lambda: actmat.merge(place / "base", [place / "base"], out=tmp_path / "o", **fields), "in no tensor"),
+    ):
+        with pytest.raises(MergeError, match=words):
+            call()
+    assert not list(tmp_path.iterdir())

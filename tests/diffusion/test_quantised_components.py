@@ -1,0 +1,84 @@
+"""Pipelines with components of codes: each is decoded by its own config, and written with that of floats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.helpers.quantised import fp8_blocks
+from tests.helpers.single_files import save_pipeline, second_text_encoder, wan
+
+import actmat
+from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.errors import CheckpointError, MergeError
+
+QUICK: dict[str, Any] = {"threads": 1, "durable": False}
+ENTRY = {"quant_method": "fp8", "weight_block_size": [8, 4]}
+NAME = "blocks.0.attn1.to_q.weight"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`plain`, and `coded`, whose transformer alone is stored in blocks of 8 x 4."""
+    place = tmp_path_factory.mktemp("components")
+    for name in ("plain", "coded"):
+        save_pipeline(place / name, "WanPipeline", {"transformer": wan(), "text_encoder": second_text_encoder()})
+    folder = place / "coded" / "transformer"
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for stored in [n for n in tensors if n.endswith("attn1.to_q.weight")]:
+        tensors |= fp8_blocks(stored, tensors.pop(stored), (8, 4))[0]
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": ENTRY, "dtype": "float32"}))
+    return place
+
+
+def test_a_component_of_codes_is_read_by_its_own_config(home: Path) -> None:
+    with open_checkpoint(home / "plain") as plain, open_checkpoint(home / "coded") as coded:
+        name = f"transformer.{NAME}"
+        assert coded.specs.keys() == plain.specs.keys()
+        assert "per block of 8x4" in coded.scheme(name)
+        assert coded.scheme("text_encoder.text_projection.weight") == ""
+        stored = [s.name for s in coded.stored_specs(name)]
+        assert stored == [name, f"{name}_scale_inv"]
+        tensors = load_file(next((home / "coded" / "transformer").glob("*.safetensors")))
+        expected = fp8_blocks(NAME, load_file(next((home / "plain" / "transformer").glob("*.safetensors")))[NAME],
+                              (8, 4))  # fmt: skip
+        assert torch.equal(tensors[NAME].view(torch.uint8), expected[0][NAME].view(torch.uint8))
+        assert torch.equal(coded.read(name), expected[1])
+        with open_handle(coded.handle()) as again:
+            assert torch.equal(again.read(name), expected[1])
+
+
+def test_the_output_is_a_pipeline_of_floats(home: Path, tmp_path: Path) -> None:
+    report = actmat.merge(home / "coded", [home / "plain"], out=tmp_path / "out", method="linear", **QUICK)
+    config = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())
+    assert config["_class_name"] == "WanTransformer3DModel"
+    assert "quantization_config" not in config
+    assert (tmp_path / "out" / "text_encoder" / "config.json").read_text() == (
+        home / "coded" / "text_encoder" / "config.json"
+    ).read_text()
+    found = load_file(next((tmp_path / "out" / "transformer").glob("*.safetensors")))
+    plain = load_file(next((home / "plain" / "transformer").glob("*.safetensors")))
+    assert found.keys() == plain.keys()
+    assert torch.allclose(found[NAME], plain[NAME], atol=0, rtol=1e-6)
+    assert "decoded from" in report.plan.by_name[f"transformer.{NAME}"].reason
+    with pytest.raises(MergeError, match="stores none of its own"):
+        actmat.plan(home / "coded", [home / "plain"], method="linear", quantise="same")
+
+
+def test_an_unknown_method_of_a_component_is_refused(home: Path, tmp_path: Path) -> None:
+    save_pipeline(tmp_path / "odd", "WanPipeline", {"transformer": wan(), "text_encoder": second_text_encoder()})
+    path = tmp_path / "odd" / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "quanto"}}))
+    with pytest.raises(MergeError, match=r"declares quantised weights \(quanto\)"):
+        actmat.plan(tmp_path / "odd", [home / "plain"])
+    (file,) = (home / "coded" / "transformer").glob("*.safetensors")
+    save_file(load_file(file), tmp_path / "odd" / "transformer" / file.name)
+    with pytest.raises((MergeError, CheckpointError), match="look quantised"):
+        actmat.plan(tmp_path / "odd", [home / "plain"])
