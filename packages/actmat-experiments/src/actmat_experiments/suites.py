@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,14 +84,9 @@ class Suite:
         """Show the scores of earlier runs."""
         self._module.table(request)
 
-    def data(self, request: TableRequest) -> dict[str, Any]:
-        """The scores of earlier runs as plain data; of a suite that judges numbers in another way, its own."""
-        if hasattr(self._module, "data"):
-            found: dict[str, Any] = self._module.data(request)
-            return found
-        from actmat_experiments.harness.report import stored_scores
-
-        return {"scores": [asdict(score) for score in stored_scores(request)]}
+    def data(self, request: TableRequest) -> dict[str, Any] | None:
+        """Results of a suite that judges numbers in a way of its own, as plain data; None: it has scores."""
+        return self._module.data(request) if hasattr(self._module, "data") else None
 
     def study(self, request: RunRequest) -> str:
         """Compare variants of the interference family on subsets of the tasks; the tables, in Markdown.

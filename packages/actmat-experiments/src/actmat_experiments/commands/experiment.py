@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,8 +140,12 @@ def table(
     request = TableRequest(suite=suite, cache=cache, markdown=markdown, figures=figures, console=shown)
     if json:
         from actmat.cli.results import print_result
+        from actmat_experiments.harness.report import stored_scores
 
-        print_result("experiment", {"suite": suite, **found.data(request)})
+        data = found.data(request)
+        if data is None:
+            data = {"scores": [asdict(score) for score in stored_scores(request)]}
+        print_result("experiment", {"suite": suite, **data})
     if figures is not None or not json:
         found.table(request)
 
