@@ -2,10 +2,13 @@
 
     python -m benchmarks.versions --python python3.13 --which latest
     python -m benchmarks.versions --python python3.11 --which minimum
+    python -m benchmarks.versions --which minimum --borrow-torch
 
 Makes a virtual environment, installs the dependencies (not the extras) at the lower bounds of pyproject.toml or at the
 newest releases, and runs tests that need nothing else: commands, recipes, formats, bytes of merges, the hub's client.
-The outcome goes to benchmarks/results/versions.json, one entry for each interpreter and kind.
+With `--borrow-torch`, torch (some gigabytes) is that of the environment that runs this, whose other packages can be
+seen as well but stand behind those that are installed; tests of numerics alone are left out. The outcome goes to
+benchmarks/results/versions.json, one entry for each interpreter and kind.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import tomllib
 from pathlib import Path
@@ -38,6 +42,10 @@ TESTS = (
 )
 
 
+OF_TORCH = ("tests/methods/test_conformance.py",)
+"""Tests that depend on torch and on no other dependency."""
+
+
 def pinned(dependencies: list[str], which: str) -> list[str]:
     """Requirements of pip: each lower bound as the version (`minimum`), or as they are (`latest`).
 
@@ -56,12 +64,13 @@ def summary(text: str) -> dict[str, int]:
     return {kind: int(n) for n, kind in re.findall(r"(\d+) (failed|passed|skipped|error)", text)}
 
 
-def try_versions(python: str, which: str, place: Path) -> dict[str, Any]:
-    """One entry of the results: versions, and what the tests said."""
+def try_versions(python: str, which: str, place: Path, *, borrow_torch: bool = False) -> dict[str, Any]:
+    """One entry of the results: versions, and what the tests said; `borrow_torch`: torch of this environment."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     subprocess.run([python, "-m", "venv", str(place)], check=True)
     inside = str(place / "bin" / "python")
-    wanted = [*pinned(project["dependencies"], which), *TOOLS]
+    tried = [d for d in project["dependencies"] if not (borrow_torch and d.startswith("torch>="))]
+    wanted = [*pinned(tried, which), *(() if borrow_torch else TOOLS)]
     entry: dict[str, Any] = {
         "which": which,
         "python": _told(inside, "import platform; print(platform.python_version())"),
@@ -70,11 +79,16 @@ def try_versions(python: str, which: str, place: Path) -> dict[str, Any]:
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode:
         return entry | {"passed": False, "why": done.stderr.strip().splitlines()[-1][:300]}
+    if borrow_torch:  # after the installation, so that pip neither counts nor touches what is borrowed
+        (folder,) = place.glob("lib/python3*/site-packages")
+        (folder / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
+        entry["borrowed"] = "torch"
     code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
     names = [re.split(r"[>=<\[]", d)[0] for d in project["dependencies"]]
     entry["versions"] = json.loads(_told(inside, code, *names))
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=", *TESTS]
+    command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings="]
+    command += [test for test in TESTS if not (borrow_torch and test in OF_TORCH)]
     tested = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     counts = summary(tested.stdout[-2000:])
     entry |= {"passed": tested.returncode == 0, "tests": counts}
@@ -84,9 +98,9 @@ def try_versions(python: str, which: str, place: Path) -> dict[str, Any]:
     return entry
 
 
-def _key(entry: dict[str, Any]) -> tuple[str, str]:
-    """Kind and minor version of an entry: a new run replaces the old one."""
-    return entry["which"], entry["python"].rpartition(".")[0]
+def _key(entry: dict[str, Any]) -> tuple[str, str, str]:
+    """Kind, minor version and what was borrowed of an entry: a new run replaces the old one."""
+    return entry["which"], entry["python"].rpartition(".")[0], entry.get("borrowed", "")
 
 
 def _told(python: str, code: str, *arguments: str) -> str:
@@ -98,9 +112,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--which", choices=("minimum", "latest"), default="latest")
+    parser.add_argument("--borrow-torch", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="actmat-versions-") as folder:
-        entry = try_versions(given.python, given.which, Path(folder) / "venv")
+        entry = try_versions(given.python, given.which, Path(folder) / "venv", borrow_torch=given.borrow_torch)
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.exists() else []
     key = _key(entry)
     runs = sorted([r for r in before if _key(r) != key] + [entry], key=lambda r: (r["which"], r["python"]))

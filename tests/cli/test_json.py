@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,52 +10,18 @@ from typing import Any
 import pytest
 import typer.main
 from tests.helpers.docs_fixture import write_models
+from tests.helpers.json_layouts import PINNED, pinned, said
 from tests.helpers.merging import actmat
 
 from actmat.cli.exits import COMMON, EXITS
 from actmat.cli.main import COMMANDS, app
 from actmat.cli.results import SCHEMAS
 from actmat.cli.signature import resolved
+from actmat.demo.results import DemoResult
 from actmat.diagnostics.model import Diagnosis
 from actmat.plan import MergePlan
 
 ROOT = Path(__file__).resolve().parents[2]
-PINNED: dict[str, set[str]] = {
-    "merge": {"outputs"},
-    "merge outputs": {
-        "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "nonfinite", "size",
-        "read_bytes", "write_bytes", "seconds", "notes", "findings",
-    },
-    "merge part": {"part", "out", "tensors", "resumed", "was_finished"},
-    "merge size": {"merged", "sum", "experts", "warning"},
-    "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "seconds", "notes"},
-    "plan": {"plans"},
-    "plan plans": {
-        "kind", "method", "base", "experts", "family", "items", "groups", "kept", "read_bytes", "write_bytes",
-        "peak_bytes", "device", "notes",
-    },
-    "diagnose": {
-        "format", "kind", "actmat", "created", "recipe", "method", "options", "source", "base", "out", "experts",
-        "storage_dtypes", "totals", "experts_summary", "checks", "agreement", "residual_on_data", "left_out",
-    },
-    "compare": {
-        "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "residuals",
-        "checks", "notes", "differing", "names", "left_out",
-    },
-    "report": {"html", "experts", "tensors"},
-    "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
-    "inspect": {
-        "location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files",
-        "ties", "left_out",
-    },
-    "methods": {"methods"},
-    "import": {"recipe", "notes"},
-    "history": {"merges", "unreadable"},
-    "history merges": {
-        "place", "finished", "kind", "method", "options", "base", "experts", "content", "tensors", "actmat",
-    },
-}  # fmt: skip
-"""Fields of every layout of version 1. A field that goes or changes its meaning needs a new version in `SCHEMAS`."""
 
 
 def commands() -> dict[str, Any]:
@@ -89,20 +56,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_models(folder)
     return folder
-
-
-def said(*arguments: object, code: int = 0) -> Any:
-    done = actmat([str(a) for a in arguments])
-    assert done.code == code, done.err
-    return json.loads(done.out)
-
-
-def pinned(data: dict[str, Any], command: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
-    assert next(iter(data)) == "schema"
-    assert data["schema"] == f"actmat.{command}/{SCHEMAS[command]}"
-    assert SCHEMAS[command] == 1, "pin the fields of the new version"
-    assert set(data) == {"schema", *PINNED[command], *also}
-    return data
 
 
 def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
@@ -187,3 +140,42 @@ def test_quiet_prints_nothing(place: Path, command: str) -> None:
     }[command]  # fmt: skip
     done = actmat([command, *map(str, arguments), "--quiet"])
     assert (done.code, done.out) == (0, "")
+
+
+def test_experts_are_added_and_removed(place: Path) -> None:
+    """By the command line: with sums and without, in place and elsewhere."""
+    out, other = place / "team", place / "team2"
+    inputs = ("-b", place / "base", "-e", place / "experts/math")
+    assert actmat(list(map(str, ["merge", *inputs, "-m", "average", "--keep-sums", "--out", out, "-q"]))).code == 0
+    added = pinned(said("add", out, "-e", f"code={place / 'experts/code'}", "-w", "2", "--out", other, "--json"), "add")
+    assert (added["from_sums"], added["experts"], added["out"]) == (True, ["math", "code"], str(other))
+    assert set(added["size"]) == PINNED["merge size"]
+    again = actmat(["add", str(other), "-e", str(place / "experts/code")])
+    assert again.code == 1
+    assert "already holds an expert 'code'" in again.err
+    removed = pinned(said("remove", other, "math", "--json"), "remove")
+    assert (removed["from_sums"], removed["experts"], removed["out"]) == (False, ["code"], str(other))
+    assert said("verify", other, "--json")["ok"]
+    nothing = actmat(["remove", str(other), "code", "-q"])
+    assert (nothing.code, nothing.out) == (1, "")
+    assert "not all" in nothing.err
+    words = actmat(["add", str(out), "-e", str(place / "experts/code")]).out
+    assert "the earlier experts were not read: their sums were continued" in " ".join(words.split())
+    missing = actmat(["add", str(place / "nowhere"), "-e", "x"])
+    assert (missing.code, "finished merge, found none" in " ".join(missing.err.split())) == (1, True)
+
+
+def test_average_export_extract_and_serve_command(place: Path) -> None:
+    merged, model = place / "averaged", place / "experts/math"
+    data = pinned(said("average", model, place / "experts/code", "--out", merged, "--json"), "average")
+    assert set(data["outputs"][0]) == PINNED["merge outputs"]
+    assert pinned(said("serve-command", merged, "--json"), "serve-command")["vllm"].startswith("vllm serve")
+    assert pinned(said("export", merged, "--to", "dcp", "--out", place / "dcp", "--json"), "export")["form"] == "dcp"
+    inputs = ("--base", place / "base", "--model", model, "--rank", "2", "--out", place / "lora")
+    assert pinned(said("extract", *inputs, "--json"), "extract")["layers"] == 15
+
+
+def test_layouts_that_other_tests_make_or_that_take_long() -> None:
+    """The fields that demo prints; calibrate, push, statistics, try and tune are pinned where they run."""
+    assert {f.name for f in dataclasses.fields(DemoResult)} == PINNED["demo"]
+    assert PINNED.keys() >= SCHEMAS.keys() - {"analyze", "experiment"}

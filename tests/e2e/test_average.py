@@ -124,18 +124,24 @@ def test_a_merge_without_a_base_is_that_with_any(tmp_path: Path, method: str, op
     assert json.loads((without.out / "tokenizer.json").read_text()) == {"made by": "expert0"}
 
 
+def succeeds(argv: list[str]) -> None:
+    """Run a command; a failure shows what it said, because a full disk or memory fails a command as well."""
+    done = actmat(argv)
+    assert done.code == 0, f"{argv}: {done.err}"
+
+
 def test_command_line_and_recipe_take_no_base(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
     flags = [x for e in family.experts for x in ("-e", str(e))]
     argv = ["merge", *flags, "-m", "linear", "-w", "3", "-w", "1", "--out", str(family.out), "--quiet"]
-    assert actmat(argv).code == 0
+    succeeds(argv)
     first, second = (tensors(e)[EMBEDDING].double() for e in family.experts)
     assert relative_error(tensors(family.out)[EMBEDDING], (3 * first + second) / 4) < F32_ELEMENTWISE
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"experts: [{family.experts[0]}, {family.experts[1]}]\nmethod: slerp\n")
-    assert actmat(["merge", str(recipe), "--out", str(tmp_path / "by_recipe"), "--quiet"]).code == 0
-    assert actmat(["plan", str(recipe)]).code == 0
-    assert actmat(["verify", str(tmp_path / "by_recipe")]).code == 0
+    succeeds(["merge", str(recipe), "--out", str(tmp_path / "by_recipe"), "--quiet"])
+    succeeds(["plan", str(recipe)])
+    succeeds(["verify", str(tmp_path / "by_recipe")])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tests.helpers.vision import TINY, write_tasks
 from typer.testing import CliRunner
@@ -23,6 +25,18 @@ def test_suites_are_listed():
     firsts = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
     assert firsts == [s.name for s in SUITES], "a long summary goes on below itself"
     assert max(map(len, done.stdout.splitlines())) <= 80
+    listed = json.loads(call("list", "--json").stdout)
+    assert listed["schema"] == "actmat.experiment/1"
+    assert [s["name"] for s in listed["suites"]] == firsts
+    assert call("list", "-q").stdout == ""
+
+
+def test_exit_codes(tmp_path):
+    """As the page lists them: 1 for a cache without scores, also with --json; 2 for flags that exclude each other."""
+    place = ("vision-small", "--cache", str(tmp_path))
+    with pytest.raises(RecipeError, match="holds no scores"):
+        raise call("table", *place, "--json").exception
+    assert call("table", *place, "--json", "--markdown").exit_code == 2
 
 
 def test_an_unknown_suite_offers_the_near_name(tmp_path):
@@ -52,4 +66,10 @@ def test_a_run_ends_with_its_table_and_the_table_can_be_had_again(tmp_path):
     again = call("table", "vision-small", *place, "--markdown")
     assert again.exit_code == 0
     assert "| `average` | default |" in again.stdout
+    data = json.loads(call("table", "vision-small", *place, "--json").stdout)
+    assert set(data) == {"schema", "suite", "scores"}
+    fields = "suite model regime method scale task seed correct total settings detail"
+    assert all(set(score) == set(fields.split()) for score in data["scores"])
+    assert {s["method"] for s in data["scores"]} >= {"average", "actmat", "base", "experts"}
+    assert call("table", "vision-small", *place, "--quiet").stdout == ""
     assert (tmp_path / "cache" / "logs" / "merges.log").read_text().count("begin") == 1

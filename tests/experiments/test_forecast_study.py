@@ -158,6 +158,8 @@ def test_the_suite_shows_what_the_cache_holds(
     assert "activation_error" in text
     assert "72 rows" in text
     assert max(map(len, text.splitlines()[:20])) <= 80
+    data = json.loads(json.dumps(get_suite("forecast").data(TableRequest("forecast", cache.root))))
+    assert (data["rows"], {"name", "kind", "worst", "holds"} <= set(data["candidates"][0])) == (72, True)
     assert (tmp_path / "forecast.png").stat().st_size > 10_000
 
 

@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 from tests.helpers.hub import HubStandIn, hub_stand_in
 from tests.helpers.hub_uploads import Uploads
+from tests.helpers.json_layouts import pinned
 from tests.helpers.merging import Family, actmat
 
 import actmat as package
@@ -109,7 +110,7 @@ def test_a_dry_run_lists_and_sends_nothing(hub: HubStandIn, uploads: Uploads, mo
     assert "private, new" in done.out
     assert "nothing was sent" in done.out
     assert (hub.repositories, uploads.received) == ({}, [])
-    found = json.loads(actmat(["push", str(models[1]), "org/merged", "--dry-run", "--json"]).out)
+    found = pinned(json.loads(actmat(["push", str(models[1]), "org/merged", "--dry-run", "--json"]).out), "push")
     assert {f["name"]: f["size"] for f in found["files"]} == {n: len(b) for n, b in content(models[1]).items()}
 
 

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from tests.helpers.docs_fixture import write_models
+from tests.helpers.json_layouts import PINNED, pinned
 from tests.helpers.merging import actmat as run
 from tests.helpers.models import BY_NAME, VOCABULARY
 from tests.tolerances import F32_PRODUCT, relative_error
@@ -86,6 +87,8 @@ def test_an_adapter_on_its_base_and_merging_of_files(models: Path, tmp_path: Pat
     done = run(["statistics", "merge", str(tmp_path / "s0"), str(tmp_path / "s1"), "--out", str(tmp_path / "all")])
     assert done.code == 0, done.err
     shown = run(["statistics", "show", str(tmp_path / "all")])
+    told = pinned(json.loads(run(["statistics", "show", str(tmp_path / "all"), "--json"]).out), "statistics")
+    assert set(told["statistics"][0]) == PINNED["statistics statistics"]
     written = f"with the adapter {models / 'adapters' / 'math'}"
     assert "".join(written.split()) in "".join(shown.out.split()), "long lines are continued anywhere"
     assert "4 samples" in shown.out

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.json_layouts import pinned
 from tests.helpers.merging import actmat
 from tests.helpers.rates import rates_of
 
@@ -97,6 +98,9 @@ def test_calibration_measures_everything(tmp_path: Path, monkeypatch: pytest.Mon
     assert outcome.code == 0, outcome.err
     assert "written to" in outcome.out
     assert "measuring svd in float64" in outcome.err
+    monkeypatch.setattr("actmat.api.calibrating.calibrate", lambda *effort, **more: load_rates())
+    told = pinned(json.loads(actmat(["calibrate", "--json", "--folder", str(tmp_path)]).out), "calibrate")
+    assert told["rates"] == load_rates().to_json()
     rates = load_rates()
     assert {key for key, table in rates.rates.compute.items() if len(table) == 2} == set(rates.rates.compute)
     assert 0 < rates.rates.start_s < 120

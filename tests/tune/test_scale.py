@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.json_layouts import PINNED
 from tests.helpers.merging import actmat as run
 from tests.tune.conftest import TEXTS
 
@@ -29,6 +30,7 @@ def test_a_merge_gets_the_scale_that_the_inputs_choose(family: Path, tmp_path: P
     assert max(map(len, done.out.splitlines())) <= 80
     assert "memory:" in done.err
     told = json.loads((tmp_path / "merged.tune" / "tune.json").read_text())
+    assert set(told) == PINNED["tune"] - {"left_out"} | {"trials"}, "what tune --json prints, its trials left out"
     assert {(t["method"], t["options"]["density"]) for t in told["trials"]} == {("ties", 0.5)}
     assert len({t["scale"] for t in told["trials"]}) > 6, "six scales, then refined"
     best = min((t for t in told["trials"] if t["share"] == 1.0), key=lambda t: t["mean"])

@@ -16,7 +16,7 @@ from actmat.errors import RecipeError
 if TYPE_CHECKING:
     from actmat.recipe import Recipe
 
-__all__ = ["RecipeFlags", "split_name", "statistics_of"]
+__all__ = ["RecipeFlags", "experts_of", "split_name", "statistics_of"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RecipeFlags:
         weights, statistics = given.pop("weight", None), given.pop("statistics", None)
         methods, options = given.pop("method", []), given.pop("options", [])
         if "experts" in given:
-            given["experts"] = _experts(given["experts"], weights)
+            given["experts"] = experts_of(given["experts"], weights)
         elif weights:
             raise RecipeError("--weight goes with --expert, one each; in a recipe file each expert has its 'weight'.")
         if "out" in given:
@@ -106,7 +106,12 @@ def _check_base(recipes: Sequence[Recipe]) -> None:
         )
 
 
-def _experts(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
+def experts_of(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
+    """Values of --expert, NAME=PATH or PATH, and of --weight, as fields of a recipe.
+
+    Raises:
+        RecipeError: another number of weights than of experts.
+    """
     if weights and len(weights) != len(given):
         raise RecipeError(f"There are {len(given)} experts and {len(weights)} weights; give one --weight each.")
     experts: list[dict[str, Any]] = []

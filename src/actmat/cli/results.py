@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMAS", "merge_data", "print_result", "size_data"]
 
 SCHEMAS: Mapping[str, int] = {
+    "add": 1,
+    "analyze": 1,
     "average": 1,
     "calibrate": 1,
     "compare": 1,
     "demo": 1,
     "diagnose": 1,
+    "experiment": 1,
     "export": 1,
     "extract": 1,
     "finish": 1,
@@ -32,6 +35,7 @@ SCHEMAS: Mapping[str, int] = {
     "methods": 1,
     "plan": 1,
     "push": 1,
+    "remove": 1,
     "report": 1,
     "serve-command": 1,
     "statistics": 1,

@@ -29,7 +29,9 @@ MOST_PATTERNS = 4
 
 def print_plan(plan: MergePlan, *, full: bool) -> None:
     """Groups of outputs with what happens to them and why; `full`: one line per output."""
+    from actmat.cli.once import is_first_time
     from actmat.cli.screen import console, escape
+    from actmat.plan.adapter.notes import INDEPENDENT
     from actmat.report.words import action_counts, plan_traffic
 
     from_adapters = plan.output == "adapter" and not plan.is_extracted
@@ -45,7 +47,8 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     if plan.device != "cpu":
         console.print(_devices(plan))
     for note in plan.notes:
-        console.print(f"note: {escape(note)}")
+        if INDEPENDENT not in note or is_first_time("ranks"):
+            console.print(f"note: {escape(note)}")
 
 
 def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:

@@ -67,6 +67,8 @@ class TensorReader:
         self._base_chunk: tuple[int, int] | None = None
         self._checked = [0 for _ in inputs.experts]  # entries that were checked, from the first on; once is enough
         self._finite = [True for _ in inputs.experts]  # those that were
+        self.kept = None if inputs.kept is None else inputs.kept.rows.get(item.name)
+        self.known = 0 if inputs.kept is None else inputs.kept.known(item.name)
         self._sample = InputSample(item, self._sources) if item.call is not None and item.numel else None
 
     def read_base(self, region: Region) -> Tensor:
@@ -256,8 +258,8 @@ class TensorReader:
 
         Entries that the method did not ask for are read now.
         """
-        found = []
-        for t, source in enumerate(self._sources):
+        found = list(self.kept.expert_hashes) if self.kept is not None else []
+        for t, source in list(enumerate(self._sources))[self.known :]:
             if source.kind != "stored":
                 found.append(self.inputs.experts[t].content(source.name))
                 continue
@@ -268,8 +270,11 @@ class TensorReader:
         return self._hashes[0].hexdigest(), tuple(found)
 
     def sampled_deltas(self) -> list[Tensor] | None:
-        """Sampled entries of every delta, once all is read; None for a tensor that is not merged by a method."""
-        return None if self._sample is None else self._sample.deltas(self.inputs.experts)
+        """Sampled entries of every delta, once all is read; None for a tensor that is not merged by a method.
+
+        Without those of experts whose sum was kept.
+        """
+        return None if self._sample is None else self._sample.deltas(self.inputs.experts, self.known)
 
     def factors(self, region: Region) -> list[list[LowRank]]:
         """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""

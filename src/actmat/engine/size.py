@@ -19,27 +19,12 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.experts.base import Expert, Source
 from actmat.plan.model import Item
+from actmat.plan.sample import RUN, RUNS, sample_runs
 
-__all__ = ["RUN", "RUNS", "InputSample", "Sample", "sample_runs", "size_of"]
+__all__ = ["RUN", "RUNS", "InputSample", "Sample", "added_up", "sample_runs", "size_of"]
 
-RUNS = 16
-RUN = 2048
-"""Consecutive entries. 32,768 in all take 128 kB per input and worker, and give the norm of independent normal entries
-with a standard error of `1 / sqrt(2 * 32768)`, 0.4 %; where tails are heavy, or parts of a tensor differ, it is larger.
-"""
 DIGITS = 6
 """Significant digits of a norm in a record: more would be noise of the order of summation."""
-
-
-def sample_runs(numel: int) -> list[tuple[int, int]]:
-    """`(start, stop)` of the runs of a tensor, in order; they do not overlap.
-
-    >>> sample_runs(10), len(sample_runs(10**9))
-    ([(0, 10)], 16)
-    """
-    if numel <= RUNS * RUN:
-        return [(0, numel)] if numel else []
-    return [(start, start + RUN) for start in (k * (numel - RUN) // (RUNS - 1) for k in range(RUNS))]
 
 
 class Sample:
@@ -110,12 +95,13 @@ class InputSample:
         dtype = self._dtypes[k]
         self._samples[k].add_bytes(offset // dtype.itemsize, data, dtype)
 
-    def deltas(self, experts: Sequence[Expert]) -> list[Tensor]:
-        """The sampled deltas; entries that are not finite count as unchanged."""
+    def deltas(self, experts: Sequence[Expert], first: int = 0) -> list[Tensor]:
+        """The sampled deltas of experts from `first` on; entries that are not finite count as unchanged."""
         base = self._samples[0].entries
         assert base is not None, "the base was read"
         found = []
-        for expert, source, sample in zip(experts, self._sources, self._samples[1:], strict=True):
+        listed = list(zip(experts, self._sources, self._samples[1:], strict=True))
+        for expert, source, sample in listed[first:]:
             if source.kind == "stored":
                 assert sample.entries is not None, "a stored source was read"
                 delta = sample.entries - base
@@ -126,17 +112,34 @@ class InputSample:
         return found
 
 
-def size_of(item: Item, deltas: Sequence[Tensor], merged: Tensor | None) -> dict[str, Any]:
+def added_up(deltas: Sequence[Tensor], before: Tensor | None = None) -> Tensor:
+    """Sum of sampled deltas, expert by expert, on top of the sum over the experts before them."""
+    total = torch.zeros_like(deltas[0]) if before is None else before
+    for delta in deltas:
+        total = total + delta
+    return total
+
+
+def size_of(
+    item: Item,
+    deltas: Sequence[Tensor],
+    merged: Tensor | None,
+    *,
+    total: Tensor | None = None,
+    norms: Sequence[float] = (),
+) -> dict[str, Any]:
     """Frobenius norms of the merged delta, of each expert's and of their sum, estimated from a sample.
 
     Args:
         item: the tensor.
         deltas: sampled, one per expert.
         merged: sampled, with its scale; None: nothing was changed.
+        total: sum of all sampled deltas; default: of these.
+        norms: of the experts before these.
     """
-    sampled = deltas[0].numel()
+    total = added_up(deltas) if total is None else total
+    sampled = total.numel()
     share = item.numel / sampled
-    total = torch.stack(list(deltas)).sum(dim=0)
 
     def norm(sample: Tensor) -> float:
         value = math.sqrt(share * float(sample @ sample))
@@ -145,6 +148,6 @@ def size_of(item: Item, deltas: Sequence[Tensor], merged: Tensor | None) -> dict
     return {
         "norm": norm(merged) if merged is not None else 0.0,
         "sum_norm": norm(total),
-        "expert_norms": [norm(d) for d in deltas],
+        "expert_norms": [*norms, *(norm(d) for d in deltas)],
         "sampled": sampled,
     }

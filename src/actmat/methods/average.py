@@ -17,7 +17,7 @@ from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import weights_and_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
 
-__all__ = ["AVERAGE", "merge", "merge_lowrank"]
+__all__ = ["AVERAGE", "finish_sum", "merge", "merge_lowrank"]
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
@@ -30,8 +30,13 @@ def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
     >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]).value.tolist()
     [2.0, 1.0]
     """
-    share, total = _shares(len(deltas), weights)
-    return Merged(one_pass_sum(deltas, share).div_(total))
+    share, _ = _shares(len(deltas), weights)
+    return finish_sum(one_pass_sum(deltas, share), len(deltas), weights=weights)
+
+
+def finish_sum(total: Tensor, n_experts: int, *, weights: Weights = None) -> Merged:
+    """The mean from `sum_t w_t D_t`, which is overwritten; errors as in `merge`."""
+    return Merged(total.div_(_shares(n_experts, weights)[1]))
 
 
 def merge_lowrank(deltas: Sequence[LowRank], *, weights: Weights = None) -> MergedLowRank:
@@ -61,6 +66,7 @@ AVERAGE = MergeMethod(
         {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     one_pass=True,
+    finish_sum=finish_sum,
     baseless_when=lambda options, n_experts: True,
     workspace=lambda shape, n_experts, options: math.prod(shape),
     flops="T N^2",

@@ -228,6 +228,9 @@ class MergeMethod:
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
             `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
+        finish_sum: `(total, n_experts, *, <needs>, <options>) -> Merged`, where the result depends on the deltas only
+            through `total = sum_t w_t D_t` (`linalg.inner.one_pass_sum`; all weights 1 unless given), which it may
+            overwrite; or None. The sum can then be kept, and continued with further experts.
     """
 
     name: str  # in recipes and on the command line
@@ -257,6 +260,7 @@ class MergeMethod:
     streams_when: Callable[[Mapping[str, Any]], bool] | None = None
     walks_again: bool = False
     combine: Callable[..., Combination] | None = None
+    finish_sum: Callable[..., Merged] | None = None
     plan_note: str = ""
     formerly: str = ""
 

@@ -17,7 +17,7 @@ from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import weights_and_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
 
-__all__ = ["LINEAR", "merge", "merge_lowrank"]
+__all__ = ["LINEAR", "finish_sum", "merge", "merge_lowrank"]
 
 _SCALES_THE_BASE = (
     "linear: normalize=False is not available for low-rank deltas: it scales the base weights too, which is not a "
@@ -35,16 +35,24 @@ def merge(
             summed: `D* = sum_t w_t D_t + (sum_t w_t - 1) W_0`, which also scales the base. `task_arithmetic` with
             `scaling=1` is the sum of deltas.
     """
-    share, total = _shares(len(deltas), weights, normalize)
-    out = one_pass_sum(deltas, share)
+    share, _ = _shares(len(deltas), weights, normalize)
+    total = one_pass_sum(deltas, share)
+    return finish_sum(total, len(deltas), weights=weights, base=base, normalize=normalize)
+
+
+def finish_sum(
+    total: Tensor, n_experts: int, *, weights: Weights = None, base: Tensor | None = None, normalize: bool = True
+) -> Merged:
+    """The merge from `sum_t w_t D_t`, which is overwritten; errors as in `merge`."""
+    _, divisor = _shares(n_experts, weights, normalize)
     if normalize:
-        return Merged(out.div_(total))
+        return Merged(total.div_(divisor))
     if base is None:
         raise RecipeError(
             "linear: normalize=False sums the experts' weights and so needs the base tensor, but none was given. "
             "Pass the base, or use task_arithmetic with scaling=1 to sum deltas."
         )
-    return Merged(out.add_(base, alpha=total - 1))
+    return Merged(total.add_(base, alpha=divisor - 1))
 
 
 def merge_lowrank(
@@ -79,6 +87,7 @@ LINEAR = MergeMethod(
         {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
     one_pass=True,
+    finish_sum=finish_sum,
     baseless_when=lambda options, n_experts: True,
     base_when=lambda options: not options["normalize"],
     moves_base_when=lambda options: not options["normalize"],

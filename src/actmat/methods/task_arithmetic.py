@@ -14,7 +14,7 @@ from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
 
-__all__ = ["TASK_ARITHMETIC", "merge", "merge_lowrank"]
+__all__ = ["TASK_ARITHMETIC", "finish_sum", "merge", "merge_lowrank"]
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None, scaling: float = 0.4) -> Merged:
@@ -24,7 +24,12 @@ def merge(deltas: Sequence[Tensor], *, weights: Weights = None, scaling: float =
         scaling: lambda; 0.4 is the usual choice without validation data.
     """
     share = [1.0] * len(deltas) if weights is None else weights
-    return Merged(one_pass_sum(deltas, share).mul_(scaling))
+    return finish_sum(one_pass_sum(deltas, share), len(deltas), weights=weights, scaling=scaling)
+
+
+def finish_sum(total: Tensor, n_experts: int, *, weights: Weights = None, scaling: float = 0.4) -> Merged:
+    """The merge from `sum_t w_t D_t`, which is overwritten."""
+    return Merged(total.mul_(scaling))
 
 
 def merge_lowrank(deltas: Sequence[LowRank], *, weights: Weights = None, scaling: float = 0.4) -> MergedLowRank:
@@ -45,6 +50,7 @@ TASK_ARITHMETIC = MergeMethod(
         {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
     ),
     one_pass=True,
+    finish_sum=finish_sum,
     workspace=lambda shape, n_experts, options: math.prod(shape),
     flops="T N^2",
 )

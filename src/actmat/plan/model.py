@@ -21,13 +21,13 @@ from actmat.errors import RecipeError, format_size
 from actmat.experts.base import Source
 from actmat.foreign import html_table, terminal
 from actmat.layout.types import TensorLayout
-from actmat.methods.post import PostStep, Step, get_step
-from actmat.methods.spaces import Space
 from actmat.plan.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
 from actmat.plan.forms import Extraction, FactorPlan, Plain
+from actmat.plan.method_call import MethodCall, PostCall
 from actmat.recipe import Recipe
 
 __all__ = [
+    "SUMS",
     "Action",
     "Cost",
     "Extraction",
@@ -55,59 +55,11 @@ MAX_FILE_BYTES = 4_000_000_000
 """Largest plan that is read from a file: one of 100,000 tensors takes 100 MB."""
 
 
+SUMS = "actmat_sums/"
+"""Folder of what is kept beside an output, and prefix of its tensors' names."""
+
 SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
-
-
-@dataclass(frozen=True, slots=True)
-class PostCall(Plain):
-    """One step of post-processing with all its options."""
-
-    name: str
-    options: Mapping[str, Any]
-
-    @property
-    def step(self) -> PostStep:
-        """Declaration of the step."""
-        return get_step(self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class MethodCall(Plain):
-    """One method with all its options: `W* = W_0 + scale * D*`.
-
-    Args:
-        space: in which the method works, see `methods.spaces`.
-        post: steps that change its result, the one over layers at the end.
-    """
-
-    method: str
-    options: Mapping[str, Any]
-    scale: float = 1.0
-    weights: tuple[float, ...] | None = None
-    space: Space = "full"
-    post: tuple[PostCall, ...] = ()
-
-    @property
-    def matrix_steps(self) -> list[Step]:
-        """Steps that look at one matrix, with their options."""
-        return [(p.step, p.options) for p in self.post if p.step.layers is None]
-
-    @property
-    def layer_call(self) -> PostCall | None:
-        """The step that looks at all layers, if there is one."""
-        return next((p for p in self.post if p.step.layers is not None), None)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        out: dict[str, Any] = {"method": self.method, "options": dict(self.options), "scale": self.scale}
-        if self.weights is not None:
-            out["weights"] = list(self.weights)
-        if self.space != "full":
-            out["space"] = self.space
-        if self.post:
-            out["post"] = [{"name": p.name, "options": dict(p.options)} for p in self.post]
-        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +101,8 @@ class Item(Plain):
         cost: traffic, operations and memory.
         encoding: layout of codes in which the tensor is written, in words; empty: as floats.
         extraction: of an adapter that is extracted, the form in which it holds the tensor.
+        sums: what is kept of the experts' deltas beside the output: their weighted sum, and the sum of the sampled
+            entries (`engine.size`); empty: nothing.
     """
 
     name: str
@@ -167,6 +121,7 @@ class Item(Plain):
     factors: FactorPlan | None = None
     cost: Cost = Cost()
     encoding: str = ""
+    sums: tuple[TensorSpec, ...] = ()
     extraction: Extraction | None = None
 
     @property
@@ -298,6 +253,19 @@ class MergePlan(Plain):
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The files to write."""
+        return self._model_shards + (
+            plan_shards(self.sum_specs, self.max_shard_bytes, stem=f"{SUMS}model", prefix=SUMS)
+            if self.sum_specs
+            else ()
+        )
+
+    @functools.cached_property
+    def sum_specs(self) -> tuple[TensorSpec, ...]:
+        """Tensors that are kept beside the output, see `Item.sums`."""
+        return tuple(spec for item in self.items for spec in item.sums)
+
+    @property
+    def _model_shards(self) -> tuple[Shard, ...]:
         if not self.stems:
             return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
         groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}

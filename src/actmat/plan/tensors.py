@@ -33,6 +33,7 @@ from actmat.plan.quantised import encoding_problems, quantisation_notes, scheme_
 from actmat.plan.regions import cut, granularity
 from actmat.plan.roles import resolve_roles
 from actmat.plan.statistics import ExpertStatistics, with_statistics
+from actmat.plan.sums import sum_problems, with_sums
 from actmat.recipe import Recipe
 
 __all__ = ["plan_tensors"]
@@ -75,6 +76,9 @@ def plan_tensors(
     planner = _TensorPlanner(recipe, base, experts, room)
     items, problems = assign_pools(planner.items(alignment, decided, given), recipe.pool, planner.place, planner.flops)
     problems += _adapter_problems(recipe, experts)
+    if recipe.keep_sums:
+        items = with_sums(items, recipe.compute_dtype)
+        problems += sum_problems(recipe, items, room)
     if problems:
         raise AlignmentError(headline(problems), problems)
     return Draft(

@@ -332,6 +332,11 @@ class Recipe(Strict):
     any_base: Annotated[bool, Flag()] = Field(
         default=False, description="merge adapters although they name different bases"
     )
+    keep_sums: Annotated[bool, Flag()] = Field(
+        default=False,
+        description="keep the running sums of the deltas beside the merged model, in float32, so that 'actmat add' "
+        "needs no earlier expert again; for average, task_arithmetic and linear",
+    )
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
         default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
     )

@@ -121,7 +121,10 @@ def test_theorem1(tmp_path):
     assert layer["bound"] == pytest.approx(layer["cross"] + layer["correlation"] + layer["drift"])
     assert layer["estimate"] <= layer["bound"]
     assert run(*arguments).code == 1  # the results are there
-    assert json.loads(run(*arguments, "--overwrite", "--json").out) == stored
+    said = json.loads(run(*arguments, "--overwrite", "--json").out)
+    files = [str(tmp_path / f"theorem1.{kind}") for kind in ("json", "png", "svg")]
+    assert said == {"schema": "actmat.analyze/1", **stored, "files": files}
+    assert run(*arguments, "--overwrite", "--quiet").out == ""
 
 
 def test_theorem2(tmp_path, monkeypatch):

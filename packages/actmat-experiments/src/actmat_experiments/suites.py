@@ -68,7 +68,8 @@ class Suite:
     """A named set of experiments.
 
     Args:
-        module: of its functions `run`, `table` and, where it has a study, `study`; imported when one is called.
+        module: of its functions `run`, `table`, `study` (where it has a study) and `data` (where it has no scores);
+            imported when one is called.
     """
 
     name: str
@@ -82,6 +83,10 @@ class Suite:
     def table(self, request: TableRequest) -> None:
         """Show the scores of earlier runs."""
         self._module.table(request)
+
+    def data(self, request: TableRequest) -> dict[str, Any] | None:
+        """Results of a suite that judges numbers in a way of its own, as plain data; None: it has scores."""
+        return self._module.data(request) if hasattr(self._module, "data") else None
 
     def study(self, request: RunRequest) -> str:
         """Compare variants of the interference family on subsets of the tasks; the tables, in Markdown.

@@ -53,17 +53,18 @@ OUT, DEMO = Path("analyses"), Path("demo-output")
 
 
 def _analysis(work: Callable[..., Any]) -> Callable[..., None]:
-    """Register a command that saves and shows the `Analysis` of a function; it adds --out, --overwrite and --json."""
+    """Register a command that saves and shows the `Analysis` of a function; the flags of all are added."""
     own = inspect.signature(work, eval_str=True)
 
     @functools.wraps(work)
-    def command(*, out: Path, overwrite: bool, json: bool, **given: Any) -> None:
-        _finish(work(**given), out, overwrite, json)
+    def command(*, out: Path, overwrite: bool, json: bool, quiet: bool, **given: Any) -> None:
+        _finish(work(**given), out, overwrite=overwrite, json=json, quiet=quiet)
 
     kinds: dict[str, tuple[Any, Any]] = {
         "out": (Out, OUT),
         "overwrite": (Overwrite, False),
         "json": (flags.Json, False),
+        "quiet": (flags.Quiet, False),
     }
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
@@ -364,16 +365,17 @@ def _working(what: str, total: int | None) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def _finish(result: Any, out: Path, overwrite: bool, as_json: bool) -> None:
+def _finish(result: Any, out: Path, *, overwrite: bool, json: bool, quiet: bool) -> None:
     """Save an `Analysis`, then show it."""
     from actmat.cli.screen import console
     from actmat_experiments.analyses import save_analysis
 
     paths = save_analysis(result, out, overwrite=overwrite)
-    if as_json:
-        import json
+    if json:
+        from actmat.cli.results import print_result
 
-        typer.echo(json.dumps(result.to_json(), indent=1, allow_nan=False))
+        print_result("analyze", {**result.to_json(), "files": [str(path) for path in paths]})
+    if json or quiet:
         return
     for table in result.tables():
         console.print(table)

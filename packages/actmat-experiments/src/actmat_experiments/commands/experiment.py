@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from actmat.cli import flags
 
 if TYPE_CHECKING:
     from actmat_experiments.suites import RunRequest
@@ -37,13 +40,18 @@ Settings = Annotated[list[str] | None, typer.Option("--set", help="name=value of
 
 
 @experiment.command("list")
-def list_suites() -> None:
+def list_suites(json: flags.Json = False, quiet: flags.Quiet = False) -> None:
     """The suites and what they are about."""
     from rich.table import Table
 
+    from actmat.cli.results import print_result
     from actmat.cli.screen import console
     from actmat_experiments.suites import SUITES
 
+    if json:
+        print_result("experiment", {"suites": [{"name": s.name, "summary": s.summary} for s in SUITES]})
+    if json or quiet:
+        return
     listed = Table.grid(padding=(0, 2, 0, 0))
     for suite in SUITES:
         listed.add_row(suite.name, suite.summary)
@@ -64,6 +72,8 @@ def run(
     device: Device = "cpu",
     threads: Threads = None,
     setting: Settings = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Train, merge by every method, evaluate. What is done already is taken from the cache.
 
@@ -74,7 +84,7 @@ def run(
     from actmat_experiments.suites import get_suite
 
     get_suite(suite).run(request)
-    table(suite, cache)
+    table(suite, cache, json=json, quiet=quiet)
 
 
 @experiment.command()
@@ -90,6 +100,8 @@ def study(
     device: Device = "cpu",
     threads: Threads = None,
     setting: Settings = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Variants of the interference family on subsets of the experts: chosen on half of the tasks, reported on the rest.
 
@@ -98,7 +110,14 @@ def study(
     request = _request({**locals(), "methods": None})
     from actmat_experiments.suites import get_suite
 
-    typer.echo(get_suite(suite).study(request))
+    text = get_suite(suite).study(request)
+    if json:
+        from actmat.cli.results import print_result
+        from actmat_experiments.harness.study import read_study
+
+        print_result("experiment", {"suite": suite, "study": read_study(suite, cache)})
+    elif not quiet:
+        typer.echo(text)
 
 
 @experiment.command()
@@ -107,13 +126,28 @@ def table(
     cache: CacheFolder = _CACHE,
     markdown: Annotated[bool, typer.Option("--markdown", help="Markdown instead of a terminal's table.")] = False,
     figures: Annotated[Path | None, typer.Option("--figures", help="Draw the figures into this folder.")] = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """The paper's table beside ours: per task, with majority baselines, seeds and 95 % intervals."""
-    from actmat.cli.screen import console
+    from actmat.cli.screen import SafeConsole, console
     from actmat_experiments.suites import TableRequest, get_suite
 
+    if json and markdown:
+        raise typer.BadParameter("give --json or --markdown, not both")
     found = get_suite(suite)
-    found.table(TableRequest(suite=suite, cache=cache, markdown=markdown, figures=figures, console=console))
+    shown = SafeConsole(quiet=True) if json or quiet else console
+    request = TableRequest(suite=suite, cache=cache, markdown=markdown, figures=figures, console=shown)
+    if json:
+        from actmat.cli.results import print_result
+        from actmat_experiments.harness.report import stored_scores
+
+        data = found.data(request)
+        if data is None:
+            data = {"scores": [asdict(score) for score in stored_scores(request)]}
+        print_result("experiment", {"suite": suite, **data})
+    if figures is not None or not json:
+        found.table(request)
 
 
 def _request(given: dict[str, Any]) -> RunRequest:
@@ -125,12 +159,15 @@ def _request(given: dict[str, Any]) -> RunRequest:
         seeds = [int(s) for s in given.pop("seeds").split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"--seeds takes whole numbers such as 0,1,2: {error}") from None
+    from actmat.cli.screen import SafeConsole, note_console
+
+    console = SafeConsole(quiet=True) if given.pop("quiet") else note_console
+    given.pop("json")
     settings = dict(_pair(text) for text in given.pop("setting") or [])
     names: dict[str, Any] = {n: _names(given.pop(n)) for n in ("models", "tasks", "methods")}
-    from actmat.cli.screen import note_console
     from actmat_experiments.suites import RunRequest
 
-    return RunRequest(**given, **names, regimes=regimes, seeds=seeds, settings=settings, console=note_console)
+    return RunRequest(**given, **names, regimes=regimes, seeds=seeds, settings=settings, console=console)
 
 
 def _names(values: list[str] | None) -> list[str] | None:

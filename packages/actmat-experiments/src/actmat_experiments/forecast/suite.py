@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -70,8 +72,8 @@ def run(request: RunRequest) -> None:
     )
 
 
-def table(request: TableRequest) -> None:
-    """Judge all rows in the cache and print the tables.
+def _measured_rows(request: TableRequest) -> list[Row]:
+    """All rows in the cache.
 
     Raises:
         RecipeError: nothing was measured, or one family alone.
@@ -83,6 +85,27 @@ def table(request: TableRequest) -> None:
             f"{request.cache} holds rows of fewer than two families, and what is fitted on one is tried on another; "
             "run first: actmat experiment run forecast"
         )
+    return rows
+
+
+def data(request: TableRequest) -> dict[str, Any]:
+    """Every number and how it goes with the drop; errors as in `table`."""
+    rows = _measured_rows(request)
+    found = judge(rows)
+    return {
+        "rows": len(rows),
+        "candidates": [{**asdict(c), "worst": c.worst, "holds": c.holds} for c in found],
+        "verdict": verdict_lines(rows, found),
+    }
+
+
+def table(request: TableRequest) -> None:
+    """Judge all rows in the cache and print the tables.
+
+    Raises:
+        RecipeError: nothing was measured, or one family alone.
+    """
+    rows = _measured_rows(request)
     console = request.console or Console(quiet=True)
     found = judge(rows)
     if request.markdown:

@@ -290,6 +290,12 @@ class Subject:
         return mean("validation"), mean("test")
 
 
+def read_study(suite: str, cache: Path) -> dict[str, Any]:
+    """What `run_study` wrote below the cache, as plain data."""
+    found: dict[str, Any] = json.loads((cache / "study" / f"{suite}.json").read_text(encoding="utf-8"))
+    return found
+
+
 def run_study(suite: str, cache: Path, subjects: Iterable[Subject], splits: int, family: Sequence[str]) -> str:
     """Points of all subjects, compared per regime, written below the cache.
 

@@ -1,0 +1,82 @@
+"""Fields of the JSON of every command, pinned with the version of its layout."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.helpers.merging import actmat
+
+from actmat.cli.results import SCHEMAS
+
+MERGE = {
+    "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "nonfinite", "size",
+    "read_bytes", "write_bytes", "seconds", "notes", "findings",
+}  # fmt: skip
+PINNED: dict[str, set[str]] = {
+    "merge": {"outputs"},
+    "merge outputs": MERGE,
+    "merge part": {"part", "out", "tensors", "resumed", "was_finished"},
+    "merge size": {"merged", "sum", "experts", "warning"},
+    "average": {"outputs"},
+    "calibrate": {"file", "rates"},
+    "demo": {"out", "seed", "settings", "tasks", "n_photographs", "rows", "left_out", "versions", "seconds"},
+    "export": {"out", "checkpoint", "form"},
+    "extract": {"out", "was_finished", "relative_error", "layers", "saved", "left_out", "notes"},
+    "push": {"repo_id", "files", "removed", "nbytes", "private", "is_new", "left_out", "notes", "url"},
+    "serve-command": {"python", "vllm", "notes"},
+    "statistics": {"statistics"},
+    "statistics statistics": {
+        "path", "model", "amount", "samples", "tokens", "not_measured", "data", "kinds",
+    },
+    "try": {"prompts", "models"},
+    "tune": {
+        "actmat_tune", "version", "out", "recipe", "score", "compared", "chosen", "final", "front", "refused", "notes",
+        "seconds", "memory", "left_out",
+    },
+    "add": MERGE | {"from_sums", "why_read"},
+    "remove": MERGE | {"from_sums", "why_read"},
+    "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "seconds", "notes"},
+    "plan": {"plans"},
+    "plan plans": {
+        "kind", "method", "base", "experts", "family", "items", "groups", "kept", "read_bytes", "write_bytes",
+        "peak_bytes", "device", "notes",
+    },
+    "diagnose": {
+        "format", "kind", "actmat", "created", "recipe", "method", "options", "source", "base", "out", "experts",
+        "storage_dtypes", "totals", "experts_summary", "checks", "agreement", "residual_on_data", "left_out",
+    },
+    "compare": {
+        "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "residuals",
+        "checks", "notes", "differing", "names", "left_out",
+    },
+    "report": {"html", "experts", "tensors"},
+    "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
+    "inspect": {
+        "location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files",
+        "ties", "left_out",
+    },
+    "methods": {"methods"},
+    "import": {"recipe", "notes"},
+    "history": {"merges", "unreadable"},
+    "history merges": {
+        "place", "finished", "kind", "method", "options", "base", "experts", "content", "tensors", "actmat",
+    },
+}  # fmt: skip
+"""Fields of every layout of version 1. A field that goes or changes its meaning needs a new version in `SCHEMAS`."""
+
+
+def said(*arguments: object, code: int = 0) -> Any:
+    """JSON that a command prints, run in this process; its exit code is checked."""
+    done = actmat([str(a) for a in arguments])
+    assert done.code == code, done.err
+    return json.loads(done.out)
+
+
+def pinned(data: dict[str, Any], command: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The data, once its fields are those of the command's layout."""
+    assert next(iter(data)) == "schema"
+    assert data["schema"] == f"actmat.{command}/{SCHEMAS[command]}"
+    assert SCHEMAS[command] == 1, "pin the fields of the new version"
+    assert set(data) == {"schema", *PINNED[command], *also}
+    return data
