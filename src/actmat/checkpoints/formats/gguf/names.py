@@ -112,12 +112,12 @@ def rotated_heads(header: GgufHeader, name: str) -> int:
 
 
 def added(header: GgufHeader, name: str) -> float:
-    """What llama.cpp has added to every entry of a tensor."""
+    """The number that llama.cpp added to every entry of a tensor."""
     return 1.0 if _arch(header) in ONE_ADDED and name.endswith("norm.weight") else 0.0
 
 
 def undescribed(header: GgufHeader) -> str:
-    """What the metadata does not tell and a config needs, as the beginning of a sentence; empty for nothing."""
+    """The beginning of a sentence that says which values of a config the metadata lacks; empty if none."""
     architecture = _arch(header)
     scaled = str(header.metadata.get(f"{architecture}.rope.scaling.type", "none")) != "none"
     if scaled or any(t.name in UNUSED for t in header.tensors):
