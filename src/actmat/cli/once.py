@@ -43,7 +43,7 @@ def is_first_time(note: str) -> bool:
 
 
 def _read(path: Path) -> list[str]:
-    """What was shown; nothing where there is no such file, or another."""
+    """The notes that were shown; none without such a file, or with another in its place."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 20 else []
     except (FileNotFoundError, ValueError):

@@ -291,7 +291,7 @@ class Subject:
 
 
 def read_study(suite: str, cache: Path) -> dict[str, Any]:
-    """What `run_study` wrote below the cache, as plain data."""
+    """The results of `run_study` below the cache, as plain data."""
     found: dict[str, Any] = json.loads((cache / "study" / f"{suite}.json").read_text(encoding="utf-8"))
     return found
 
