@@ -164,7 +164,7 @@ def rule_rows(rows: Sequence[Row], lora: bool) -> list[list[str]]:
 
 
 def _named(rule: str) -> str:
-    return f"`{rule}` (sees data)" if rule.startswith(SEES_DATA) else f"`{rule}`"
+    return f"*{rule}* (sees data)" if rule.startswith(SEES_DATA) else f"`{rule}`"
 
 
 def lengths_of(rows: Sequence[Row], rule: str) -> list[str]:
@@ -175,7 +175,7 @@ def lengths_of(rows: Sequence[Row], rule: str) -> list[str]:
 def length_picks(rows: Sequence[Row], rule: str) -> dict[str, Pick]:
     """Name of a length -> the merge of a subject."""
     picks: dict[str, Pick] = {name: (lambda r, n=name: found(r, rule, n)) for name in lengths_of(rows, rule)}
-    return picks | {"least divergence on noise": least_noise(rule), "best on test": best(rule)}
+    return picks | {"least divergence on noise": least_noise(rule), "*best on test*": best(rule)}
 
 
 def lengthened(rows: Sequence[Row]) -> list[str]:

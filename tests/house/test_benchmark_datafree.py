@@ -101,7 +101,7 @@ def test_tables_hold_what_their_heads_name() -> None:
         assert {len(line) for line in lines} == {len(header(every))}, name
     lora = {line[0]: line[1:] for line in TABLES["lora"][1](every)}
     assert lora["`new`"] == ["+20.0 ±0.0", "+20.0", "+2.0 ±0.0", "+2.0", "+2.0 ±0.0", "+2.0"]
-    assert lora["`inputs, 0.9` (sees data)"][2] == "+25.0 ±63.5"
+    assert lora["*inputs, 0.9* (sees data)"][2] == "+25.0 ±63.5"
     assert TABLES["subjects"][1](every)[0] == ["digits, full", "0, 1", "2", "50.0", "65.0", "90.0"]
     assert TABLES["alignment"][1](every)[0] == ["identity", "0.40", "0.40", "0.40", "0.40"]
     assert TABLES["alignment"][1](every)[1][:2] == ["delta", "0.15"]
