@@ -6,6 +6,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from tests.helpers.merging import actmat as run
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.checks.size import size_warning
-from actmat.engine.size import RUN, RUNS, Sample, sample_runs
+from actmat.engine.size import RUN, RUNS, InputSample, Sample, sample_runs
 from actmat.engine.task import Record
+from actmat.experts.base import Source
 
 LARGE = RUNS * RUN * 3 + 17
 
@@ -31,21 +33,62 @@ def test_runs_are_in_order_inside_and_apart(numel: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1000, RUN, 50_000, LARGE])
-@pytest.mark.parametrize("as_bytes", [False, True])
-def test_the_sample_is_the_same_for_any_chunks(chunk: int, as_bytes: bool) -> None:
+def test_the_sample_is_the_same_for_any_chunks(chunk: int) -> None:
     values = torch.randn(LARGE, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     sample = Sample(LARGE)
     for start in range(0, LARGE, chunk):
-        piece = values[start : start + chunk]
-        if as_bytes:
-            data = memoryview(bytearray(piece.contiguous().view(torch.uint8).numpy().tobytes()))
-            sample.add_bytes(start, data, torch.bfloat16)
-        else:
-            sample.add(start, piece)
+        sample.add(start, values[start : start + chunk])
     expected = torch.cat([values[a:b] for a, b in sample_runs(LARGE)]).double()
     assert sample.entries is not None
     assert torch.equal(sample.entries, expected)
     assert sample.wanted_from == math.inf
+
+
+class Formed:
+    """An expert whose delta is formed, as that of an adapter is."""
+
+    def __init__(self, delta: torch.Tensor) -> None:
+        self._delta = delta
+
+    def delta(self, _: str, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._delta[low:high].to(dtype)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
+
+
+@pytest.mark.parametrize("numel", [10, LARGE])
+@pytest.mark.parametrize("chunk", [3001, LARGE])
+@pytest.mark.parametrize("order", [(0, 2, 3), (3, 2, 0)])
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("base_last", [False, True])
+def test_sums_have_the_bits_of_a_loop_over_the_experts(
+    numel: int, chunk: int, order: tuple[int, ...], by_expert: bool, base_last: bool
+) -> None:
+    """Experts 0, 2 and 3 are stored, 1 is formed; a method may ask for them in any order, whole or chunk by chunk."""
+    draw = torch.Generator().manual_seed(1)
+    base, *experts = (torch.randn(numel, generator=draw).to(torch.bfloat16) for _ in range(5))
+    experts[3][0] = math.inf
+    deltas = [x.double() - base.double() for x in experts]
+    deltas[1] = experts[1].double()
+    deltas[3][0] = 0.0
+    item = SimpleNamespace(numel=numel, base_dtype="bfloat16")
+    sources = [Source(str(t), "formed" if t == 1 else "stored", "bfloat16", 0, 1) for t in range(4)]
+    sample = InputSample(item, sources, [Formed(x) for x in experts])  # type: ignore[arg-type]
+    starts = range(0, numel, chunk)
+    steps = [(t, start) for t in order for start in starts] if by_expert else [(t, s) for s in starts for t in order]
+    bases = [(-1, start) for start in starts]
+    for t, start in [*steps, *bases] if base_last else [*bases, *steps]:
+        stored = experts[t] if t >= 0 else base
+        sample.take(t + 1, 2 * start, memory_of(stored[start : start + chunk]))
+    sample.finish()
+    expected = [torch.cat([d[a:b] for a, b in sample_runs(numel)]) for d in deltas]
+    total = torch.zeros_like(expected[0])
+    for delta in expected:
+        total = total + delta
+    assert torch.equal(sample.total, total)
+    assert sample.squares == pytest.approx([float(d @ d) for d in expected])
 
 
 @pytest.fixture(scope="module")

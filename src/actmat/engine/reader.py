@@ -69,7 +69,9 @@ class TensorReader:
         self._finite = [True for _ in inputs.experts]  # those that were
         self.kept = None if inputs.kept is None else inputs.kept.rows.get(item.name)
         self.known = 0 if inputs.kept is None else inputs.kept.known(item.name)
-        self._sample = InputSample(item, self._sources) if item.call is not None and item.numel else None
+        self.sample: InputSample | None = None  # of a tensor that a method merges
+        if item.call is not None and item.numel:
+            self.sample = InputSample(item, self._sources, inputs.experts, self.known)
 
     def read_base(self, region: Region) -> Tensor:
         """Entries of the region as stored, flat; reading the next region overwrites all that was read of this one."""
@@ -97,8 +99,8 @@ class TensorReader:
         stored.read_into(name, offset, out)
         if offset == self._hashes[k].size:
             self._hashes[k].update(out)
-            if self._sample is not None:
-                self._sample.take(k, offset, out)
+            if self.sample is not None:
+                self.sample.take(k, offset, out)
 
     def load(
         self, t: int, region: Region, base_raw: Tensor | StreamedBase, into: Tensor | None = None
@@ -268,13 +270,6 @@ class TensorReader:
                 self._read(t, start, min(CHUNK, self.item.numel - start))
             found.append(self._hashes[t + 1].hexdigest())
         return self._hashes[0].hexdigest(), tuple(found)
-
-    def sampled_deltas(self) -> list[Tensor] | None:
-        """Sampled entries of every delta, once all is read; None for a tensor that is not merged by a method.
-
-        Without those of experts whose sum was kept.
-        """
-        return None if self._sample is None else self._sample.deltas(self.inputs.experts, self.known)
 
     def factors(self, region: Region) -> list[list[LowRank]]:
         """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""

@@ -4,13 +4,15 @@
     ||D||^2 ~ N / sampled * sum over the sample of D^2
 
 The sample is taken from bytes as they are hashed and from the merged delta as it is written: nothing is read twice.
-It does not depend on chunks, workers or devices, so records are the same for all of them.
+It does not depend on chunks, workers or devices, so records are the same for all of them. Of the base and of the merged
+delta it is kept; of an expert, the run that is being read, so that many experts take little more memory than two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,133 +23,184 @@ from actmat.experts.base import Expert, Source
 from actmat.plan.model import Item
 from actmat.plan.sample import RUN, RUNS, sample_runs
 
-__all__ = ["RUN", "RUNS", "InputSample", "Sample", "added_up", "sample_runs", "size_of"]
+__all__ = ["RUN", "RUNS", "InputSample", "Sample", "sample_runs", "size_of"]
 
 DIGITS = 6
 """Significant digits of a norm in a record: more would be noise of the order of summation."""
+
+
+class Runs:
+    """Cuts entries of one tensor, which are given in order, to those that are sampled.
+
+    Attributes:
+        each: `(start, stop)` of the runs.
+        complete: number of runs whose entries were all given.
+        wanted_from: entries before it are not needed.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.each = sample_runs(numel)
+        self.complete = 0
+        self.wanted_from: float = self.each[0][0] if self.each else math.inf
+
+    def cut(self, start: int, flat: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """`(run, position in it, entries)` of what is wanted of the entries from `start` on."""
+        stop = start + flat.numel()
+        while self.complete < len(self.each) and self.each[self.complete][0] < stop:
+            run = self.complete
+            low, high = self.each[run]
+            first, last = max(low, start), min(high, stop)
+            if high <= stop:
+                self.complete += 1
+            if last > first:
+                yield run, first - low, flat[first - start : last - start]
+            if high > stop:
+                break
+        done = self.complete == len(self.each)
+        self.wanted_from = math.inf if done else max(self.each[self.complete][0], stop)
+
+    def place(self, run: int) -> slice:
+        """Entries of a run within the sample; all runs have the same length."""
+        length = self.each[run][1] - self.each[run][0]
+        return slice(run * length, (run + 1) * length)
 
 
 class Sample:
     """Sampled entries of one tensor, in float32 or, where it is stored so, float64; entries are given in order."""
 
     def __init__(self, numel: int) -> None:
-        self._runs = sample_runs(numel)
-        self._next = 0  # the first run that is not complete
-        self._filled = 0
+        self._runs = Runs(numel)
         self._entries = torch.empty(0)
-        self.wanted_from: float = self._runs[0][0] if self._runs else math.inf  # entries before it are not needed
+
+    @property
+    def wanted_from(self) -> float:
+        """Entries before it are not needed."""
+        return self._runs.wanted_from
 
     def add(self, start: int, flat: Tensor, scale: float = 1.0) -> None:
         """Take what is wanted of the entries from `start` on."""
-        stop = start + flat.numel()
-        while self._next < len(self._runs) and self._runs[self._next][0] < stop:
-            low, high = self._runs[self._next]
-            first, last = max(low, start), min(high, stop)
-            if last > first:
-                self._put(flat[first - start : last - start], scale)
-            if high > stop:
-                self.wanted_from = stop
-                return
-            self._next += 1
-        self.wanted_from = self._runs[self._next][0] if self._next < len(self._runs) else math.inf
+        for run, position, entries in self._runs.cut(start, flat):
+            if not self._entries.numel():
+                wide = torch.float64 if entries.dtype == torch.float64 else torch.float32
+                self._entries = torch.zeros(sum(b - a for a, b in self._runs.each), dtype=wide)
+            here = self._entries[self._runs.place(run)][position : position + entries.numel()]
+            here.copy_(entries)
+            if scale != 1.0:
+                here.mul_(scale)
 
-    def add_bytes(self, start: int, data: memoryview, dtype: torch.dtype) -> None:
-        """Take what is wanted of stored entries from `start` on."""
-        if start + len(data) // dtype.itemsize > self.wanted_from:
-            self.add(start, torch.frombuffer(data, dtype=torch.uint8).view(dtype))
-
-    def _put(self, entries: Tensor, scale: float) -> None:
-        if not self._entries.numel():
-            wide = torch.float64 if entries.dtype == torch.float64 else torch.float32
-            self._entries = torch.zeros(sum(b - a for a, b in self._runs), dtype=wide)
-        here = self._entries[self._filled : self._filled + entries.numel()]
-        here.copy_(entries)
-        if scale != 1.0:
-            here.mul_(scale)
-        self._filled += entries.numel()
+    def run(self, k: int) -> Tensor | None:
+        """Entries of run `k` in float64; None until they are complete."""
+        return self._entries[self._runs.place(k)].double() if k < self._runs.complete else None
 
     @property
     def entries(self) -> Tensor | None:
         """The sample in float64; None where nothing was given."""
-        return self._entries.double() if self._filled else None
-
-    @property
-    def runs(self) -> Sequence[tuple[int, int]]:
-        """The runs of entries that are sampled."""
-        return self._runs
+        return self._entries.double() if self._entries.numel() else None
 
 
 class InputSample:
-    """Samples of one tensor as the base and every expert store it.
+    """Sum of the sampled deltas of one tensor, and their squared norms, from bytes of the base and of every expert.
+
+    Run by run, each sum expert by expert in the recipe's order: the bits do not depend on the pieces in which bytes
+    come, nor on whose come first, nor on threads. Entries that are not finite count as unchanged.
 
     Args:
         item: the tensor.
         sources: of the experts.
+        experts: those whose deltas are formed are asked for them.
+        first: the experts before it are not read: their sum is known.
+
+    Attributes:
+        total: sum over the experts, complete after `finish`.
+        squares: squared norms of the sampled deltas of the experts from `first` on.
     """
 
-    def __init__(self, item: Item, sources: Sequence[Source]) -> None:
-        self._sources = sources
+    def __init__(self, item: Item, sources: Sequence[Source], experts: Sequence[Expert], first: int = 0) -> None:
+        self._sources, self._experts, self._first = sources, experts, first
         self._dtypes = [torch_dtype(item.base_dtype), *(torch_dtype(s.dtype) for s in sources)]
-        self._samples = [Sample(item.numel) for _ in self._dtypes]
+        self._base = Sample(item.numel)
+        self._runs = [Runs(item.numel) for _ in sources]
+        self._parts: list[Tensor | None] = [None] * len(sources)  # of runs that are not complete
+        self._each = sample_runs(item.numel)
+        self._added = [first] * len(self._each)  # by run: number of experts in the sum
+        self._waiting: dict[tuple[int, int], Tensor] = {}  # (run, expert) -> entries, until those before are there
+        self._lock = threading.Lock()  # a device's staging reads ahead in a thread of its own
+        self.total = torch.zeros(sum(b - a for a, b in self._each), dtype=torch.float64)
+        self.squares = [0.0] * (len(sources) - first)
 
     def take(self, k: int, offset: int, data: memoryview) -> None:
         """Look at bytes of the base (`k = 0`) or of expert `k - 1` from byte `offset` on, given in order."""
-        dtype = self._dtypes[k]
-        self._samples[k].add_bytes(offset // dtype.itemsize, data, dtype)
+        dtype, runs = self._dtypes[k], self._runs[k - 1]
+        start = offset // dtype.itemsize
+        if start + len(data) // dtype.itemsize <= (runs if k else self._base).wanted_from:
+            return
+        entries = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+        with self._lock:
+            if k == 0:
+                self._base.add(start, entries)
+                return
+            for run, position, piece in runs.cut(start, entries):
+                whole = self._completed(k - 1, run, position, piece)
+                if whole is not None:
+                    self._waiting[run, k - 1] = whole
+                    self._add_up(run)
 
-    def deltas(self, experts: Sequence[Expert], first: int = 0) -> list[Tensor]:
-        """The sampled deltas of experts from `first` on; entries that are not finite count as unchanged."""
-        base = self._samples[0].entries
-        assert base is not None, "the base was read"
-        found = []
-        listed = list(zip(experts, self._sources, self._samples[1:], strict=True))
-        for expert, source, sample in listed[first:]:
-            if source.kind == "stored":
-                assert sample.entries is not None, "a stored source was read"
-                delta = sample.entries - base
+    def finish(self) -> None:
+        """Add the formed deltas that no stored one preceded; all bytes were given."""
+        for run in range(len(self._each)):
+            self._add_up(run)
+        assert all(added == len(self._sources) for added in self._added), "every stored expert was read"
+
+    def _completed(self, t: int, run: int, position: int, piece: Tensor) -> Tensor | None:
+        """The run, in float64, if this piece completes it."""
+        low, high = self._each[run]
+        if piece.numel() == high - low:
+            return piece.double()
+        part = self._parts[t]
+        if position == 0 or part is None:
+            part = self._parts[t] = torch.empty(high - low, dtype=piece.dtype)
+        part[position : position + piece.numel()] = piece
+        if position + piece.numel() < high - low:
+            return None
+        self._parts[t] = None
+        return part.double()
+
+    def _add_up(self, run: int) -> None:
+        """Add the next experts' deltas as far as they are known: a method may ask for experts in another order."""
+        low, high = self._each[run]
+        here = slice(run * (high - low), (run + 1) * (high - low))
+        base = self._base.run(run)
+        while (t := self._added[run]) < len(self._sources):
+            source = self._sources[t]
+            if source.kind != "stored":
+                delta = self._experts[t].delta(source.name, low, high, torch.float64).reshape(-1)
+            elif base is not None and (run, t) in self._waiting:
+                delta = self._waiting.pop((run, t)) - base
             else:
-                pieces = [expert.delta(source.name, low, high, torch.float64).reshape(-1) for low, high in sample.runs]
-                delta = torch.cat(pieces)
-            found.append(delta.nan_to_num_(0.0, 0.0, 0.0))
-        return found
+                break
+            delta = delta.nan_to_num_(0.0, 0.0, 0.0)
+            self.total[here] += delta
+            self.squares[t - self._first] += float(delta @ delta)
+            self._added[run] += 1
 
 
-def added_up(deltas: Sequence[Tensor], before: Tensor | None = None) -> Tensor:
-    """Sum of sampled deltas, expert by expert, on top of the sum over the experts before them."""
-    total = torch.zeros_like(deltas[0]) if before is None else before
-    for delta in deltas:
-        total = total + delta
-    return total
-
-
-def size_of(
-    item: Item,
-    deltas: Sequence[Tensor],
-    merged: Tensor | None,
-    *,
-    total: Tensor | None = None,
-    norms: Sequence[float] = (),
-) -> dict[str, Any]:
+def size_of(item: Item, sample: InputSample, merged: Tensor | None, norms: Sequence[float] = ()) -> dict[str, Any]:
     """Frobenius norms of the merged delta, of each expert's and of their sum, estimated from a sample.
 
     Args:
         item: the tensor.
-        deltas: sampled, one per expert.
+        sample: of the deltas; finished.
         merged: sampled, with its scale; None: nothing was changed.
-        total: sum of all sampled deltas; default: of these.
-        norms: of the experts before these.
+        norms: of the experts before those of the sample.
     """
-    total = added_up(deltas) if total is None else total
-    sampled = total.numel()
-    share = item.numel / sampled
+    sampled = sample.total.numel()
 
-    def norm(sample: Tensor) -> float:
-        value = math.sqrt(share * float(sample @ sample))
-        return float(f"{value:.{DIGITS}g}")
+    def norm(square: float) -> float:
+        return float(f"{math.sqrt(item.numel / sampled * square):.{DIGITS}g}")
 
     return {
-        "norm": norm(merged) if merged is not None else 0.0,
-        "sum_norm": norm(total),
-        "expert_norms": [*norms, *(norm(d) for d in deltas)],
+        "norm": norm(float(merged @ merged)) if merged is not None else 0.0,
+        "sum_norm": norm(float(sample.total @ sample.total)),
+        "expert_norms": [*norms, *map(norm, sample.squares)],
         "sampled": sampled,
     }

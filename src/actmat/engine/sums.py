@@ -20,7 +20,7 @@ from actmat.engine.naming import named_errors
 from actmat.engine.needs import Surroundings, needs_of
 from actmat.engine.observer import Sink
 from actmat.engine.reader import TensorReader
-from actmat.engine.size import added_up, size_of
+from actmat.engine.size import InputSample, size_of
 from actmat.engine.task import Task
 from actmat.errors import CheckpointError
 from actmat.linalg.inner import one_pass_sum
@@ -60,6 +60,8 @@ class RunningSum:
         self._seen = ContentHash()
         self._unmoved: list[int] = []
         self._regions = 0
+        if reader.kept is not None:
+            self._sample.total = self._read_sample()
 
     def merge(self, region: Region, deltas: Sequence[Tensor], around: Surroundings) -> Tensor:
         """Merged delta of one region, flat; its sum is written on the way.
@@ -97,20 +99,16 @@ class RunningSum:
             CheckpointError: the sum that was continued is not as it was recorded, or the base is another.
         """
         task, kept = self._task, self._reader.kept
-        sampled = self._reader.sampled_deltas()
-        assert sampled is not None, "an item that a method merges has entries"
         assert self._sink is not None, "its regions were merged"
-        before = None
         if kept is not None:
-            before = self._read_sample()
             self._check(base_hash)
-        total = added_up(sampled, before)
+        sample = self._sample
+        sample.finish()
         sink = task.writer.sink(self._sample_spec.name)
-        sink.write(raw_bytes(total))
+        sink.write(raw_bytes(sample.total))
         size = None
         if task.item.action == "merge":
-            norms = () if kept is None else kept.expert_norms
-            size = size_of(task.item, sampled, task.merged_sample.entries, total=total, norms=norms)
+            size = size_of(task.item, sample, task.merged_sample.entries, () if kept is None else kept.expert_norms)
         hashes = {self._total_spec.name: self._sink.digest, self._sample_spec.name: sink.digest}
         return KeptRecord(hashes, tuple(self._unmoved), size)
 
@@ -147,6 +145,11 @@ class RunningSum:
             f"{inputs.kept.location}: {what} has another content hash than its manifest records ({found[:12]}..., not "
             f"{recorded[:12]}...). Likely cause: a file was changed since that merge. Fix: merge all experts anew."
         )
+
+    @property
+    def _sample(self) -> InputSample:
+        assert self._reader.sample is not None, "an item that a method merges has entries"
+        return self._reader.sample
 
     @property
     def _stored(self) -> Any:

@@ -218,8 +218,9 @@ def record_of(
     if running is not None:
         kept = running.finish(base_hash)
         size = kept.size
-    elif task.item.action == "merge" and (sampled := reader.sampled_deltas()) is not None:
-        size = size_of(task.item, sampled, task.merged_sample.entries)
+    elif task.item.action == "merge" and reader.sample is not None:
+        reader.sample.finish()
+        size = size_of(task.item, reader.sample, task.merged_sample.entries)
     return Record(
         name=task.item.name,
         hash=digest,
