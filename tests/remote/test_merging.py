@@ -72,7 +72,7 @@ def test_planning_inspecting_and_diagnosing_read_headers(server: RangeServer, fa
     assert json.loads(planned.out)["items"] == local["items"]
     for name in ("base", "expert0", "expert1"):
         found = server.of(f"{name}/model.safetensors")
-        assert len(found) <= 4, "one for each family of adapter files to see if it is one, and for the header"
+        assert len(found) <= 3, "one for each family of adapters to see if it is one, one for the header"
         assert all(r.start == 0 for r in found)
     shown = actmat(["inspect", f"{server.url}/base"])
     assert shown.code == 0, shown.err
@@ -81,9 +81,7 @@ def test_planning_inspecting_and_diagnosing_read_headers(server: RangeServer, fa
     server.root = tmp_path
     diagnosed = actmat(["diagnose", *inputs(server, family), "--quiet", *THREADS])
     assert diagnosed.code == 0, diagnosed.err
-    assert sum(r.sent for r in server.of("expert0/model.safetensors")) < 5 * size, (
-        "each header is this whole small file"
-    )
+    assert sum(r.sent for r in server.of("expert0/model.safetensors")) < 4 * size
 
 
 def test_a_merge_that_is_stopped_goes_on_and_one_of_changed_inputs_starts_anew(

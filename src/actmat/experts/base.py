@@ -7,7 +7,7 @@ Shapes: `O` rows and `I` columns of a tensor as it is stored.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeAlias
@@ -178,7 +178,9 @@ class Family:
     """One kind of adapters, an entry of `resolve.FAMILIES`. Its functions are a module's own, so that it pickles.
 
     Args:
-        claims: `claims(location)` is true where such an adapter is; reads no tensor of a full checkpoint.
+        claims: `claims(location)` is true where such an adapter is; reads no tensor of a full checkpoint. None for a
+            family of single files that are known by the names of their tensors.
+        holds: `holds(names)` is true for the names of such a file; all these families are asked about one header.
         open: `open(location, base)` gives an adapter fitted to its base; `CheckpointError` with all problems if it
             does not fit.
         open_unfitted: `open_unfitted(location)` gives an adapter whose `Expert.adapter` has the factors, for outputs
@@ -186,9 +188,10 @@ class Family:
     """
 
     name: str
-    claims: Callable[[str | Path], bool]
+    claims: Callable[[str | Path], bool] | None
     open: Callable[[str | Path, Checkpoint], Expert]
     open_unfitted: Callable[[str | Path], Expert] | None = None
+    holds: Callable[[Collection[str]], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.expert import unfitted_expert
 from actmat.experts.lora.file_names import KOHYA_PREFIXES
 from actmat.experts.lora.flat_names import find_flat_names
-from actmat.experts.lora.lora_files import open_lora_file, open_weights
+from actmat.experts.lora.lora_files import open_lora_file, open_weights, tensor_names
 from actmat.experts.lora.modules import quantised_problem
 
 __all__ = ["LYCORIS", "LycorisModule", "is_lycoris_file", "lycoris_modules"]
@@ -76,14 +76,11 @@ class LycorisModule:
 
 def is_lycoris_file(location: str | Path) -> bool:
     """True where a file with such modules is; reads a header."""
-    try:
-        opened = open_weights(location)
-    except CheckpointError:
-        return False
-    if opened is None:
-        return False
-    with opened:
-        return any(map(_OWN.match, opened.specs))
+    return _holds_modules(tensor_names(location))
+
+
+def _holds_modules(names: Collection[str]) -> bool:
+    return any(map(_OWN.match, names))
 
 
 def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule], list[str]]:
@@ -317,4 +314,4 @@ def described(specs: Mapping[str, TensorSpec]) -> tuple[str, Sequence[LycorisMod
     return _NEEDS_BASE, modules, problems
 
 
-LYCORIS = Family("LyCORIS file", is_lycoris_file, _open, _open_unfitted)
+LYCORIS = Family("LyCORIS file", None, _open, _open_unfitted, holds=_holds_modules)

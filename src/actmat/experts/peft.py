@@ -20,7 +20,8 @@ from actmat.experts.changes.oft import OFT
 from actmat.experts.changes.vera import VERA
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
-from actmat.experts.lora.lora_files import is_lora_file, open_lora_file
+from actmat.experts.lora.file_names import holds_factors
+from actmat.experts.lora.lora_files import open_lora_file
 from actmat.experts.lora.open import is_adapter, open_adapter
 
 __all__ = ["LORA_FILE", "PEFT", "READERS", "reader_of"]
@@ -83,4 +84,4 @@ def _open_unfitted_file(location: str | Path) -> Expert:
 
 
 PEFT = Family("PEFT", is_adapter, _open, _open_unfitted)
-LORA_FILE = Family("LoRA file", is_lora_file, _open_file, _open_unfitted_file)
+LORA_FILE = Family("LoRA file", None, _open_file, _open_unfitted_file, holds=holds_factors)

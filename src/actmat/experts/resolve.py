@@ -18,9 +18,9 @@ from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHa
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.diffusion import is_in_other_layout, open_converted
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, unmerged_problem
+from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, tensor_names, unmerged_problem
 from actmat.experts.lora.open import open_adapter as open_peft_adapter
-from actmat.experts.lycoris import LYCORIS, is_lycoris_file
+from actmat.experts.lycoris import LYCORIS
 from actmat.experts.peft import LORA_FILE, PEFT, reader_of
 
 __all__ = ["FAMILIES", "has_factors", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
@@ -36,11 +36,12 @@ def is_adapter(location: str | Path) -> bool:
 
 def has_factors(location: str | Path) -> bool:
     """True where an adapter is whose deltas are stored as factors, from which an adapter is merged without its base."""
-    if not is_adapter(location) or is_lycoris_file(location):
-        return False
+    family = _family(location)
+    if family in (None, LYCORIS, LORA_FILE):
+        return family is LORA_FILE
     try:
-        with open_adapter(location) as adapter:
-            return is_lora_file(location) or reader_of(adapter.config.fields) is None
+        with open_peft_adapter(location) as adapter:
+            return reader_of(adapter.config.fields) is None
     except CheckpointError:
         return True  # opening it as an expert will say why
 
@@ -153,4 +154,9 @@ def _open_unfitted(family: Family, location: str) -> Expert:
 
 
 def _family(location: str | Path) -> Family | None:
-    return next((family for family in FAMILIES if family.claims(location)), None)
+    """The first family that claims a location; the header of a single file is read once for all."""
+    for family in FAMILIES:
+        if family.claims is not None and family.claims(location):
+            return family
+    names = tensor_names(location)
+    return next((family for family in FAMILIES if family.holds is not None and family.holds(names)), None)

@@ -24,21 +24,26 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.file_modules import list_file_modules
 from actmat.experts.lora.file_names import holds_factors
 
-__all__ = ["is_lora_file", "open_lora_file", "open_weights", "unmerged_problem"]
+__all__ = ["is_lora_file", "open_lora_file", "open_weights", "tensor_names", "unmerged_problem"]
 
 _MODEL_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG)
 
 
-def is_lora_file(location: str | Path) -> bool:
-    """True where a file of LoRA factors without a config is; reads a header."""
+def tensor_names(location: str | Path) -> frozenset[str]:
+    """Names in a file that may be one of factors, from its header; none where no such file is."""
     try:
         opened = open_weights(location)
     except CheckpointError:
-        return False  # opening it as a checkpoint gives the error
+        return frozenset()  # opening it as a checkpoint gives the error
     if opened is None:
-        return False
+        return frozenset()
     with opened:
-        return holds_factors(opened.specs)
+        return frozenset(opened.specs)
+
+
+def is_lora_file(location: str | Path) -> bool:
+    """True where a file of LoRA factors without a config is; reads a header."""
+    return holds_factors(tensor_names(location))
 
 
 def open_lora_file(location: str | Path) -> Adapter:
