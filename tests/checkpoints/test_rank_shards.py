@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.distributed import example, halves
+from tests.tolerances import BF16_ROUNDING, relative_error
 from torch import Tensor
 
 import actmat
@@ -68,7 +69,7 @@ def test_shards_of_ranks_are_averaged(tmp_path: Path) -> None:
     report = actmat.average(places, out=tmp_path / "out", threads=1, durable=False)
     with open_checkpoint(report.out) as found:
         for name, tensor in example().items():
-            assert torch.allclose(found.read(name).float(), tensor.float() + 0.5, atol=1e-2), name
+            assert relative_error(found.read(name), tensor.double() + 0.5) < BF16_ROUNDING, name
 
 
 @pytest.mark.parametrize("which", ["gap", "rank", "twice", "offsets", "dtype", "text"])
