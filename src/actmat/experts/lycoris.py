@@ -31,8 +31,9 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
-from actmat.experts.changes.base import Change, Content, Group
+from actmat.experts.changes.base import Change, Content, Group, shape_misfit
 from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.changes.ia3 import Scaled
 from actmat.experts.changes.loha import loha_change
 from actmat.experts.changes.lokr import lokr_change
 from actmat.experts.lora.adapter import Adapter
@@ -130,7 +131,7 @@ class _Factors(Change):
     reads_base = False
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        return "" if shape == self.shape else f"its delta is {self.shape[0]} x {self.shape[1]}"
+        return shape_misfit(self.shape, shape)
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
         down, up, *core = (tensors[n] for n in self.stored)
@@ -138,29 +139,6 @@ class _Factors(Change):
         if not core:
             return up_PR @ down.flatten(1)
         return torch.einsum("ij...,pi,jr->pr...", core[0], up_PR, down.flatten(1)).flatten(1)
-
-
-@dataclass(frozen=True)
-class _Scaled(Change):
-    """The base's rows or columns, times numbers."""
-
-    target: str
-    stored: tuple[str, ...]
-    count: int
-    of_inputs: bool
-    reads_base = True
-
-    def misfit(self, shape: tuple[int, int]) -> str:
-        size = shape[1] if self.of_inputs else shape[0]
-        fits = size == self.count or (self.of_inputs and size % self.count == 0)  # of channels, before a kernel
-        return "" if fits else f"it has {self.count} factors"
-
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
-        assert base_PI is not None, "it reads the base"
-        change = tensors[self.stored[0]].flatten()
-        if self.of_inputs:
-            return base_PI * change.repeat_interleave(base_PI.shape[1] // self.count)
-        return base_PI * change[first:last, None]
 
 
 @dataclass(frozen=True)
@@ -253,7 +231,7 @@ def _ia3(group: Group, target: str, weights: Checkpoint) -> Change | str:
     if missing := group.missing("weight", "on_input"):
         return missing
     of_inputs = bool(weights.read(group.names["on_input"]).any())
-    return _Scaled(target, (group.names["weight"],), math.prod(group.shape("weight")), of_inputs)
+    return Scaled(target, (group.names["weight"],), math.prod(group.shape("weight")), of_inputs, unchanged=0.0)
 
 
 def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]:

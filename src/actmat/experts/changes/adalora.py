@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Reader, group_tensors
+from actmat.experts.changes.base import Change, Content, Reader, group_tensors, shape_misfit
 from actmat.linalg.lowrank import LowRank
 
 __all__ = ["ADALORA"]
@@ -39,7 +39,7 @@ class _Scaled(Change):
     reads_base = False
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        return "" if shape == self.shape else f"its delta is {self.shape[0]} x {self.shape[1]}"
+        return shape_misfit(self.shape, shape)
 
     def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
         a_RI, b_OR, e_R1 = (tensors[n] for n in self.stored)

@@ -18,7 +18,7 @@ from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.modules import quantised_problem
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["Change", "Content", "Group", "Reader", "group_tensors", "scaling_config"]
+__all__ = ["Change", "Content", "Group", "Reader", "group_tensors", "scaling_config", "shape_misfit"]
 
 _PREFIX = "base_model.model."
 
@@ -116,6 +116,15 @@ class Group:
         lacking = [r for r in roles if r not in self.names]
         has = ", ".join(self.names.values())
         return f"module '{self.module}' has no {lacking[0]} (it has {has})" if lacking else ""
+
+
+def shape_misfit(own: Sequence[int], shape: Sequence[int]) -> str:
+    """Why a delta of the shape `own` does not fit a tensor of the base; empty where it does.
+
+    >>> shape_misfit((4, 2), (4, 2)), shape_misfit((4, 2), (2, 4))
+    ('', 'its delta is 4 x 2')
+    """
+    return "" if tuple(own) == tuple(shape) else f"its delta is {' x '.join(map(str, own))}"
 
 
 def group_tensors(

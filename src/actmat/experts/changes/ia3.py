@@ -18,27 +18,32 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors
 
-__all__ = ["IA3"]
+__all__ = ["IA3", "Scaled"]
 
 
 @dataclass(frozen=True)
-class _Factors(Change):
+class Scaled(Change):
+    """The base's rows or columns, times numbers less `unchanged`, the number that leaves them as they are."""
+
     target: str
     stored: tuple[str, ...]
     count: int
     of_inputs: bool
+    unchanged: float = 1.0
     is_optional: bool = False
     kind: str = "linear"
     reads_base = True
 
     def misfit(self, shape: tuple[int, int]) -> str:
+        """See `Change`."""
         size = shape[1] if self.of_inputs else shape[0]
         fits = size == self.count or (self.of_inputs and size % self.count == 0)  # of channels, before a kernel
         return "" if fits else f"it has {self.count} factors"
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        """See `Change`."""
         assert base_PI is not None, "it reads the base"
-        change = tensors[self.stored[0]].flatten() - 1
+        change = tensors[self.stored[0]].flatten() - self.unchanged
         if self.of_inputs:
             return base_PI * change.repeat_interleave(base_PI.shape[1] // self.count)
         return base_PI * change[first:last, None]
@@ -54,9 +59,9 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
                             f"{group.shape('ia3_l')} does not say which side its factors are of")  # fmt: skip
             continue
         count, stored = math.prod(group.shape("ia3_l")), (group.names["ia3_l"],)
-        changes.append(_Factors(f"{group.module}.weight", stored, count, of_inputs))
+        changes.append(Scaled(f"{group.module}.weight", stored, count, of_inputs))
         if not of_inputs:
-            changes.append(_Factors(f"{group.module}.bias", stored, count, of_inputs, is_optional=True, kind="bias"))
+            changes.append(Scaled(f"{group.module}.bias", stored, count, of_inputs, is_optional=True, kind="bias"))
     return Content(changes, extras, problems)
 
 

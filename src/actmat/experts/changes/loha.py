@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config
+from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config, shape_misfit
 from actmat.layout.matching import MatchError
 
 __all__ = ["LOHA", "loha_change"]
@@ -34,7 +34,7 @@ class _Product(Change):
     reads_base = False
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        return "" if shape == self.shape else f"its delta is {self.shape[0]} x {self.shape[1]}"
+        return shape_misfit(self.shape, shape)
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
         a1, b1, a2, b2, *cores = (tensors[n] for n in self.stored)

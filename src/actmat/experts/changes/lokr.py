@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config
+from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config, shape_misfit
 from actmat.layout.matching import MatchError
 
 __all__ = ["LOKR", "lokr_change"]
@@ -38,7 +38,7 @@ class _Kronecker(Change):
 
     def misfit(self, shape: tuple[int, int]) -> str:
         own = self.first[0] * self.second[0], self.first[1] * self.second[1]
-        return "" if shape == own else f"its delta is {own[0]} x {own[1]}"
+        return shape_misfit(own, shape)
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
         found = {role: tensors[name] for role, name in zip(self.roles, self.stored, strict=True)}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Reader
+from actmat.experts.changes.base import Change, Content, Reader, shape_misfit
 from actmat.experts.lora.adapter import module_product
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.modules import AdapterModule, list_modules
@@ -48,7 +48,7 @@ class _Pair(Change):
     reads_base = False
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        return _misfit(self.module.shape, shape)
+        return shape_misfit(self.module.shape, shape)
 
     def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
         return module_product(self.module, tensors[self.module.a], tensors[self.module.b])
@@ -87,7 +87,7 @@ class _Dora(Change):
     reads_base = True
 
     def misfit(self, shape: tuple[int, int]) -> str:
-        return _misfit(self.module.shape[::-1] if self.is_turned else self.module.shape, shape)
+        return shape_misfit(self.module.shape[::-1] if self.is_turned else self.module.shape, shape)
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
         assert base_PI is not None, "it reads the base"
@@ -142,10 +142,6 @@ class _Tokens(Change):
             if first <= index < last:
                 out_PI[index - first] = new_KI[k] - base_PI[index - first]
         return out_PI
-
-
-def _misfit(own: Sequence[int], shape: tuple[int, int]) -> str:
-    return "" if tuple(own) == shape else f"its delta is {' x '.join(map(str, own))}"
 
 
 def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
