@@ -6,8 +6,9 @@ __all__ = ["RUN", "RUNS", "sample_runs", "sampled_entries"]
 
 RUNS = 16
 RUN = 2048
-"""Consecutive entries. 32,768 in all take 128 kB per input and worker, and give the norm of independent normal entries
-with a standard error of `1 / sqrt(2 * 32768)`, 0.4 %; where tails are heavy, or parts of a tensor differ, it is larger.
+"""Consecutive entries. 32,768 in all take 128 kB for the base and 256 kB for the sum, per worker and however many
+experts there are, and give the norm of independent normal entries with a standard error of `1 / sqrt(2 * 32768)`,
+0.4 %; where tails are heavy, or parts of a tensor differ, it is larger.
 """
 
 
