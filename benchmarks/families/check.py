@@ -51,9 +51,11 @@ def _merged(model: Any, folder: Path) -> dict[str, Any]:
     before = None if batch is None else _outputs(model, batch)
     for seed in (1, 2):
         _perturbed(type(model).from_pretrained(folder / "base"), seed).save_pretrained(folder / f"expert{seed}")
-    report = actmat.merge(
-        folder / "base", [folder / "expert1", folder / "expert2"], out=folder / "out", threads=1, durable=False
-    )
+    experts = [folder / "expert1", folder / "expert2"]
+    try:
+        report = actmat.merge(folder / "base", experts, out=folder / "out", threads=1, durable=False)
+    except actmat.MergeError as error:
+        return {"stage": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
     row: dict[str, Any] = {"stage": "merged", "family": report.plan.family, "tensors": len(report.plan.items)}
     row["actions"] = _counted(i.action for i in report.plan.items)
     row["unknown"] = sorted({i.name for i in report.plan.items if "of unknown use" in i.reason})[:5]

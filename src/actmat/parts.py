@@ -184,6 +184,7 @@ def _staged_part(
             with disk_errors(stage.folder):
                 journal.end({"end": str(part)})
         except BaseException as error:  # Ctrl-C and bugs too: whatever stops a part, what is finished is kept
+            journal.catch_up()
             kept = len(done) + len(journal)
             if not (isinstance(error, MergeError) and error.recurs):
                 error.add_note(f"{kept} of {len(mine)} tensors of part {part} are kept; the same command goes on.")

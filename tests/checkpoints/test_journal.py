@@ -9,7 +9,7 @@ import pytest
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
-from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.journal import LENGTH_BITS, Journal
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.writer import ShardWriter
@@ -42,6 +42,34 @@ def test_entries_are_read_from_their_places_while_and_after_they_are_written(tmp
     assert len(journal) == 2
     with pytest.raises(KeyError):
         journal["t2"]
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_line_that_a_signal_kept_from_being_noted_is_caught_up(
+    tmp_path: Path, noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = written(tmp_path / "j")
+    journal.drop("t0")
+    write = journal._write
+
+    def interrupted(entry: dict[str, object]) -> int:
+        length = write(entry)
+        if noted:  # the signal comes one step later
+            journal._places["t3"] = journal._good << LENGTH_BITS | length
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "_write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            journal.append({"name": "t3", "value": "x"})
+    journal.catch_up()
+    journal.catch_up()
+    assert list(journal) == ["t1", "t2", "t3"], "what was dropped stays dropped"
+    journal.append({"name": "t4", "value": "y"})
+    assert [journal[n]["value"] for n in ("t3", "t4")] == ["x", "y"]
+    (tmp_path / "j").rename(tmp_path / "aside")
+    journal.catch_up()
+    assert len(journal) == 4
 
 
 def test_a_journal_is_made_once(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Journal(Mapping[str, dict[str, Any]]):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | BINARY | NOFOLLOW
         self._file = os.fdopen(os.open(self.path, flags, 0o644), "rb+", 0)  # a buffer would fail again when closed
         self.head = dict(head)
-        self._write(head)
+        self._good += self._write(head)
 
     @classmethod
     def read(cls, path: Path) -> Journal:
@@ -83,14 +83,21 @@ class Journal(Mapping[str, dict[str, Any]]):
             OSError: the disk.
         """
         with self._mutex:
-            start = self._good
-            self._write(entry)
-            self._places[entry["name"]] = start << LENGTH_BITS | (self._good - start)
+            length = self._write(entry)
+            self._places[entry["name"]] = self._good << LENGTH_BITS | length
+            self._good += length
+
+    def catch_up(self) -> None:
+        """Take in the lines that are in the file and were not noted, because a signal came in between."""
+        aside = contextlib.suppress(OutputError)  # it was put aside, or the disk failed: what is known stays
+        with self._mutex, aside, open_regular(self.path, error=OutputError) as file:
+            file.seek(self._good)
+            self._scan(file)
 
     def end(self, entry: Mapping[str, Any]) -> None:
         """Write the line that says that all is done, and wait until the journal is on the disk."""
         with self._mutex:
-            self._write(entry)
+            self._good += self._write(entry)
             self.closing = dict(entry)
             assert self._file is not None
             os.fsync(self._file.fileno())
@@ -125,7 +132,8 @@ class Journal(Mapping[str, dict[str, Any]]):
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
-    def _write(self, entry: Mapping[str, Any]) -> None:
+    def _write(self, entry: Mapping[str, Any]) -> int:
+        """Append a line; its length."""
         assert self._file is not None
         text = (json.dumps(entry) + "\n").encode()
         line = memoryview(text)
@@ -136,7 +144,7 @@ class Journal(Mapping[str, dict[str, Any]]):
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file.fileno(), self._good)  # half a line would hide those after it
             raise
-        self._good += len(text)
+        return len(text)
 
     def _scan(self, file: IO[bytes]) -> None:
         while line := file.readline(MAX_LINE_BYTES):

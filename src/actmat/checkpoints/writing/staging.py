@@ -201,7 +201,10 @@ class Staging:
     @property
     def finished(self) -> int:
         """Number of items in the journal; 0 when it is gone, because the output was committed or discarded."""
-        return 0 if self._journal is None or self._gone else len(self._journal)
+        if self._journal is None or self._gone:
+            return 0
+        self._journal.catch_up()
+        return len(self._journal)
 
     def open(self) -> Journal:
         """Take the lock and read the journal: tensor name -> its entry, for tensors finished earlier."""
