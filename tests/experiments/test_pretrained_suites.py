@@ -141,6 +141,18 @@ def test_a_second_run_computes_nothing(finished, monkeypatch):
     assert gram_file(finished.cache, finished.suite).read_text() == cosines
 
 
+def test_rows_with_a_step_or_in_a_space_have_names(finished, monkeypatch, tmp_path):
+    monkeypatch.setattr("actmat_experiments.pretrained.suite.score_file", lambda *about: tmp_path / "some.jsonl")
+    get_suite(finished.suite).run(replace(finished, methods=("average+isotropise", "ties@core")))
+    scores = [s for s in read_scores(tmp_path / "some.jsonl") if s.scale == "default" and "rule" in s.detail]
+    rows = {(s.regime, s.method, s.detail["rule"]) for s in scores}
+    assert rows == {(r, "average+isotropise", "average") for r in finished.regimes} | {
+        (r, "ties@core", "ties") for r in finished.regimes if r == "lora"
+    }
+    assert all(s.detail["space"] == "core" for s in scores if s.method == "ties@core")
+    assert all(s.detail["post"] == ["isotropise"] for s in scores if s.method == "average+isotropise")
+
+
 def test_cosines_are_those_of_the_definition(finished):
     rows = [json.loads(line) for line in gram_file(finished.cache, finished.suite).read_text().splitlines()]
     assert {(r["regime"], r["task"]) for r in rows} == {(r, t) for r in finished.regimes for t in finished.tasks}

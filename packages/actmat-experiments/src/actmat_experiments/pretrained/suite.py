@@ -13,7 +13,7 @@ from actmat_experiments.harness.suite import Experiments, run_experiments, score
 from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.suites import RunRequest
 
-__all__ = ["ENCODER", "POSTPROCESSED", "ROWS", "SCALES", "TOGETHER", "copy_model", "run_pretrained"]
+__all__ = ["ENCODER", "POSTPROCESSED", "ROWS", "SCALES", "SPACES", "TOGETHER", "copy_model", "run_pretrained"]
 
 SCALES = (0.5, 1.0, 2.0)
 """Factors of the merged delta that tuning tries."""
@@ -27,10 +27,16 @@ ROWS = (
 
 POSTPROCESSED = (
     Candidate("average+isotropise", "average", fields={"post": ["isotropise"]}),
-    Candidate("actmat+svc", "actmat", fields={"post": ["svc"]}),
-    Candidate("actmat+esm", "actmat", fields={"post": ["esm"]}),
+    Candidate("task_arithmetic+subspace_boosting", "task_arithmetic", fields={"post": ["subspace_boosting"]}),
+    *(Candidate(f"actmat+{step}", "actmat", fields={"post": [step]}) for step in ("svc", "esm", "larv")),
 )
-"""Rows with a step of post-processing, compared where the request names no rows."""
+"""Rows with a step of post-processing."""
+
+SPACES = (
+    *(Candidate(f"{method}@core", method, fields={"space": "core"}) for method in ("tsv", "ties", "iso_c")),
+    *(Candidate(f"{method}@factors", method, fields={"space": "factors"}) for method in ("ties", "dare")),
+)
+"""Rows of adapters seen in another space."""
 
 TOGETHER = 3
 """Models merged in one reading, and lost at most by an interruption."""
@@ -48,12 +54,16 @@ def copy_model(folder: Path, out: Path) -> None:
 
 
 def run_pretrained(request: RunRequest, experiments: Experiments, n_tasks: int) -> None:
-    """See `run_experiments`; without rows of its own a request gets `ROWS` and `POSTPROCESSED`."""
+    """See `run_experiments`. `POSTPROCESSED` and `SPACES` have names as other rows do, and run if no rows are named."""
+    wanted = request.methods
+    named = {row.name for row in (*POSTPROCESSED, *SPACES)}
+    rules = ROWS if wanted is None else tuple(name for name in wanted if name not in named)
 
     def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
         if needs_statistics(rows):
             store_gram(experiment, gram_file(request.cache, request.suite))
-        if request.methods is None:
-            experiment.compare(POSTPROCESSED, score_file(request.cache, request.suite))
+        there = (*POSTPROCESSED, *SPACES) if experiment.regime == "lora" else POSTPROCESSED
+        if others := [row for row in there if wanted is None or row.name in wanted]:
+            experiment.compare(others, score_file(request.cache, request.suite))
 
-    run_experiments(replace(request, methods=request.methods or ROWS), experiments, n_tasks, more)
+    run_experiments(replace(request, methods=rules), experiments, n_tasks, more)
