@@ -17,6 +17,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
+# Compiled files are kept even where the environment says otherwise: without them each of the hundreds of processes that the
+# tests start compiles torch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help demo test examples fuzz lint chaos site clean
 
