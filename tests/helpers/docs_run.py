@@ -33,6 +33,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
 MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): *(?P<text>.*?) *-->$")
 RUN = ("python", "bash", "console")
 WIDTH = 80
+PRELOADED = ["torch", "actmat.api", "actmat.methods", "actmat.cli.main"]
 VARIES = re.compile(r"\b(?:\d+(?:\.\d+)? s\b|[0-9a-f]{32,64}\b|\d{4}-\d\d-\d\dT[\d:+]+)")
 
 
@@ -165,9 +166,9 @@ def run_page(name: str, page: str, directory: Path) -> Run:
         "COLUMNS": str(WIDTH),
         "OMP_NUM_THREADS": "1",
     }
-    # One server process loads torch; each page runs in a fresh fork of it, which saves its start-up.
+    # One server process loads torch and actmat; each page runs in a fresh fork of it, which saves its start-up.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(PRELOADED)
     log, outputs = tools / "log.txt", tools / "outputs.json"
     child = context.Process(target=_child, args=(name, steps(page), directory, environment, log, outputs))
     child.start()

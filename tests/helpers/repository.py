@@ -6,6 +6,7 @@ import ast
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,12 @@ def package_name(path: Path) -> str:
     """Dotted package of a file, from which its relative imports start."""
     name = module_name(path)
     return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """Parsed file; several tests look at every one."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def source_lines(path: Path) -> int:

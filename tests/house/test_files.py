@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.repository import ROOT, modules, source_lines
+from tests.helpers.repository import ROOT, modules, source_lines, tree
 
 LONGEST = 500
 MEDIAN = 180
@@ -60,7 +60,7 @@ def test_the_median_file_is_short() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_public_things_are_documented_and_annotated(path: Path) -> None:
-    found = missing(ast.parse(path.read_text()))
+    found = missing(tree(path))
     assert not found, f"{path.relative_to(ROOT)}:\n" + "\n".join(found)
 
 

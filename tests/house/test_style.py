@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from tests.helpers.repository import PACKAGE, ROOT, module_name, modules, source_lines
+from tests.helpers.repository import PACKAGE, ROOT, module_name, modules, source_lines, tree
 
 CLAUSES = ("What", "Who", "Where", "Whether", "How")
 LONGEST_FUNCTION = 60
@@ -83,11 +83,11 @@ def by_file(counts: Counter[str]) -> str:
 
 
 def all_functions() -> dict[str, Function]:
-    return {name: f for path in modules() for name, f in functions(ast.parse(path.read_text()), module_name(path))}
+    return {name: f for path in modules() for name, f in functions(tree(path), module_name(path))}
 
 
 def test_docstrings_begin_with_their_subject() -> None:
-    found = Counter({str(p.relative_to(ROOT)): len(clauses(ast.parse(p.read_text()))) for p in modules()})
+    found = Counter({str(p.relative_to(ROOT)): len(clauses(tree(p))) for p in modules()})
     assert not found.total(), f"docstrings begin with {', '.join(CLAUSES)}: {by_file(+found)}"
 
 
@@ -116,7 +116,7 @@ def test_few_type_checks_are_suppressed() -> None:
 def test_only_experts_know_adapters() -> None:
     found = Counter(
         {
-            str(p.relative_to(ROOT)): checks_for(ast.parse(p.read_text()), "AdapterExpert")
+            str(p.relative_to(ROOT)): checks_for(tree(p), "AdapterExpert")
             for p in modules()
             if not p.is_relative_to(PACKAGE / "experts")
         }
@@ -153,7 +153,7 @@ def test_layers_have_bounded_sizes() -> None:
         layer = path.relative_to(PACKAGE).parts[0] if path.is_relative_to(PACKAGE) else "experiments"
         if {"formats", "codecs"} & set(path.parts) and layer == "checkpoints":
             layer = "checkpoints: formats and codecs"
-        sizes[layer] += code_lines(ast.parse(path.read_text()))
+        sizes[layer] += code_lines(tree(path))
     assert sizes.pop("experiments") <= EXPERIMENTS_CODE
     assert sizes.pop("checkpoints: formats and codecs") <= FORMATS_CODE
     large = {name: lines for name, lines in sizes.items() if lines > LAYER_CODE}
