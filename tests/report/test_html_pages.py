@@ -20,9 +20,10 @@ from actmat.errors import OutputError
 from actmat.recipe import make_recipe
 from actmat.report.html import render_html, write_html
 from actmat.report.html.comparison import render_comparison, write_comparison
-from actmat.report.html.elements import CAVEAT, listed, plural
+from actmat.report.html.elements import CAVEAT, listed
 from actmat.report.html.tensors import DETAILED, PAGE_ROWS
 from actmat.report.html.verdicts import rho_words
+from actmat.report.words import plural
 
 SECTIONS = [
     "summary", "checks", "experts", "layers", "overlap", "spectra", "norms", "rounding", "cost", "tensors", "recipe",

@@ -32,13 +32,14 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     from actmat.cli.once import is_first_time
     from actmat.cli.screen import console, escape
     from actmat.plan.adapter.notes import INDEPENDENT
-    from actmat.report.words import action_counts, plan_traffic
+    from actmat.report.words import action_counts, plan_traffic, plural
 
     from_adapters = plan.output == "adapter" and not plan.is_extracted
-    over = "adapters, into an adapter" if from_adapters else f"experts of {escape(plan.recipe.base)}"
+    over = plural(len(plan.experts), "adapter" if from_adapters else "expert")
+    over += ", into an adapter" if from_adapters else f" of {escape(plan.recipe.base)}"
     over += ", extracted into an adapter" if plan.is_extracted else ""
     if plan.experts:
-        console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {len(plan.experts)} {over}")
+        console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {over}")
     else:
         console.print(f"copy of the layers {escape(plan.recipe.base)}")
     _print_items(plan, plan.items, plan.kept, full=full)
@@ -124,12 +125,13 @@ def print_summary(report: MergeReport) -> None:
     from actmat.cli.screen import console, escape
     from actmat.errors import format_size
     from actmat.plan.adapter.notes import INDEPENDENT
+    from actmat.report.words import plural
 
     plan = report.plan
     from_adapters = plan.output == "adapter" and not plan.is_extracted
-    of = "adapters into an adapter" if from_adapters else "expert" + "s" * (len(plan.experts) > 1)
-    of += ", extracted into an adapter" if plan.is_extracted else ""
-    what = f"{plan.recipe.method}; {len(plan.experts)} {of}" if plan.experts else "a stack of layers"
+    of = plural(len(plan.experts), "adapter" if from_adapters else "expert")
+    of += " into an adapter" if from_adapters else ", extracted into an adapter" if plan.is_extracted else ""
+    what = f"{plan.recipe.method}; {of}" if plan.experts else "a stack of layers"
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
     if report.was_finished:
         checked = "all its tensors, and its inputs, are intact"

@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from actmat.errors import format_size
 from actmat.plan.model import Item, MergePlan, count_actions
 
-__all__ = ["ItemGroup", "action_counts", "item_groups", "plan_traffic"]
+__all__ = ["ItemGroup", "action_counts", "item_groups", "plan_traffic", "plural"]
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A layer's or an expert's number in a name."""
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from actmat.report.html.elements import (
     dotted,
     el,
     join,
-    plural,
     section,
     shape_text,
     stacked_table,
@@ -31,6 +30,7 @@ from actmat.report.html.figures import TENTHS, Bar, bars, figure, gauge, heat_le
 from actmat.report.html.layers import kind_of_name
 from actmat.report.html.scales import HeatScale, number, residual_text, spread
 from actmat.report.html.tensors import Column, big_table
+from actmat.report.words import plural
 from actmat.version import __version__
 
 __all__ = ["render_comparison", "write_comparison"]

@@ -12,12 +12,13 @@ from actmat.diagnostics.model import Diagnosis
 from actmat.errors import format_size
 from actmat.recipe.load import printable_yaml
 from actmat.report.html.document import document, write_document
-from actmat.report.html.elements import Markup, code_block, el, join, plural, section, tensor_link, tiles
+from actmat.report.html.elements import Markup, code_block, el, join, section, tensor_link, tiles
 from actmat.report.html.measures import norms, overlap, residuals, rounding, spectra
 from actmat.report.html.scales import number
 from actmat.report.html.tensors import tensors
 from actmat.report.html.verdict import summary
 from actmat.report.html.verdicts import checks, experts
+from actmat.report.words import plural
 
 __all__ = ["render_html", "write_html"]
 

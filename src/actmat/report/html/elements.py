@@ -74,11 +74,6 @@ def caveat(role: str | None = None) -> Markup:
     return el("p", CAVEAT, class_="caveat", role=role)
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def listed(words: Sequence[str], most: int = 8) -> str:
     """`a, b and c`; words beyond `most` are counted."""
     if len(words) > most:

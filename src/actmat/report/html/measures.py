@@ -7,7 +7,7 @@ from statistics import median
 
 from actmat.diagnostics.model import Diagnosis, Matrix, Measure
 from actmat.report.html.charts import Cell, Line, Strip, largest_strips, layer_lines, scree, strips
-from actmat.report.html.elements import Child, Markup, caveat, el, plural, scrollable, section, table
+from actmat.report.html.elements import Child, Markup, caveat, el, scrollable, section, table
 from actmat.report.html.figures import TENTHS, expert_class, figure, heat_legend, numbers
 from actmat.report.html.layers import Layer, kinds, layers_of, overall_cosine, overall_share, residual_over, root_sum
 from actmat.report.html.scales import (
@@ -20,6 +20,7 @@ from actmat.report.html.scales import (
     residual_text,
     spread,
 )
+from actmat.report.words import plural
 
 __all__ = ["norms", "overlap", "residuals", "rounding", "spectra"]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.diagnostics.model import Diagnosis, Measure
-from actmat.report.html.elements import Markup, data_block, dotted, el, join, plural, section, shape_text, table
+from actmat.report.html.elements import Markup, data_block, dotted, el, join, section, shape_text, table
 from actmat.report.html.scales import number
+from actmat.report.words import plural
 
 __all__ = ["DETAILED", "PAGE_ROWS", "Column", "big_table", "tensors"]
 

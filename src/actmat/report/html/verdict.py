@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from actmat.diagnostics.model import CheckResult, Diagnosis, ExpertSummary
 from actmat.errors import format_size
-from actmat.report.html.elements import Child, Markup, bullets, caveat, el, join, listed, plural, section, tiles
+from actmat.report.html.elements import Child, Markup, bullets, caveat, el, join, listed, section, tiles
 from actmat.report.html.explained import next_step
 from actmat.report.html.figures import Bar, bars
 from actmat.report.html.scales import number, residual_text
+from actmat.report.words import plural
 
 __all__ = ["SIZE_CODES", "rho_words", "size_finding", "summary"]
 

@@ -12,7 +12,6 @@ from actmat.report.html.elements import (
     dotted,
     el,
     join,
-    plural,
     section,
     stacked_table,
     tensor_link,
@@ -21,6 +20,7 @@ from actmat.report.html.explained import explanation
 from actmat.report.html.figures import expert_class, gauge, line_legend
 from actmat.report.html.scales import number, percent, residual_level, residual_text
 from actmat.report.html.verdict import findings, rho_words, size_finding
+from actmat.report.words import plural
 
 __all__ = ["checks", "experts"]
 
