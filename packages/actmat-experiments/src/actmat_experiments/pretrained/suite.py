@@ -13,7 +13,17 @@ from actmat_experiments.harness.suite import Experiments, run_experiments, score
 from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.suites import RunRequest
 
-__all__ = ["ENCODER", "POSTPROCESSED", "ROWS", "SCALES", "SPACES", "TOGETHER", "copy_model", "run_pretrained"]
+__all__ = [
+    "ENCODER",
+    "POSTPROCESSED",
+    "ROWS",
+    "SCALES",
+    "SPACES",
+    "STRENGTHS",
+    "TOGETHER",
+    "copy_model",
+    "run_pretrained",
+]
 
 SCALES = (0.5, 1.0, 2.0)
 """Factors of the merged delta that tuning tries."""
@@ -38,6 +48,17 @@ SPACES = (
 )
 """Rows of adapters seen in another space."""
 
+STRENGTHS = tuple(
+    Candidate(f"{method}:{option}={value:g}", method, {option: value})
+    for method, option, values in (
+        ("actmat", "rtol", (1e-6, 1e-3, 1e-2)),
+        ("actmat_ridge", "ridge", (0.01, 1.0)),
+        ("actmat_bounded", "ridge", (0.1, 10.0)),
+    )
+    for value in values
+)
+"""Other cut-offs, ridges and bounds than the defaults: a relative cut-off of 4.6e-5 for layers 384 wide, 0.1 and 1."""
+
 TOGETHER = 3
 """Models merged in one reading, and lost at most by an interruption."""
 
@@ -54,15 +75,15 @@ def copy_model(folder: Path, out: Path) -> None:
 
 
 def run_pretrained(request: RunRequest, experiments: Experiments, n_tasks: int) -> None:
-    """See `run_experiments`. `POSTPROCESSED` and `SPACES` have names as other rows do, and run if no rows are named."""
+    """See `run_experiments`. `POSTPROCESSED`, `SPACES` and `STRENGTHS` have names, too, and run if none are named."""
     wanted = request.methods
-    named = {row.name for row in (*POSTPROCESSED, *SPACES)}
+    named = {row.name for row in (*POSTPROCESSED, *STRENGTHS, *SPACES)}
     rules = ROWS if wanted is None else tuple(name for name in wanted if name not in named)
 
     def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
         if needs_statistics(rows):
             store_gram(experiment, gram_file(request.cache, request.suite))
-        there = (*POSTPROCESSED, *SPACES) if experiment.regime == "lora" else POSTPROCESSED
+        there = (*POSTPROCESSED, *STRENGTHS, *(SPACES if experiment.regime == "lora" else ()))
         if others := [row for row in there if wanted is None or row.name in wanted]:
             experiment.compare(others, score_file(request.cache, request.suite))
 
