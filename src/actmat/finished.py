@@ -164,7 +164,8 @@ def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
     """True if an entry of the manifest is this input, in the same place."""
     if not isinstance(row, Mapping) or any(row.get(k) != v for k, v in _plain(summary.to_json()).items()):
         return False
-    return bool(summary.commit) or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location)
+    pinned = bool(summary.commit or summary.pinned)
+    return pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location)
 
 
 def _recipe_json(recipe: Recipe) -> Any:

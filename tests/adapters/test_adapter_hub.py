@@ -64,6 +64,19 @@ def test_the_record_names_the_commit_and_verify_reads_that_one(hub: HubStandIn, 
     assert verify(tmp_path / "out").ok
 
 
+def test_a_stack_names_the_commits_of_its_parts(hub: HubStandIn, tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "one")
+    first = hub.add("org/one", tmp_path / "one")
+    tiny("llama").save_pretrained(tmp_path / "local")
+    api.merge("org/one[0:2] + local[1:2]", [], out=tmp_path / "out", durable=False, threads=1)
+    model = tiny("llama")
+    model.lm_head.weight.data.add_(1.0)
+    model.save_pretrained(tmp_path / "later")
+    hub.add("org/one", tmp_path / "later")  # the branch moves on
+    assert read_manifest(tmp_path / "out")["base"]["pinned"] == f"hf://org/one@{first}[0:2] + local[1:2]"
+    assert verify(tmp_path / "out").ok
+
+
 def test_a_revision_is_a_branch_or_a_commit(hub: HubStandIn, tmp_path: Path) -> None:
     first = publish(hub, tmp_path / "one", "org/a", 1)
     publish(hub, tmp_path / "two", "org/a", 2, branch="next")

@@ -25,7 +25,7 @@ from actmat.checkpoints.stack import open_stack
 from actmat.checkpoints.token_rows import TokenRowsCheckpoint
 from actmat.errors import CheckpointError, did_you_mean
 
-__all__ = ["HUB_ID", "commit_of", "find_source", "hub_id_of", "open_checkpoint", "open_handle"]
+__all__ = ["HUB_ID", "commit_of", "find_source", "hub_id_of", "open_checkpoint", "open_handle", "pinned_stack"]
 
 COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
@@ -40,6 +40,14 @@ def commit_of(address: str) -> str:
     found = HUB_ID.fullmatch(address)
     revision = (found["revision"] if found is not None else None) or ""
     return revision if COMMIT.fullmatch(revision) else ""
+
+
+def pinned_stack(handle: CheckpointHandle) -> str:
+    """Text of a stack with the commits of its parts on the hub; empty if none is there, or if it is no stack."""
+    if not any(commit_of(part.address) for part, *_ in handle.parts):
+        return ""
+    places = ((part.address if commit_of(part.address) else place, a, b) for part, place, a, b in handle.parts)
+    return " + ".join(str(StackPart(*place)) for place in places)
 
 
 def open_checkpoint(

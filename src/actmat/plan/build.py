@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.resolve import commit_of
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.resolve import commit_of, pinned_stack
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.experts.base import Expert
 from actmat.experts.lora.adapter import Adapter
@@ -142,12 +142,13 @@ def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[
     else:
         n_tensors, nbytes = source.n_tensors, source.nbytes
     location, identity = source.location, source.identity()
-    return InputSummary(label, location, identity, n_tensors, nbytes, kind, ignored, _commit(source))
+    return InputSummary(label, location, identity, n_tensors, nbytes, kind, ignored, *_commits(source))
 
 
-def _commit(source: Checkpoint | Expert) -> str:
-    """Commit of a repository on the hub; empty for what is elsewhere."""
+def _commits(source: Checkpoint | Expert) -> tuple[str, str]:
+    """Commit of a repository on the hub, and the text of a stack of such; empty for what is elsewhere."""
     try:
-        return commit_of(source.handle().address)
+        handle = source.handle()
     except CheckpointError:  # tensors in memory have no address
-        return ""
+        return "", ""
+    return commit_of(handle.address), pinned_stack(handle) if isinstance(handle, CheckpointHandle) else ""

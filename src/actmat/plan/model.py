@@ -170,7 +170,12 @@ class Item(Plain):
 
 @dataclass(frozen=True, slots=True)
 class InputSummary(Plain):
-    """One input as the plan saw it; `commit` is that of a repository on the hub, whatever branch was asked for."""
+    """One input as the plan saw it.
+
+    Args:
+        commit: of a repository on the hub, whatever branch was asked for.
+        pinned: of a stack with parts on the hub: its text with their commits.
+    """
 
     label: str
     location: str
@@ -180,6 +185,7 @@ class InputSummary(Plain):
     kind: Literal["model", "adapter"] = "model"
     ignored: tuple[str, ...] = ()
     commit: str = ""
+    pinned: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for manifests; times and etags stay out of the record, they belong to this machine."""
@@ -190,7 +196,7 @@ class InputSummary(Plain):
             "tensors": self.n_tensors,
             "bytes": self.nbytes,
             "ignored_tensors": list(self.ignored),
-            **({"commit": self.commit} if self.commit else {}),
+            **{n: v for n, v in (("commit", self.commit), ("pinned", self.pinned)) if v},
         }
 
 

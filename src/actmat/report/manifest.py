@@ -328,4 +328,6 @@ def input_location(entry: Mapping[str, Any], out: Path) -> str:
     near = out / entry["from_here"] if entry.get("from_here") else None
     if near is None and entry.get("commit"):
         return f"{str(entry['location']).partition('@')[0]}@{entry['commit']}"
+    if near is None and entry.get("pinned"):
+        return str(entry["pinned"])
     return os.path.normpath(near) if near is not None and os.path.exists(near) else str(entry["location"])
