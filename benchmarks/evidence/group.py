@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 from benchmarks.common import RESULTS
 from benchmarks.evidence.intervals import Points, interval, paired
 
-__all__ = ["FOLDER", "NAMES", "SUITES", "Candidate", "Group", "groups"]
+__all__ = ["FOLDER", "NAMES", "SUITES", "Candidate", "Group", "groups", "method_of"]
 
 FOLDER = RESULTS / "evidence"
 SUITES = ("vision-vits14", "text-minilm")
@@ -22,6 +23,16 @@ NAMES = {"vision": "vision-vits14", "text": "text-minilm"}
 
 MEASURED = {method.name for method in METHODS if method.needs_statistics}
 """Methods that need statistics measured on data."""
+
+
+def method_of(row: str) -> str:
+    """The method that a row varies by a step, a space or an option; empty for a method as it is.
+
+    >>> method_of("actmat:rtol=0.01"), method_of("tsv@core"), method_of("actmat+svc"), method_of("actmat")
+    ('actmat', 'tsv', 'actmat', '')
+    """
+    method = re.split("[:@+]", row, maxsplit=1)[0]
+    return "" if method == row else method
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +80,12 @@ class Group:
         whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}
         return {seed: {task: some[task] for task in self.tasks} for seed, some in whole.items()}
 
-    def rows(self) -> list[str]:
-        """Rows that are merges, the best first at the default scale, measured from the average in the same seeds."""
+    def rows(self, *, varied: bool = False) -> list[str]:
+        """Methods, or variants of methods, the best first at the default scale, measured from the average in the same
+        seeds.
+        """
         names = dict.fromkeys(s.method for s in self.scores if s.method not in REFERENCES)
+        names = {name: None for name in names if bool(method_of(name)) == varied}
         found = {}
         for name in names:
             if points := self.points(name):
@@ -94,10 +108,10 @@ class Group:
         return mean(found) if found and len(found) == len(self.tasks) * len(self.points(method)) else None
 
     def candidates(self, seed: int) -> list[Candidate]:
-        """Every method that needs no data at every scale that was tested."""
+        """Every method that needs no data, with its default options, at every scale that was tested."""
         found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         for s in self.scores:
-            if s.seed == seed and s.scale == "default" and s.detail.get("rule") not in MEASURED:
+            if (s.seed, s.scale, method_of(s.method)) == (seed, "default", "") and s.detail.get("rule") not in MEASURED:
                 held = s.detail.get("validation", {}).get("total", 1)
                 for scale, one in s.detail.get("scales", {}).items():
                     values = (one["divergence"], 100 * one["validation"] / held, 100 * one["test"] / s.total)

@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 
 from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence import checks, cosines
-from benchmarks.evidence.group import FOLDER, NAMES, Candidate, Group, groups
+from benchmarks.evidence.group import FOLDER, NAMES, Candidate, Group, groups, method_of
 from benchmarks.evidence.intervals import Points, interval, paired
 from benchmarks.evidence.subsets import subset_rows
 
@@ -84,6 +84,16 @@ def method_rows(group: Group) -> list[list[str]]:
     return found
 
 
+def variant_rows(group: Group) -> list[list[str]]:
+    """Variants of methods, by method; each less the method itself, at the default scale of both and tuned."""
+    found = []
+    for name in sorted(group.rows(varied=True), key=method_of):
+        own, method = group.points(name), method_of(name)
+        gaps = (difference(group.points(name, kind), group.points(method, kind)) for kind in ("default", "tuned"))
+        found.append([f"`{name}`", ", ".join(map(str, own)), value(own), *gaps])
+    return found
+
+
 def task_rows(group: Group) -> list[list[str]]:
     """Points per task, mean over seeds: references, then merges at the default scale."""
     names = [n for n in REFERENCES if group.points(n)]
@@ -138,7 +148,7 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown: `references`, `summary`, `pairs`, `choice`, `gram`, `checks`, `sweep`, `subsets`,
-    or `methods_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision" or "text", "full" or "lora".
+    or `methods_SUITE_REGIME`, `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision" or "text", "full" or "lora".
     """
     some = groups(folder)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
@@ -168,12 +178,16 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
         return table(head, found) if (found := rows()) else "*Not run yet.*\n"
     what, suite, regime = name.split("_")
     chosen = [g for g in some if (g.suite, g.regime) == (NAMES[suite], regime)]
-    return "\n".join(_group_table(what, group, table) for group in chosen) or "*Not run yet.*\n"
+    return "\n".join(filter(None, (_group_table(what, group, table) for group in chosen))) or "*Not run yet.*\n"
 
 
 def _group_table(what: str, group: Group, table: Table) -> str:
     if what == "tasks":
         text = table(["row", *group.tasks], task_rows(group))
+    elif what == "variants":
+        if not (rows := variant_rows(group)):
+            return ""
+        text = table(["row", "seeds", "default scale", "- the method", "tuned: - the method"], rows)
     else:
         head = ["row", "seeds", "default scale", "- average", "divergence", "tuned scale", "scale", "- tuned average"]
         text = table(head, method_rows(group))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, stdev, variance
 
@@ -79,6 +79,18 @@ def test_rows_are_means_over_tasks_with_paired_differences(folder):
         "the best first; a row that lacks tasks is left out; so are old settings"
     )
     assert "seed 0; torch 2" in text
+
+
+def test_variants_stand_apart_and_are_compared_with_their_method(folder):
+    scores = read_scores(folder / "vision-vits14.jsonl")
+    varied = [replace(s, method="tsv@core", correct=s.correct - 2) for s in scores if s.method == "tsv"]
+    write(folder, [*scores, *varied])
+    found = cells(evidence_table("variants_vision_full", table, folder), "`tsv@core`")
+    assert found == ["`tsv@core`", "0", over_tasks([64, 68, 69]), "-2.0 ±0.0", "-2.0 ±0.0"]
+    for name in ("methods_vision_full", "tasks_vision_full"):
+        assert "core" not in evidence_table(name, table, folder)
+    (group,) = groups(folder)
+    assert {c.name for c in group.candidates(0)} == {"average", "tsv", "ties"}
 
 
 def test_references_and_the_choice_by_divergence(folder):
