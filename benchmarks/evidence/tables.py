@@ -105,8 +105,9 @@ def task_rows(group: Group) -> list[list[str]]:
 
 
 PAIRS = (
-    *(("actmat", "average"), ("actmat", "tsv"), ("tsv", "average"), ("actmat", "regmean")),
-    *(("actmat_ridge", "actmat"), ("actmat_bounded", "actmat"), ("actmat_bounded", "average"), ("swudi", "actmat")),
+    *(("actmat", "average"), ("actmat", "tsv"), ("tsv", "average"), ("regmean", "average"), ("actmat", "regmean")),
+    *(("actmat_ridge", "actmat"), ("actmat_bounded", "actmat"), ("actmat_bounded", "average")),
+    *(("aswudi", "actmat"), ("swudi", "actmat"), ("wudi", "actmat")),
 )
 """Comparisons: the first less the second."""
 
@@ -114,7 +115,11 @@ PAIRS = (
 def pair_rows(some: Sequence[Group]) -> list[list[str]]:
     """A row per comparison and kind of scale, a column per group."""
     return [
-        [f"`{one}` - `{other}`", kind, *(difference(g.points(one, kind), g.points(other, kind)) for g in some)]
+        [
+            f"`{one}` - `{other}`",
+            kind,
+            *(difference(g.points(one, kind), g.points(other, kind)) for g in some if g.rows()),
+        ]
         for one, other in PAIRS
         for kind in ("default", "tuned")
     ]
@@ -160,7 +165,7 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             ["experts", "base", *(f"`{n}`" for n in SUMMARY), "experts' own", "`actmat` - average"],
             lambda: summary_rows(some),
         ),
-        "pairs": (["difference", "scale", *(f"{g.suite}, {g.title}" for g in some)], lambda: pair_rows(some)),
+        "pairs": (["difference", "scale", *(g.title for g in some if g.rows())], lambda: pair_rows(some)),
         "choice": (
             [
                 *("experts", "seed", "candidates", "rank correlation", "least divergence", "regret"),
