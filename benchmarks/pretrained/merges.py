@@ -20,7 +20,7 @@ from benchmarks.pretrained.subjects import Inputs, Subject
 
 __all__ = ["CHOICES", "Estimates", "Merge", "aligned", "estimate", "rules"]
 
-CHOICES = ("average", "ties", "tsv", "iso_c", "actmat", "actmat_ridge", "aswudi")
+CHOICES = ("average", "tsv", "iso_c", "actmat", "actmat_ridge", "aswudi")
 """Methods without data among which inputs choose, at every scale."""
 Merge = dict[Key, Tensor]
 Grams = Callable[[Key], list[Tensor]]
