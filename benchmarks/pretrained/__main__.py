@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import RESULTS, WORK
+from benchmarks.common import WORK
 from benchmarks.pretrained.measure import measure
 from benchmarks.pretrained.subjects import DATA, open_subject
+from benchmarks.pretrained.tables import FILE
 
-FILE = RESULTS / "pretrained.jsonl"
 ALL = [f"{suite}/{regime}/{seed}" for seed in range(3) for regime in ("full", "lora") for suite in DATA]
 
 
