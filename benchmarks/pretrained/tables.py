@@ -69,7 +69,7 @@ def chosen(row: Row, kind: str = "measured", *, statistics: bool = True) -> Merg
 
 
 def by_labels(row: Row) -> Merge:
-    """The merge of the best accuracy on the held inputs with their labels; of equal ones that of the least divergence."""
+    """The merge of the best accuracy on the held inputs with labels; of equal ones that of the least divergence."""
     return max(candidates(row), key=lambda m: (m["labels"], -m["held"]))
 
 
@@ -251,8 +251,8 @@ def goal_lines(rows: Sequence[Row]) -> str:
     met = "met" if total <= ALLOWED else "**missed**"
     never = f"**missed** in {len(failed)} of {len(rows)}: {', '.join(failed)}" if failed else "met"
     return (
-        f"* Mean regret at most {ALLOWED} points: {met} on these {len(rows)} subjects, {total:.1f} ({said}); to the best of "
-        f"the other half of the test data {fair:.1f}.\n"
+        f"* Mean regret at most {ALLOWED} points: {met} on these {len(rows)} subjects, {total:.1f} ({said}); to the "
+        f"best of the other half of the test data {fair:.1f}.\n"
         f"* Never more than {ALLOWED} points below the average: {never}; {min(below.values()):+.1f} at worst.\n"
     )
 
