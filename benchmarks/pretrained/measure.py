@@ -25,6 +25,8 @@ __all__ = ["DRAWS", "LENGTHENED", "NUMBERS", "SCALES", "measure"]
 SCALES = (0.5, 1.0, 2.0)
 LENGTHENED = ("average", "tsv")
 """Rules whose length is varied; the others have length one."""
+TOO_LONG = ("tsv", "actmat", "actmat_ridge", "aswudi")
+"""Methods that are not tried at twice their length on adapters, whose merges they make too long as they are."""
 BY_INPUTS = (*CHOICES, "inputs, regmean", "inputs, regmean by half")
 """Candidates of a choice by inputs; those without data at every scale."""
 NUMBERS = (8, 16, 32, 64, 128)
@@ -86,7 +88,8 @@ def measure(subject: Subject, folder: Path) -> dict[str, Any]:
 def _lengths(subject: Subject, name: str, merged: Merge) -> Iterator[tuple[str, float]]:
     yield "one", 1.0
     if name in CHOICES:
-        yield from (("fixed", scale) for scale in SCALES if scale != 1)
+        most = 1.0 if subject.factors and name in TOO_LONG else max(SCALES)
+        yield from (("fixed", scale) for scale in SCALES if scale != 1 and scale <= most)
     if name in LENGTHENED:
         sums = inner(merged, list(subject.deltas.values()))
         yield from ((length, round(rule(sums), 4)) for length, rule in LENGTHS.items() if length != "one")

@@ -87,33 +87,29 @@ def weight_free(subject: Subject, known: Estimates) -> dict[str, Grams]:
 def rules(subject: Subject, known: Estimates) -> Iterator[tuple[str, Merge]]:
     """Rules and their merges at length one; those among which inputs choose first."""
     deltas = list(subject.deltas.values())
-
-    def by(make: Callable[[Key], Tensor]) -> Merge:
-        return {key: make(key) for key in subject.keys}
-
     for method in CHOICES:
-        yield method, by(lambda key, m=method: merge_matrices(m, [d[key].contiguous() for d in deltas]))  # type: ignore[misc]
+        yield method, {key: merge_matrices(method, [d[key].contiguous() for d in deltas]) for key in subject.keys}
     for name, seen in (("inputs, regmean", known.inputs), ("inputs, regmean by half", known.fewer)):
-
-        def least_squares(key: Key, seen: Sequence[StoredGrams] = seen) -> Tensor:
-            return merge_matrices("regmean", [d[key] for d in deltas], statistics={"gram": [g[key] for g in seen]})
-
-        yield name, by(least_squares)
-    yield "inputs, 0.9", by(lambda key: by_estimate(deltas, key, [g[key] for g in known.inputs], 0.9))
-    for name, grams in weight_free(subject, known).items():
-        yield f"{name}, 0.5", by(lambda key, g=grams: by_estimate(deltas, key, g(key), 0.5))  # type: ignore[misc]
-    yield (
-        "delta over base's inputs, 0.5",
-        by(lambda key: by_estimate(deltas, key, [delta_gram(d[key]) for d in deltas], 0.5, known.prior[key])),
-    )
+        found: Merge = {}
+        for key in subject.keys:
+            grams = {"gram": [g[key] for g in seen]}
+            found[key] = merge_matrices("regmean", [d[key] for d in deltas], statistics=grams)
+        yield name, found
+    yield "inputs, 0.9", by_estimates(subject, lambda key: [g[key] for g in known.inputs], 0.9)
+    for name, estimates in weight_free(subject, known).items():
+        yield f"{name}, 0.5", by_estimates(subject, estimates, 0.5)
+    own = weight_free(subject, known)["delta"]
+    yield "delta over base's inputs, 0.5", by_estimates(subject, own, 0.5, known.prior)
 
 
-def by_estimate(
-    deltas: Sequence[Mapping[Key, Tensor]], key: Key, grams: Sequence[Tensor], share: float, prior: Tensor | None = None
-) -> Tensor:
-    """The merge of one matrix by estimates, mixed with the identity or a prior."""
-    other = None if prior is None else mixed(prior, 0.99)
-    return merge_by([d[key] for d in deltas], [mixed(g, share, other) for g in grams])
+def by_estimates(subject: Subject, grams: Grams, share: float, prior: Mapping[Key, Tensor] | None = None) -> Merge:
+    """The merge by estimates, mixed with the identity or a prior."""
+    deltas = list(subject.deltas.values())
+    found = {}
+    for key in subject.keys:
+        other = None if prior is None else mixed(prior[key], 0.99)
+        found[key] = merge_by([d[key] for d in deltas], [mixed(g, share, other) for g in grams(key)])
+    return found
 
 
 def aligned(subject: Subject, known: Estimates) -> dict[str, float]:

@@ -138,11 +138,12 @@ def open_subject(name: str, cache: Path, data: Path | None, *, most: int = 64) -
         suite=suite,
         cache=cache,
         data=data / DATA[suite] if data is not None else None,
-        regimes=(regime,),  # type: ignore[arg-type]
+        regimes=("lora" if regime == "lora" else "full",),
         seeds=(int(seed),),
         threads=1,
         settings=more,
     )
+    found: Any
     with Watch(None, cache / "logs") as watch:
         if suite == "vision-vits14":
             from actmat_experiments.pretrained.vision import experiments as vision
@@ -152,8 +153,8 @@ def open_subject(name: str, cache: Path, data: Path | None, *, most: int = 64) -
         else:
             from actmat_experiments.pretrained.text import experiments as text
 
-            (written,) = text(request, watch)
-            found, parts = written, _texts(written, request, most)  # type: ignore[assignment]
+            (found,) = text(request, watch)
+            parts = _texts(found, request, most)
         return _opened(found, suite, regime, int(seed), parts)
 
 
