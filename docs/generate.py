@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.tables import evidence_table
+from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.tune.tables import tune_table
 from docs.matrix import family_table
 from docs.reference import api
@@ -334,6 +335,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "api": api,
     "tune": lambda name: tune_table(name, table),
     "datafree": lambda name: datafree_table(name, table),
+    "pretrained": lambda name: pretrained_table(name, table),
     "evidence": lambda name: evidence_table(name, table),
     "matrix": lambda name: family_table(name, table),
 }

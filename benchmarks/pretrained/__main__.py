@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=WORK / "pretrained-cache")
     parser.add_argument("--file", type=Path, default=FILE, help="where lines are added")
     parser.add_argument("--inputs", type=int, default=32, help="per task, to measure on and as many to choose by")
+    parser.add_argument("--quick", action="store_true", help="methods without data on test data and noise only")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in given.subjects:
@@ -40,7 +41,7 @@ def main() -> None:
         if name in {json.loads(line)["subject"] for line in lines}:
             continue
         subject = open_subject(name, given.cache, given.data, most=given.inputs)
-        row = measure(subject, given.cache / "moments" / name)
+        row = measure(subject, given.cache / "moments" / name, quick=given.quick)
         machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
         row |= {"machine": machine, "date": datetime.date.today().isoformat()}
         with given.file.open("a", encoding="utf-8") as file:

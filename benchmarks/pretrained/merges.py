@@ -22,6 +22,8 @@ __all__ = ["CHOICES", "Estimates", "Merge", "aligned", "estimate", "rules"]
 
 CHOICES = ("average", "tsv", "iso_c", "actmat", "actmat_ridge", "aswudi")
 """Methods without data among which inputs choose, at every scale."""
+OVER_PRIOR = "delta over base's inputs, 0.5"
+
 Merge = dict[Key, Tensor]
 Grams = Callable[[Key], list[Tensor]]
 
@@ -34,7 +36,7 @@ class Estimates:
         inputs: on the inputs of the expert's task that are there to measure on.
         fewer: on the first half of those.
         noise: on noise.
-        prior: of the base, on noise.
+        prior: of the base, on noise; the others are empty where only this was measured.
     """
 
     inputs: Sequence[StoredGrams]
@@ -55,12 +57,12 @@ def half_of(inputs: Inputs) -> tuple[Inputs, Inputs]:
     return Inputs(sides[0], inputs.labels_N[:cut]), Inputs(sides[1], inputs.labels_N[cut:])
 
 
-def estimate(subject: Subject, folder: Path) -> Estimates:
-    """Measure what rules and references need."""
+def estimate(subject: Subject, folder: Path, *, quick: bool = False) -> Estimates:
+    """Measure what rules and references need; only the base's on noise if `quick`."""
     subject.write_base()
     prior = store_grams(subject, subject.noise, folder / "prior.safetensors")
     found: dict[str, list[StoredGrams]] = {"inputs": [], "fewer": [], "noise": []}
-    for n, task in enumerate(subject.tasks):
+    for n, task in enumerate(subject.tasks if not quick else ()):
         subject.write_expert(task)
         given = {"inputs": subject.measured[task], "fewer": half_of(subject.measured[task])[0], "noise": subject.noise}
         for name, inputs in given.items():
@@ -89,6 +91,9 @@ def rules(subject: Subject, known: Estimates) -> Iterator[tuple[str, Merge]]:
     deltas = list(subject.deltas.values())
     for method in CHOICES:
         yield method, {key: merge_matrices(method, [d[key].contiguous() for d in deltas]) for key in subject.keys}
+    yield OVER_PRIOR, by_estimates(subject, weight_free(subject, known)["delta"], 0.5, known.prior)
+    if not known.inputs:
+        return
     for name, seen in (("inputs, regmean", known.inputs), ("inputs, regmean by half", known.fewer)):
         found: Merge = {}
         for key in subject.keys:
@@ -98,8 +103,6 @@ def rules(subject: Subject, known: Estimates) -> Iterator[tuple[str, Merge]]:
     yield "inputs, 0.9", by_estimates(subject, lambda key: [g[key] for g in known.inputs], 0.9)
     for name, estimates in weight_free(subject, known).items():
         yield f"{name}, 0.5", by_estimates(subject, estimates, 0.5)
-    own = weight_free(subject, known)["delta"]
-    yield "delta over base's inputs, 0.5", by_estimates(subject, own, 0.5, known.prior)
 
 
 def by_estimates(subject: Subject, grams: Grams, share: float, prior: Mapping[Key, Tensor] | None = None) -> Merge:

@@ -37,10 +37,10 @@ Table = Callable[[list[str], list[list[str]]], str]
 
 
 def read_rows(path: Path = FILE) -> list[Row]:
-    """Subjects, in the order of suites, regimes and seeds."""
+    """Subjects on whose inputs merges were tried, in the order of suites, regimes and seeds."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    order = list(NAMES)
-    return sorted(map(json.loads, lines), key=lambda r: (order.index(r["suite"]), r["regime"], r["seed"]))
+    order, some = list(NAMES), [row for row in map(json.loads, lines) if row["draws"]]
+    return sorted(some, key=lambda r: (order.index(r["suite"]), r["regime"], r["seed"]))
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:

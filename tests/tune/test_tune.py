@@ -18,6 +18,7 @@ import actmat
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.plan.choose import depth_of
 from actmat.recipe import load_recipe
+from actmat.statistics import open_statistics
 from actmat.statistics.data import DataOptions
 from actmat.statistics.models import load_model
 from actmat.tune import TuneReport
@@ -167,6 +168,41 @@ def test_continuations_are_those_of_each_input_alone(family: Path) -> None:
             assert batch.arguments["input_ids"][n][kept].tolist() == whole.tolist()
             assert int(batch.counted[n].sum()) == len(whole) - ids.shape[1]
             assert batch.labels[n][batch.counted[n]].tolist() == whole[ids.shape[1] :].tolist()
+
+
+def test_statistics_are_measured_on_inputs_that_neither_choose_nor_compare(family: Path, tmp_path: Path) -> None:
+    """Six texts: the first and the fifth measure, the third chooses, the others compare; by the texts' own tokens."""
+    expert = load_model(str(family / "experts" / "math"), model_class="LlamaForCausalLM")
+    data = DataOptions(str(family / "math.jsonl"))
+    parts = prepare_inputs("math", expert, data, new_tokens=0, measuring=True)
+    without = prepare_inputs("math", expert, data, new_tokens=0)
+    rows = [
+        [row[mask.bool()].tolist() for b in part for row, mask in zip(*b.arguments.values(), strict=True)]
+        for part in (parts.measured, parts.search, parts.final)
+    ]
+    tokenizer: Any = AutoTokenizer.from_pretrained(family / "experts" / "math")
+    texts = [tokenizer(text)["input_ids"] for text in TEXTS["math"]]
+    assert rows == [texts[0::4], texts[2::4], texts[1::2]]
+    assert without.measured == ()
+    assert sum(b.samples for b in without.search) == 3
+
+    found = tuned(family, tmp_path / "best", budget=2, space={"methods": ["regmean"], "scales": [1.0]}, new_tokens=0)
+    kept = [open_statistics(e.statistics) for e in found.recipe.experts]
+    assert [s.header.samples for s in kept] == [2, 2]
+
+
+def test_single_samples_are_dealt_to_all_parts(family: Path) -> None:
+    """Batches of two: every second first sample measures."""
+    expert = load_model(str(family / "experts" / "math"), model_class="LlamaForCausalLM")
+    ready = [{"input_ids": torch.tensor([[n], [n + 10]])} for n in range(1, 6)]
+    parts = prepare_inputs("math", expert, ready, new_tokens=0, measuring=True)
+    rows = [[b.arguments["input_ids"].tolist() for b in some] for some in (parts.measured, parts.search, parts.final)]
+    assert rows == [[[[1]], [[3]], [[5]]], [[[2]], [[4]]], [[[n + 10]] for n in range(1, 6)]]
+    assert [b.first for b in parts.search] == [0, 1]
+    with pytest.raises(StatisticsError, match=r"at least 3 inputs .* measure statistics on"):
+        prepare_inputs("math", expert, ready[:1], new_tokens=0, measuring=True)
+    with pytest.raises(StatisticsError, match="at least 2 inputs"):
+        prepare_inputs("math", expert, [{"input_ids": torch.tensor([[1]])}], new_tokens=0)
 
 
 def test_adapters_are_tuned_on_the_base_that_they_name(family: Path, tmp_path: Path) -> None:
