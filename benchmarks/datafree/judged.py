@@ -15,6 +15,7 @@ from benchmarks.datafree.picks import (
     found,
     has,
     is_lora,
+    least_noise,
     least_of_all,
     length_picks,
     lengthened,
@@ -28,6 +29,8 @@ __all__ = ["near_rows", "verdict"]
 GAIN_LORA, GAIN_FULL, LOSS = 1.0, 2.0, 0.5
 """Points."""
 NEAREST = 8
+TWO = ("average", "tsv")
+"""Rules that were put together after the first pretrained subjects had been looked at; they need two merges only."""
 
 
 def every_pick(rows: Sequence[Row]) -> dict[str, Pick]:
@@ -41,6 +44,8 @@ def every_pick(rows: Sequence[Row]) -> dict[str, Pick]:
         for name, pick in length_picks(rows, rule).items():
             if not name.startswith("*") and measured_lengths(rows, rule, name):
                 picks[f"`{rule}` x {name}"] = pick
+    if all(measured_lengths(rows, rule, "least divergence on noise") for rule in TWO):
+        picks["`average` or `tsv` x least divergence on noise"] = least_noise(*TWO)
     return picks | {"any rule x least divergence on noise": least_of_all}
 
 

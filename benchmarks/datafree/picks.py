@@ -76,9 +76,9 @@ def found(row: Row, rule: str, length: str = "one") -> Merge:
     return next(m for m in row["rows"] if m["rule"] == rule and m["length"] == length)
 
 
-def least_noise(rule: str) -> Pick:
-    """The length of a rule at which the merge diverges least from the experts on noise, of all that were tried."""
-    return lambda row: min((m for m in row["rows"] if m["rule"] == rule), key=lambda m: float(m["noise"]))
+def least_noise(*rules: str) -> Pick:
+    """The rule and length at which the merge diverges least from the experts on noise, of all that were tried."""
+    return lambda row: min((m for m in row["rows"] if m["rule"] in rules), key=lambda m: float(m["noise"]))
 
 
 def least_of_all(row: Row) -> Merge:

@@ -19,17 +19,17 @@ from typing import Any
 from scipy.stats import spearmanr
 
 from benchmarks.common import RESULTS
+from benchmarks.evidence.group import groups as groups_of_evidence
 from benchmarks.evidence.intervals import Points, interval, paired
+from benchmarks.pretrained.choices import HEADER, evidence_lines, evidence_rows
 
-__all__ = ["FILE", "TABLES", "adamerging_rows", "chosen", "goal_lines", "pretrained_table", "read_rows", "regret"]
+__all__ = ["FILE", "TABLES", "adamerging_rows", "chosen", "pretrained_table", "read_rows", "regret"]
 
 FILE = RESULTS / "pretrained.jsonl"
 ADAMERGING = RESULTS / "pretrained-adamerging.jsonl"
 NAMES = {"vision-vits14": "ViT-S/14", "text-minilm": "MiniLM-L6"}
 REGMEAN, BY_HALF = "inputs, regmean", "inputs, regmean by half"
 KEYS = {"halves": "second half measured"}
-ALLOWED = 0.5
-"""Points: the goal for the mean regret, and for being below the average."""
 
 Row = Mapping[str, Any]
 Merge = Mapping[str, Any]
@@ -238,25 +238,6 @@ def adamerging_rows(rows: Sequence[Row], path: Path = ADAMERGING) -> list[list[s
     return out
 
 
-def goal_lines(rows: Sequence[Row]) -> str:
-    """The goal, and where it fails, in words."""
-    if not rows:
-        return "*Not measured yet.*\n"
-    by_group = {name: mean(regret(r, chosen(r)) for r in some) for name, some in groups(rows).items()}
-    fair = mean(fair_regret(r, chosen(r)) for r in rows)
-    below = {r["subject"]: value(chosen(r)) - value(average(r)) for r in rows}
-    failed = [f"`{name}` ({d:+.1f})" for name, d in below.items() if d < -ALLOWED]
-    total = by_group.pop("all")
-    said = ", ".join(f"{name} {v:.1f}" for name, v in by_group.items())
-    met = "met" if total <= ALLOWED else "**missed**"
-    never = f"**missed** in {len(failed)} of {len(rows)}: {', '.join(failed)}" if failed else "met"
-    return (
-        f"* Mean regret at most {ALLOWED} points: {met} on these {len(rows)} subjects, {total:.1f} ({said}); to the "
-        f"best of the other half of the test data {fair:.1f}.\n"
-        f"* Never more than {ALLOWED} points below the average: {never}; {min(below.values()):+.1f} at worst.\n"
-    )
-
-
 _WRONG = ["experts", "n", "own", "at worst", "another task's", "at worst", "noise", "at worst"]
 TABLES: dict[str, tuple[Callable[[Sequence[Row]], list[str]], Callable[[Sequence[Row]], list[list[str]]]]] = {
     "choice": (
@@ -294,10 +275,15 @@ TABLES: dict[str, tuple[Callable[[Sequence[Row]], list[str]], Callable[[Sequence
 
 
 def pretrained_table(name: str, table: Table) -> str:
-    """One of `TABLES`, or the `goal`, in Markdown."""
-    rows = read_rows()
-    if name == "goal" or not rows:
-        return goal_lines(rows)
+    """One of `TABLES`, or the choice among the merges of the `evidence` and its `goal`, in Markdown."""
+    if name == "goal":
+        return evidence_lines(groups_of_evidence())
+    if name == "evidence":
+        return table(HEADER, evidence_rows(groups_of_evidence()))
     header, made = TABLES[name]
+    rows = read_rows()
+    lines = made(rows) if rows else []
+    if not lines:
+        return "*Not measured yet.*\n"
     machines = sorted({f"{r['machine']}, {r['date']}" for r in rows})
-    return table(header(rows), made(rows)) + f"\n`python -m benchmarks.pretrained`, {'; '.join(machines)}.\n"
+    return table(header(rows), lines) + f"\n`python -m benchmarks.pretrained`, {'; '.join(machines)}.\n"

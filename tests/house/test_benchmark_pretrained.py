@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.evidence.group import Group
 from benchmarks.pretrained.adamerging import trained
+from benchmarks.pretrained.choices import HEADER, evidence_lines, evidence_rows
 from benchmarks.pretrained.grams import StoredGrams
 from benchmarks.pretrained.measure import BY_INPUTS, DRAWS, LENGTHENED, SCALES, TOO_LONG, measure
 from benchmarks.pretrained.merges import CHOICES, half_of
@@ -20,13 +22,13 @@ from benchmarks.pretrained.tables import (
     candidates,
     chosen,
     fair_regret,
-    goal_lines,
     read_rows,
     regret,
 )
 from torch import Tensor, nn
 
 from actmat_experiments.datafree.matrices import matrices
+from actmat_experiments.harness.results import Score
 
 TASKS = {"a": 3, "b": 5}
 MAPS = {"first.weight": 1, "second.weight": 1}
@@ -226,12 +228,36 @@ def test_tables_hold_what_their_heads_name(tmp_path: Path) -> None:
     assert TABLES["wrong"][1](every)[0][2:] == ["0.0", "+10.0", "20.0", "-10.0", "10.0", "+0.0"]
 
 
-def test_the_goal_is_judged_in_words(tmp_path: Path) -> None:
-    said = goal_lines([row(0), row(0, suite="vision-vits14", regmean=0.9)])
-    assert "**missed** on these 2 subjects, 5.5 (MiniLM-L6, full 11.0, ViT-S/14, full 0.0)" in said
-    assert "**missed** in 1 of 2: `text-minilm/full/0` (-1.0); -1.0 at worst" in said
-    good = goal_lines([row(0, regmean=0.9)])
-    assert "points: met" in good
-    assert "the average: met" in good
-    assert "Not measured" in goal_lines([])
+def group() -> Group:
+    """Two seeds; with the first the divergence prefers TSV, with the second `actmat`, and `regmean` to both."""
+    scores = []
+    for seed, liked in ((0, "tsv"), (1, "actmat")):
+        for method, right in (("average", 60), ("tsv", 70), ("actmat", 50), ("regmean", 65)):
+            far = 0.05 if method == "regmean" else 0.1 if method == liked else 0.9
+            scales = {s: {"divergence": far + extra, "validation": right - 50, "test": right - 10 * extra}
+                      for s, extra in (("0.5", 0.2), ("1.0", 0.0))}  # fmt: skip
+            detail = {"rule": method, "scales": scales, "validation": {"total": 24}}
+            scores += [
+                Score("vision-vits14", "full", method, "default", t, seed, right, 100, model="ViT", settings="s",
+                      detail=detail)
+                for t in "ab"
+            ]  # fmt: skip
+    return Group(scores)
+
+
+def test_the_choice_among_the_merges_of_the_evidence() -> None:
+    first, second = evidence_rows([group()])
+    assert len(first) == len(HEADER)
+    assert first[:3] == ["ViT, full", "0", "6"]
+    assert first[4:] == ["`tsv` 70.0", "0.0", "+10.0", "+20.0", "+0.0", "`regmean` 65.0", "5.0"]
+    assert second[4:9] == ["`actmat` 50.0", "20.0", "-10.0", "+0.0", "-20.0"]
+    said = evidence_lines([group()])
+    assert "at most 0.5 points: **missed**, 10.0 (ViT, full 10.0)" in said
+    assert "**missed** in 1 of 2: ViT, full, seed 1 (-10.0); -10.0 at worst" in said
+    assert "average +0.0 points to the average at scale 1, +10.0 to `actmat`" in said
+    assert "Not measured" in evidence_lines([])
+
+
+def test_nothing_is_told_before_it_is_measured(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "none") == []
+    assert adamerging_rows([row(0)], tmp_path / "none") == []

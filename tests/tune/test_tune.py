@@ -28,6 +28,7 @@ from actmat.tune.groups import patterns_for
 from actmat.tune.inputs import prepare_inputs
 
 METHODS = ["average", "ties", "actmat", "regmean"]
+BUDGET = 44
 
 
 def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
@@ -35,7 +36,7 @@ def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
         "data": {name: family / f"{name}.jsonl" for name in TEXTS},
         "space": {"methods": METHODS, "scales": [0.3, 1.0], "groups": "kind"},
         "new_tokens": 3,
-        "budget": 30,
+        "budget": BUDGET,
         "dtype": "float32",
     }
     return actmat.tune(family / "base", [family / "experts" / n for n in TEXTS], out=out, **{**wanted, **fields})
@@ -53,7 +54,8 @@ def test_the_written_model_is_the_candidate_that_was_scored(report: TuneReport, 
     merged = load_model(str(report.out), model_class="LlamaForCausalLM")
     for name in TEXTS:
         expert = load_model(str(family / "experts" / name), model_class="LlamaForCausalLM")
-        inputs = prepare_inputs(name, expert, DataOptions(str(family / f"{name}.jsonl")), new_tokens=3)
+        data = DataOptions(str(family / f"{name}.jsonl"))
+        inputs = prepare_inputs(name, expert, data, new_tokens=3, measuring=True)
         for half, wanted in ((inputs.search, report.chosen.losses), (inputs.final, report.finals[0].losses)):
             kept = keep_answers(expert.model, half, default_predict)
             found = compare_answers(merged.model, half, kept, default_predict)
@@ -85,7 +87,7 @@ def test_everything_that_was_tried_is_on_record(report: TuneReport) -> None:
     data = json.loads((place / "tune.json").read_text())
     assert data["actmat_tune"] == 1
     assert {t["method"] for t in data["trials"]} == set(METHODS)
-    assert len(data["trials"]) == 30
+    assert len(data["trials"]) == BUDGET
     assert [f["name"] for f in data["final"]][1:] == ["average", "actmat x 1 (the recipe's)", "base"]
     assert data["front"][0]["mean"] == min(t["mean"] for t in data["trials"])
     page = (place / "tune.html").read_text()
@@ -114,7 +116,7 @@ def test_the_same_search_goes_on_where_it_stopped(
     assert len((tmp_path / "best.tune" / "trials.jsonl").read_text().splitlines()) == 10
     calls[0] = 100
     again = tuned(family, tmp_path / "best")
-    assert calls[0] - 100 == 2 * (30 - 10) + 2 * len(again.finals)
+    assert calls[0] - 100 == 2 * (BUDGET - 10) + 2 * len(again.finals)
     assert again.chosen == report.chosen
     assert [t.mean for t in again.trials] == [t.mean for t in report.trials]
 
@@ -251,7 +253,7 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
     with pytest.raises(StatisticsError, match="no such file"):
         tuned(family, tmp_path / "best", data=family / "none.jsonl")
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(StatisticsError, match="at least 2 inputs"):
+    with pytest.raises(StatisticsError, match="at least 3 inputs"):
         tuned(family, tmp_path / "best", data=tmp_path / "one.jsonl")
 
 
