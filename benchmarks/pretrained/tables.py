@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.common import RESULTS
 from benchmarks.evidence.group import groups as groups_of_evidence
-from benchmarks.evidence.intervals import Points, interval, paired
+from benchmarks.evidence.intervals import Points, paired
 from benchmarks.pretrained.choices import HEADER, evidence_lines, evidence_rows
 
 __all__ = ["FILE", "TABLES", "adamerging_rows", "chosen", "pretrained_table", "read_rows", "regret"]
@@ -125,12 +125,12 @@ def choice_rows(rows: Sequence[Row]) -> list[list[str]]:
     out = []
     for name, some in groups(rows).items():
         ranks = [-spearmanr([m["measured"] for m in c], [value(m) for m in c])[0] for c in map(candidates, some)]
-        own = interval({n: {t: 100 * v for t, v in r["own"].items()} for n, r in enumerate(some)})
+        own = f"{mean(100 * mean(r['own'].values()) for r in some):.1f}"
         out.append(
             [
                 name,
                 ", ".join(str(r["seed"]) for r in some) if name != "all" else str(len(some)),
-                own.text() if name != "all" else f"{own.mean:.1f}",
+                own,
                 f"{mean(value(chosen(r)) for r in some):.1f}",
                 f"{mean(regret(r, chosen(r)) for r in some):.1f}",
                 f"{mean(fair_regret(r, chosen(r)) for r in some):.1f}",
