@@ -6,7 +6,7 @@
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
 `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `api`, `tune NAME` (measured tables
-of the search), `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and
+of the search), `pretrained NAME`, `datafree NAME`, `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and
 run). Nothing outside the marks is touched.
 """
 
@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.tables import evidence_table
+from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.tune.tables import tune_table
 from docs.matrix import family_table
 from docs.reference import api
@@ -334,6 +335,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "api": api,
     "tune": lambda name: tune_table(name, table),
     "datafree": lambda name: datafree_table(name, table),
+    "pretrained": lambda name: pretrained_table(name, table),
     "evidence": lambda name: evidence_table(name, table),
     "matrix": lambda name: family_table(name, table),
 }

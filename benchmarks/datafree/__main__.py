@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common import WORK
 from benchmarks.datafree.measure import measure
-from benchmarks.datafree.tables import FILE, read_rows
+from benchmarks.datafree.picks import FILE, read_rows
 from benchmarks.tune.subjects import DIGITS, subjects
 
 ALL = (

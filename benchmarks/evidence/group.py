@@ -107,11 +107,17 @@ class Group:
         ]
         return mean(found) if found and len(found) == len(self.tasks) * len(self.points(method)) else None
 
-    def candidates(self, seed: int) -> list[Candidate]:
-        """Every method that needs no data, with its default options, at every scale that was tested."""
+    def candidates(self, seed: int, *, measured: bool = False) -> list[Candidate]:
+        """Every method that needs no data, with its default options, at every scale that was tested.
+
+        Args:
+            measured: methods that need statistics measured on data, too.
+        """
         found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         for s in self.scores:
-            if (s.seed, s.scale, method_of(s.method)) == (seed, "default", "") and s.detail.get("rule") not in MEASURED:
+            if (s.seed, s.scale, method_of(s.method)) != (seed, "default", ""):
+                continue
+            if measured or s.detail.get("rule") not in MEASURED:
                 held = s.detail.get("validation", {}).get("total", 1)
                 for scale, one in s.detail.get("scales", {}).items():
                     values = (one["divergence"], 100 * one["validation"] / held, 100 * one["test"] / s.total)

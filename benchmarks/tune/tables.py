@@ -16,8 +16,6 @@ from typing import Any
 from scipy.stats import spearmanr, t
 
 from benchmarks.common import RESULTS
-from benchmarks.evidence.group import groups as groups_of_evidence
-from benchmarks.tune.pretrained import HEADER, pretrained_rows
 
 __all__ = ["TABLES", "read_rows", "tune_table"]
 
@@ -189,9 +187,7 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Row]], list[list[str]]]]] 
 
 
 def tune_table(name: str, table: Callable[[list[str], list[list[str]]], str]) -> str:
-    """One of `TABLES`, the `goal`, or the choice on `pretrained` models, in Markdown."""
-    if name == "pretrained":
-        return table(HEADER, pretrained_rows(groups_of_evidence()))
+    """One of `TABLES`, or the `goal`, in Markdown."""
     rows = read_rows()
     if name == "goal" or not rows:
         return goal_lines(rows)

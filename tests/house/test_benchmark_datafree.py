@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.datafree import measure as measuring
-from benchmarks.datafree.tables import (
-    TABLES,
-    differences,
-    found,
-    least_noise,
-    least_of_all,
-    pooled,
-    read_rows,
-    verdict,
-)
+from benchmarks.datafree.judged import near_rows, verdict
+from benchmarks.datafree.picks import differences, found, least_noise, least_of_all, pooled, read_rows
+from benchmarks.datafree.tables import TABLES
 from tests.house.test_benchmark_tune import TASKS, toy
 
 
@@ -53,7 +46,7 @@ def row(suite: str, regime: str, seed: int, values: dict[str, tuple[float, float
         {"rule": rule, "length": "one", "scale": 1.0, "test": {"a": a, "b": b}, "noise": 1.0 - 0.1 * n}
         for n, (rule, (a, b)) in enumerate(values.items())
     ]
-    for length, points in (("half way", 0.004), ("fixed", 0.05)):
+    for length, points in (("half way", 0.004), ("projection", 0.0), ("fixed", 0.05)):
         a, b = values["average"]
         test = {"a": a + points, "b": b + points}
         rows.append({"rule": "average", "length": length, "scale": 2.0, "test": test, "noise": 2.0 - points})
@@ -100,7 +93,7 @@ def test_tables_hold_what_their_heads_name() -> None:
         assert lines, name
         assert {len(line) for line in lines} == {len(header(every))}, name
     lora = {line[0]: line[1:] for line in TABLES["lora"][1](every)}
-    assert lora["`new`"] == ["+20.0 ±0.0", "+20.0", "+2.0 ±0.0", "+2.0", "+2.0 ±0.0", "+2.0"]
+    assert lora["`new`"] == ["+20.0 ±0.0", "+20.0", *["+2.0 ±0.0", "+2.0"] * 2, *[""] * 4]
     assert lora["*inputs, 0.9* (sees data)"][2] == "+25.0 ±63.5"
     assert TABLES["subjects"][1](every)[0] == ["digits, full", "0, 1", "2", "50.0", "65.0", "90.0"]
     assert TABLES["alignment"][1](every)[0] == ["identity", "0.40", "0.40", "0.40", "0.40"]
@@ -113,15 +106,31 @@ def test_noise_chooses_by_its_least_divergence_and_never_rules_that_see_data() -
     assert least_noise("average")(one)["length"] == "one"
 
 
-@pytest.mark.parametrize(
-    ("good", "lora", "full"),
-    [(0.02, "`new`", "`new`"), (0.005, "none passes", "none passes"), (-0.01, "none passes", "none passes")],
-)
-def test_bars_are_held_on_the_subjects_that_confirm(good: float, lora: str, full: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("good", "said_of_new"), [(0.02, "`new`"), (0.005, "none"), (-0.01, "none")])
+def test_bars_are_held_on_the_subjects_that_confirm(good: float, said_of_new: str, tmp_path: Path) -> None:
     """20 points where the rule was chosen count for nothing; the bound by a fixed scale on test data neither."""
     said = verdict(rows(good)).splitlines()
-    assert lora in said[0]
-    assert full in said[1]
+    assert [line.split(":")[0] for line in said] == [
+        f"* {kind}, {where}"
+        for kind in ("LoRA", "full fine-tuning")
+        for where in ("the 1 subjects of digits", "the 1 on pretrained bases", "all 2 subjects")
+    ]
+    assert all(said_of_new in line for line in said)
     assert "best on test" not in "".join(said)
     assert "Not measured" in verdict([])
     assert read_rows(tmp_path / "none") == []
+
+
+def test_a_rule_that_a_subject_lacks_is_judged_where_it_was_measured_only() -> None:
+    every = rows(0.02)
+    every[-1]["rows"] = [m for m in every[-1]["rows"] if m["rule"] != "new"]
+    said = verdict(every).splitlines()
+    assert ["`new`" in line for line in said[:3]] == [True, False, False]
+    lora = {line[0]: line[1:] for line in TABLES["lora"][1](every)}
+    assert lora["`new`"][4:6] == ["", ""]
+
+
+def test_what_comes_near_is_told_with_its_interval() -> None:
+    lora, full = near_rows(rows(0.007), True), near_rows(rows(0.007), False)
+    assert lora[0] == ["`new`", "+0.7 ±0.0", "+0.7"]
+    assert ["`new`", "+1.7 ±0.0", "+0.7"] in full, "to `actmat`, and to the better of average and TSV"

@@ -18,6 +18,7 @@ import actmat
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.plan.choose import depth_of
 from actmat.recipe import load_recipe
+from actmat.statistics import open_statistics
 from actmat.statistics.data import DataOptions
 from actmat.statistics.models import load_model
 from actmat.tune import TuneReport
@@ -27,6 +28,7 @@ from actmat.tune.groups import patterns_for
 from actmat.tune.inputs import prepare_inputs
 
 METHODS = ["average", "ties", "actmat", "regmean"]
+BUDGET = 44
 
 
 def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
@@ -34,7 +36,7 @@ def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
         "data": {name: family / f"{name}.jsonl" for name in TEXTS},
         "space": {"methods": METHODS, "scales": [0.3, 1.0], "groups": "kind"},
         "new_tokens": 3,
-        "budget": 30,
+        "budget": BUDGET,
         "dtype": "float32",
     }
     return actmat.tune(family / "base", [family / "experts" / n for n in TEXTS], out=out, **{**wanted, **fields})
@@ -52,7 +54,8 @@ def test_the_written_model_is_the_candidate_that_was_scored(report: TuneReport, 
     merged = load_model(str(report.out), model_class="LlamaForCausalLM")
     for name in TEXTS:
         expert = load_model(str(family / "experts" / name), model_class="LlamaForCausalLM")
-        inputs = prepare_inputs(name, expert, DataOptions(str(family / f"{name}.jsonl")), new_tokens=3)
+        data = DataOptions(str(family / f"{name}.jsonl"))
+        inputs = prepare_inputs(name, expert, data, new_tokens=3, measuring=True)
         for half, wanted in ((inputs.search, report.chosen.losses), (inputs.final, report.finals[0].losses)):
             kept = keep_answers(expert.model, half, default_predict)
             found = compare_answers(merged.model, half, kept, default_predict)
@@ -84,7 +87,7 @@ def test_everything_that_was_tried_is_on_record(report: TuneReport) -> None:
     data = json.loads((place / "tune.json").read_text())
     assert data["actmat_tune"] == 1
     assert {t["method"] for t in data["trials"]} == set(METHODS)
-    assert len(data["trials"]) == 30
+    assert len(data["trials"]) == BUDGET
     assert [f["name"] for f in data["final"]][1:] == ["average", "actmat x 1 (the recipe's)", "base"]
     assert data["front"][0]["mean"] == min(t["mean"] for t in data["trials"])
     page = (place / "tune.html").read_text()
@@ -113,7 +116,7 @@ def test_the_same_search_goes_on_where_it_stopped(
     assert len((tmp_path / "best.tune" / "trials.jsonl").read_text().splitlines()) == 10
     calls[0] = 100
     again = tuned(family, tmp_path / "best")
-    assert calls[0] - 100 == 2 * (30 - 10) + 2 * len(again.finals)
+    assert calls[0] - 100 == 2 * (BUDGET - 10) + 2 * len(again.finals)
     assert again.chosen == report.chosen
     assert [t.mean for t in again.trials] == [t.mean for t in report.trials]
 
@@ -169,6 +172,41 @@ def test_continuations_are_those_of_each_input_alone(family: Path) -> None:
             assert batch.labels[n][batch.counted[n]].tolist() == whole[ids.shape[1] :].tolist()
 
 
+def test_statistics_are_measured_on_inputs_that_neither_choose_nor_compare(family: Path, tmp_path: Path) -> None:
+    """Six texts: the first and the fifth measure, the third chooses, the others compare; by the texts' own tokens."""
+    expert = load_model(str(family / "experts" / "math"), model_class="LlamaForCausalLM")
+    data = DataOptions(str(family / "math.jsonl"))
+    parts = prepare_inputs("math", expert, data, new_tokens=0, measuring=True)
+    without = prepare_inputs("math", expert, data, new_tokens=0)
+    rows = [
+        [row[mask.bool()].tolist() for b in part for row, mask in zip(*b.arguments.values(), strict=True)]
+        for part in (parts.measured, parts.search, parts.final)
+    ]
+    tokenizer: Any = AutoTokenizer.from_pretrained(family / "experts" / "math")
+    texts = [tokenizer(text)["input_ids"] for text in TEXTS["math"]]
+    assert rows == [texts[0::4], texts[2::4], texts[1::2]]
+    assert without.measured == ()
+    assert sum(b.samples for b in without.search) == 3
+
+    found = tuned(family, tmp_path / "best", budget=2, space={"methods": ["regmean"], "scales": [1.0]}, new_tokens=0)
+    kept = [open_statistics(e.statistics) for e in found.recipe.experts]
+    assert [s.header.samples for s in kept] == [2, 2]
+
+
+def test_single_samples_are_dealt_to_all_parts(family: Path) -> None:
+    """Batches of two: every second first sample measures."""
+    expert = load_model(str(family / "experts" / "math"), model_class="LlamaForCausalLM")
+    ready = [{"input_ids": torch.tensor([[n], [n + 10]])} for n in range(1, 6)]
+    parts = prepare_inputs("math", expert, ready, new_tokens=0, measuring=True)
+    rows = [[b.arguments["input_ids"].tolist() for b in some] for some in (parts.measured, parts.search, parts.final)]
+    assert rows == [[[[1]], [[3]], [[5]]], [[[2]], [[4]]], [[[n + 10]] for n in range(1, 6)]]
+    assert [b.first for b in parts.search] == [0, 1]
+    with pytest.raises(StatisticsError, match=r"at least 3 inputs .* measure statistics on"):
+        prepare_inputs("math", expert, ready[:1], new_tokens=0, measuring=True)
+    with pytest.raises(StatisticsError, match="at least 2 inputs"):
+        prepare_inputs("math", expert, [{"input_ids": torch.tensor([[1]])}], new_tokens=0)
+
+
 def test_adapters_are_tuned_on_the_base_that_they_name(family: Path, tmp_path: Path) -> None:
     """The merge that is written is an adapter when that is asked for, and scores as the model in memory did."""
     experts = [family / "adapters" / n for n in TEXTS]
@@ -215,7 +253,7 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
     with pytest.raises(StatisticsError, match="no such file"):
         tuned(family, tmp_path / "best", data=family / "none.jsonl")
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(StatisticsError, match="at least 2 inputs"):
+    with pytest.raises(StatisticsError, match="at least 3 inputs"):
         tuned(family, tmp_path / "best", data=tmp_path / "one.jsonl")
 
 

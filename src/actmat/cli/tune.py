@@ -54,7 +54,14 @@ class SearchFlags:
     least_agreement: Annotated[
         float, _option("--least-agreement", "Share of its predictions that every expert keeps.", min=0, max=1)
     ] = 0.0
-    inputs: Annotated[int, _option("--samples", "Inputs per expert; half choose, half compare.", min=2)] = 128
+    inputs: Annotated[
+        int,
+        _option(
+            "--samples",
+            "Inputs per expert; half choose or measure, half compare.",
+            min=2,
+        ),
+    ] = 128
     new_tokens: Annotated[int, _option("--new-tokens", "Tokens that a generating expert adds to an input.", min=0)] = 32
     model_dtype: Annotated[str, _option("--model-dtype", "dtype of the models while they run.")] = "float32"
     keep_work: Annotated[bool, _option("--keep-work", "Keep the merges that were tried.")] = False

@@ -22,7 +22,7 @@ __all__ = ["scale_space", "tune", "tune_scale", "usual_inputs"]
 
 _SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device", "dtype", "budget"}
 _MOST = 2 * SAMPLES
-"""Inputs per expert that are read of a location: half choose, half compare."""
+"""Inputs per expert that are read of a location: half choose (some of these measure), half compare."""
 
 Data = TuneData | Mapping[str, TuneData]
 

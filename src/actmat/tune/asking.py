@@ -1,10 +1,10 @@
-"""Every expert is loaded once: its inputs, its answers, and statistics on the same inputs if a method needs any."""
+"""Every expert is loaded once: its inputs, its answers, and statistics on some of the inputs if a method needs any."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Questioner:
     Args:
         data: expert -> its data.
         settings: of the search.
-        kinds: of statistics that the methods need.
+        kinds: of statistics that the methods need and that are measured for experts without any.
         folder: for statistics.
         load: from a location to a model.
         doing: is told who is asked.
@@ -65,24 +65,25 @@ class Questioner:
         for expert in recipe.experts:
             self.doing(f"asking {expert.label}")
             loaded = self.load(expert.path)
-            asked[expert.label] = found = self._answers(expert.label, loaded)
-            statistics = expert.statistics or self._collected(expert.label, loaded, found.inputs)
+            measuring = bool(self.kinds) and not expert.statistics
+            asked[expert.label] = found = self._answers(expert.label, loaded, measuring=measuring)
+            statistics = self._collected(expert.label, loaded, found.inputs) if measuring else expert.statistics
             del loaded  # before the next one is loaded
             experts.append(ExpertRef.model_validate({**expert.model_dump(), "statistics": statistics}))
         return recipe.model_copy(update={"experts": tuple(experts)}), asked
 
-    def _answers(self, label: str, loaded: Loaded) -> Asked:
+    def _answers(self, label: str, loaded: Loaded, *, measuring: bool) -> Asked:
         settings, predict = self.settings, self.settings.predict_of(label)
         labels = settings.score in ("accuracy", "perplexity")
-        inputs = prepare_inputs(label, loaded, self.data[label], new_tokens=settings.new_tokens, labels=labels)
+        inputs = prepare_inputs(
+            label, loaded, self.data[label], new_tokens=settings.new_tokens, labels=labels, measuring=measuring
+        )
         search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
         return Asked(inputs, search, final, predict)
 
     def _collected(self, label: str, loaded: Loaded, inputs: ExpertInputs) -> str:
-        """Statistics of an expert on the inputs of the search, if a method needs any."""
-        if not self.kinds:
-            return ""
-        out = self.folder / f"{label}-{mark_of({label: inputs})}"
+        """Statistics of an expert on the inputs that are there for them."""
+        out = self.folder / f"{label}-{mark_of({label: replace(inputs, search=inputs.measured)})}"
         if not out.exists():
             source = self.data[label]
             about: dict[str, Any] = {"source": "batches"}
@@ -90,7 +91,7 @@ class Questioner:
                 about = {"source": source.location, "details": source.details()}
             collect(
                 loaded.model,
-                [b.keywords for b in inputs.search],
+                [b.keywords for b in inputs.measured],
                 checkpoint=loaded.checkpoint,
                 adapter=loaded.adapter,
                 out=out,
@@ -102,7 +103,7 @@ class Questioner:
 
 
 def mark_of(inputs: Mapping[str, ExpertInputs], *more: str) -> str:
-    """Hash of all inputs, with the experts' continuations and the labels, and of some texts."""
+    """Hash of all inputs of the search, with the experts' continuations and the labels, and of some texts."""
     total = hashlib.sha256()
     for label, given in inputs.items():
         seen = DataSeen()

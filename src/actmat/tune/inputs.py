@@ -1,5 +1,8 @@
 """Unlabelled inputs of every expert, prepared once: half to search with, half for the final comparison.
 
+Where statistics are measured, half of the inputs to search with are for that alone: a merge by statistics is nearer to
+the experts on the inputs that these were measured on than on others, by which these inputs would favour it.
+
 Causal language models continue each input themselves, and encoder-decoder models write their own target, so that a
 candidate is compared on what the expert would say, in one forward pass (teacher forcing).
 
@@ -8,7 +11,7 @@ Shapes: `N` samples, `L` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,11 +59,14 @@ class InputBatch:
 
 @dataclass(frozen=True)
 class ExpertInputs:
-    """Inputs of one expert: `search` to choose with, `final` to compare the chosen merge with others."""
+    """Inputs of one expert: `search` to choose with, `final` to compare the chosen merge with others, and `measured`,
+    which only statistics are measured on.
+    """
 
     label: str
     search: tuple[InputBatch, ...]
     final: tuple[InputBatch, ...]
+    measured: tuple[InputBatch, ...] = ()
 
     def taken(self, share: float) -> tuple[InputBatch, ...]:
         """The first batches that hold at least this share of the samples to search with."""
@@ -69,11 +75,17 @@ class ExpertInputs:
 
 
 def prepare_inputs(
-    label: str, loaded: Loaded, source: Source, *, new_tokens: int = 32, labels: bool = False
+    label: str,
+    loaded: Loaded,
+    source: Source,
+    *,
+    new_tokens: int = 32,
+    labels: bool = False,
+    measuring: bool = False,
 ) -> ExpertInputs:
     """Read the inputs of an expert, and let it write continuations where it is a generating model.
 
-    Samples with even numbers go to the search, those with odd ones to the final comparison.
+    Samples with even numbers go to the search, those with odd ones to the final comparison; numbers are by batch.
 
     Args:
         label: name of the expert.
@@ -81,24 +93,46 @@ def prepare_inputs(
         source: its data.
         new_tokens: tokens that a generating model adds to an input; 0: the input's own tokens are predicted.
         labels: read labels too (`label_column`).
+        measuring: set every second input of the search apart to measure statistics on.
 
     Raises:
-        StatisticsError: fewer than two inputs, or data that cannot be used.
+        StatisticsError: too few inputs for a sample in each part, or data that cannot be used.
     """
-    halves: tuple[list[InputBatch], list[InputBatch]] = ([], [])
+    search, final, measured = _Part(), _Part(), _Part()
     given, shared, name = _batches(loaded, source, labels=labels)
     for batch in given:
         whole = replace(_completed(loaded, batch, new_tokens), shared=shared)
-        for half, part in zip(halves, _halves(whole), strict=True):
-            if part.samples:
-                first = half[-1].first + half[-1].samples if half else 0
-                half.append(replace(part, first=first))
-    if not all(halves):
+        even, odd = range(0, whole.samples, 2), range(1, whole.samples, 2)
+        shift = (search.samples + measured.samples) % 2 if measuring else 0
+        measured.add(whole, even[shift::2] if measuring else ())
+        search.add(whole, even[1 - shift :: 2] if measuring else even)
+        final.add(whole, odd)
+    if not (search.samples and final.samples and (measured.samples or not measuring)):
+        least = "3 inputs" if measuring else "2 inputs"
+        more = ", and a part of the first half to measure statistics on" if measuring else ""
         raise StatisticsError(
-            f"{name}: expected at least 2 inputs for expert '{label}' (32 to 256 are usual), one half to "
-            "search with and one to compare in the end."
+            f"{name}: expected at least {least} for expert '{label}' (32 to 256 are usual), one half to "
+            f"search with and one to compare in the end{more}."
         )
-    return ExpertInputs(label, tuple(halves[0]), tuple(halves[1]))
+    return ExpertInputs(label, tuple(search.batches), tuple(final.batches), tuple(measured.batches))
+
+
+class _Part:
+    """Batches of samples that are taken out of given ones."""
+
+    def __init__(self) -> None:
+        self.batches: list[InputBatch] = []
+        self.samples = 0
+
+    def add(self, batch: InputBatch, taken: Sequence[int]) -> None:
+        """Add some samples of a batch."""
+        if not taken:
+            return
+        index = list(taken)
+        arguments = {k: v[index] for k, v in batch.arguments.items()}
+        counted, labels = (None if v is None else v[index] for v in (batch.counted, batch.labels))
+        self.batches.append(InputBatch(arguments, counted, labels, self.samples, batch.shared))
+        self.samples += len(index)
 
 
 def _batches(
@@ -112,16 +146,6 @@ def _batches(
     shared = class_prompts(loaded, source) if source.classes else {}
     given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True)
     return given, shared, source.location
-
-
-def _halves(batch: InputBatch) -> Iterator[InputBatch]:
-    for start in (0, 1):
-        yield InputBatch(
-            {k: v[start::2] for k, v in batch.arguments.items()},
-            None if batch.counted is None else batch.counted[start::2],
-            None if batch.labels is None else batch.labels[start::2],
-            shared=batch.shared,
-        )
 
 
 def _completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> InputBatch:

@@ -1,0 +1,53 @@
+"""Merges without data, and the choice by unlabelled inputs, on pretrained bases (docs/data-free.md, docs/tune.md).
+
+    python -m benchmarks.pretrained --data DATA --cache CACHE             # all; trains what the cache lacks
+    python -m benchmarks.pretrained text-minilm/lora/0 --data DATA        # these subjects only: suite/regime/seed
+
+Each subject is a line of `results/pretrained.jsonl`; those that are there are not measured again. `DATA` holds
+`images/` and `text/` of the suites vision-vits14 and text-minilm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import WORK
+from benchmarks.pretrained.measure import measure
+from benchmarks.pretrained.subjects import DATA, open_subject
+from benchmarks.pretrained.tables import FILE
+
+ALL = [f"{suite}/{regime}/{seed}" for seed in range(3) for regime in ("full", "lora") for suite in DATA]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subjects", nargs="*", default=ALL, help="suite/regime/seed")
+    parser.add_argument("--data", type=Path, help="folder of the data sets")
+    parser.add_argument("--cache", type=Path, default=WORK / "pretrained-cache")
+    parser.add_argument("--file", type=Path, default=FILE, help="where lines are added")
+    parser.add_argument("--inputs", type=int, default=32, help="per task, to measure on and as many to choose by")
+    parser.add_argument("--quick", action="store_true", help="methods without data on test data and noise only")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in given.subjects:
+        lines = given.file.read_text(encoding="utf-8").splitlines() if given.file.is_file() else []
+        if name in {json.loads(line)["subject"] for line in lines}:
+            continue
+        subject = open_subject(name, given.cache, given.data, most=given.inputs)
+        row = measure(subject, given.cache / "moments" / name, quick=given.quick)
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+        row |= {"machine": machine, "date": datetime.date.today().isoformat()}
+        with given.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{name}: {len(row['rows'])} merges, {row['cpu_seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
