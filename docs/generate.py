@@ -6,8 +6,9 @@
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
 `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `api`, `tune NAME` (measured tables
-of the search), `pretrained NAME`, `datafree NAME`, `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and
-run). Nothing outside the marks is touched.
+of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
+`evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and run).
+Nothing outside the marks is touched.
 """
 
 from __future__ import annotations

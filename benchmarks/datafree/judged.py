@@ -79,6 +79,8 @@ def near_rows(rows: Sequence[Row], lora: bool) -> list[list[str]]:
     some = [r for r in rows if is_lora(r) == lora and not chosen_on(r)]
     out = []
     for name, pick in every_pick(some).items() if some else ():
+        if name in ("`average`", "`actmat`") or name.endswith(" x one"):
+            continue  # what others are compared with, and second names
         to = average if lora else _actmat
         centre, half, _ = pooled(some, pick, to)
         floor = pooled(some, pick, average if lora else _better)[2]
