@@ -1,4 +1,4 @@
-"""Where does the time of ACTMat go? One matrix of each shape of a Llama, by stage, with the share of the machine's peak.
+"""Where does the time of ACTMat go? One matrix of each shape of a Llama, by stage, with rates against the peak.
 
     python -m benchmarks.stages                                     # 1.1 B, two minutes
     python -m benchmarks.stages --model 7b --name stages_7b         # 10 minutes, 4 GiB
