@@ -1,13 +1,15 @@
 """Where does the time of ACTMat go? One matrix of each shape of a Llama, by stage, with rates against the peak.
 
     python -m benchmarks.stages                                     # 1.1 B, two minutes
-    python -m benchmarks.stages --model 7b --name stages_7b         # 10 minutes, 4 GiB
+    python -m benchmarks.stages --model 7b --halved down_proj --name stages_7b --matrices stages_7b_matrices
 
 From files to a file: three experts in bfloat16 whose deltas have singular values `i^-0.7`, one worker. Seconds are
 processor time of the worker. Those of a stage are sums over the model: one matrix of each shape, times the number of
 such matrices, an extrapolation. `of peak` is the rate of the operations of a stage over that of a square product of the
 same dtype (median of five in the same process). Operations are those that are made; of a whole eigendecomposition the
-nominal `9 N^3`. `--matrices NAME` writes the times of the matrices into a result file of their own.
+nominal `9 N^3`. A matrix that is `--halved` is measured at half its sides, for want of memory: its products and
+decompositions are counted eight times, its passes over entries four times. `--matrices NAME` writes the times of the
+matrices into a result file of their own.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from benchmarks.make_llama import INITIAL_RMS, noise
 from benchmarks.matrix import make_deltas
 
 COLUMNS = ("stage", "cpu_s", "share", "rate_gflops", "of_peak")
-MATRIX_COLUMNS = ("matrix", "shape", "count", "solver", "kept", "basis", "cpu_s", "share")
+MATRIX_COLUMNS = ("matrix", "shape", "count", "measured", "solver", "kept", "basis", "cpu_s", "share")
 SPECTRUM, EXPERTS, PEAK_SIDE = "power0.7", 3, 2048
 
 READ, NORMS = "read, hash, subtract", "norms and checks"
@@ -47,6 +49,8 @@ GRAM, TARGET = "symmetric products: D^T D, D D^T", "products: D (D^T D), (D D^T)
 PROOF, PART, WHOLE = "proof that all is kept", "part of the spectrum", "whole spectrum"
 APPLY, WRITE, OTHER = "apply the inverse", "add, round, hash, write", "other"
 DOUBLE = {PART, WHOLE}
+PASSES = {READ, NORMS, WRITE, OTHER}
+"""Stages whose time grows with the entries of a matrix; that of the others grows with the cube of its sides."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,11 @@ class Stages:
         for mine, theirs in ((self.seconds, other.seconds), (self.flops, other.flops)):
             for stage, value in theirs.items():
                 mine[stage] = mine.get(stage, 0.0) + times * value
+
+    def doubled(self) -> Stages:
+        """What a matrix of twice the sides would take."""
+        grown = [{n: x * (4 if n in PASSES else 8) for n, x in d.items()} for d in (self.seconds, self.flops)]
+        return Stages(*grown)
 
 
 def _gram_flops(found: None, out_II: Tensor, a_RI: Tensor, *_: float) -> float:
@@ -207,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="1b")
     parser.add_argument("--repeats", type=int, default=1, help="merges of each shape")
+    parser.add_argument("--halved", nargs="+", default=[], metavar="MATRIX", help="measured at half their sides")
     parser.add_argument("--name", default="stages", help="name of the result file of the stages")
     parser.add_argument("--matrices", default="stages_matrices", help="name of that of the matrices")
     given = parser.parse_args()
@@ -214,9 +224,17 @@ def main() -> None:
     with torch_threads(1):
         peaks = {double: peak(torch.float64 if double else torch.float32) for double in (False, True)}
         for name, shape, count in MODELS[given.model].matrices():
-            stages, stats = measured(name, shape, given.repeats)
+            label, halved = name.split(".")[-2], name.split(".")[-2] in given.halved
+            at = (shape[0] // 2, shape[1] // 2) if halved else shape
+            stages, stats = measured(name, at, given.repeats)
+            stages = stages.doubled() if halved else stages
             total.add(stages, count)
-            row = {"matrix": name.split(".")[-2], "shape": f"{shape[0]} x {shape[1]}", "count": count}
+            row = {
+                "matrix": label,
+                "shape": f"{shape[0]} x {shape[1]}",
+                "count": count,
+                "measured": f"{at[0]} x {at[1]}",
+            }
             row |= {"solver": stats["solver"], "kept": stats["rank"], "basis": stats.get("basis")}
             row |= {"cpu_s": sum(stages.seconds.values()), "stages_s": stages.seconds}
             rows.append(row)
