@@ -83,6 +83,8 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("ties", {}),
     ("ties", {"variant": "mergekit", "density": [0.1, 1.0, 0.5]}),
     ("ties", {"variant": "actmat", "weights": [1.0, 2.0, 0.5], "reduce": "sum"}),
+    ("breadcrumbs", {"density": [0.5, 0.9, 0.0], "gamma": [0.1, 0.3, 1.0], "weights": [1.0, 2.0, 0.5]}),
+    ("breadcrumbs", {"sign_election": True, "reduce": "mean"}),
     ("dare", {"rule": "ties"}),
     ("dare", {"rule": "average", "density": 0.7}),
     ("model_stock", {}),

@@ -121,8 +121,8 @@ def test_a_basis_that_misses_a_direction_is_refused_by_the_proof(monkeypatch: py
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (torch.ones(N, dtype=torch.float64), "would need a basis of more than 240 vectors"),
-        (decay(0.5), "would need a basis of more than 240 vectors"),
+        (torch.ones(N, dtype=torch.float64), "would need a basis of more than 300 vectors"),
+        (decay(0.5), "would need a basis of more than 300 vectors"),
         (torch.zeros(N, dtype=torch.float64), "no direction is kept"),
     ],
     ids=["flat", "slow decay", "zero"],

@@ -28,7 +28,8 @@ def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | N
 @pytest.mark.parametrize(
     ("name", "numel", "expected"),
     [
-        ("breadcrumbs", LARGE, Reading("held")),
+        ("sce", LARGE, Reading("held")),
+        ("breadcrumbs", LARGE, Reading("chunks", base_held=False)),
         ("average", SMALL, Reading("each")),
         ("dare", SMALL, Reading("chunks")),
         ("dare", 2 * CHUNK, Reading("chunks", base_held=False)),
@@ -54,10 +55,10 @@ def test_observers_are_given_whole_deltas() -> None:
 
 
 def test_deltas_in_memory() -> None:
-    whole = {name: read(name, LARGE).whole_deltas(5) for name in ("breadcrumbs", "average", "ties", "karcher")}
-    assert whole == {"breadcrumbs": 5, "average": 1, "ties": 0, "karcher": 0}
+    whole = {name: read(name, LARGE).whole_deltas(5) for name in ("sce", "average", "breadcrumbs", "ties", "karcher")}
+    assert whole == {"sce": 5, "average": 1, "breadcrumbs": 0, "ties": 0, "karcher": 0}
     assert read("ties", SMALL).whole_deltas(5) == 5, "the first pass keeps what it reads"
-    assert read("breadcrumbs", LARGE, experts=1) == Reading("held"), "a method may look twice at a single delta"
+    assert read("sce", LARGE, experts=1) == Reading("held"), "a method may look twice at a single delta"
 
 
 @pytest.mark.parametrize("method", ["tsv", "breadcrumbs", "ties", "model_stock", "karcher", "slerp"])

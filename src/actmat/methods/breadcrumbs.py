@@ -1,8 +1,6 @@
 """Model breadcrumbs: drop the smallest entries of each delta and its largest outliers, then sum.
 
 M. Davari and E. Belilovsky, "Model breadcrumbs: scaling multi-task model merging with sparse masks", ECCV 2024.
-
-Shapes: `N` entries of a flattened tensor.
 """
 
 from __future__ import annotations
@@ -13,12 +11,13 @@ from typing import Literal
 
 from torch import Tensor
 
+from actmat.linalg.chunks import shape_and_dtype
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
-from actmat.linalg.masks.mask import Band, top_trims
+from actmat.linalg.masks.mask import Band, top_trims_each
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
 
-__all__ = ["BREADCRUMBS", "band", "merge"]
+__all__ = ["BREADCRUMBS", "bands", "merge"]
 
 
 def merge(
@@ -47,23 +46,25 @@ def merge(
     densities = per_expert("density", density, len(deltas))
     gammas = per_expert("gamma", gamma, len(deltas))
     share = [1.0] * len(deltas) if weights is None else list(weights)
-    masks = [band(x.reshape(-1), d, g) for x, d, g in zip(deltas, densities, gammas, strict=True)]
+    masks = bands(deltas, densities, gammas)
     if not sign_election:
         return Merged(masked_sum(deltas, masks, [scaling * w for w in share]))
     value = elect(deltas, masks, scales=share, counts=share, reduce=reduce, zero_sign="positive")
     return Merged(value.mul_(scaling))
 
 
-def band(flat_N: Tensor, density: float, gamma: float) -> Band:
-    """Mask of the `int(density N)` entries below the `int(gamma N)` largest magnitudes.
+def bands(deltas: Sequence[Tensor], densities: Sequence[float], gammas: Sequence[float]) -> list[Band]:
+    """Per delta of `N` entries, the mask of the `int(density N)` below the `int(gamma N)` largest magnitudes.
 
-    When the largest and the kept entries exceed `N` together, fewer of the largest are dropped.
+    When the largest and the kept entries exceed `N` together, fewer of the largest are dropped. Deltas may be streamed.
     """
-    total = flat_N.numel()
-    kept = int(density * total)
-    dropped = min(int(gamma * total), total - kept)
-    (low, _), (high, _) = top_trims(flat_N, [kept + dropped, dropped], exact=True)
-    return Band(low, high)
+    total = math.prod(shape_and_dtype(deltas)[0])
+    ranks = []
+    for density, gamma in zip(densities, gammas, strict=True):
+        kept = int(density * total)
+        dropped = min(int(gamma * total), total - kept)
+        ranks.append([kept + dropped, dropped])
+    return [Band(low, high) for (low, _), (high, _) in top_trims_each(deltas, ranks, exact=True)]
 
 
 BREADCRUMBS = MergeMethod(
@@ -76,4 +77,6 @@ BREADCRUMBS = MergeMethod(
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
     workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
     flops="T N^2",
+    streams_when=lambda options: True,
+    walks_again=True,
 )

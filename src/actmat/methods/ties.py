@@ -90,7 +90,7 @@ def merge(
         shape, _ = shape_and_dtype(deltas)
         exact = variant != "original"
         ranks = [kept_entries(d, math.prod(shape), variant=variant) for d in densities]
-        trims = top_trims_each(deltas, ranks, exact=exact)
+        trims = [trim for (trim,) in top_trims_each(deltas, [[k] for k in ranks], exact=exact)]
         masks = [mask for mask, _ in trims]
         kept = sum((c.rank / max(c.total, 1) if exact else c.fraction) / len(deltas) for _, c in trims)
     share = [1.0] * len(deltas) if weights is None else list(weights)

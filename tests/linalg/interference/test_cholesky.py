@@ -43,6 +43,13 @@ def test_certificate_refuses_a_singular_matrix():
     assert certified_cholesky(symmetric([1.0, 1.0, 0.0]), 0.0) is None
 
 
+def test_a_leading_block_that_fails_refuses_the_whole():
+    matrix = torch.eye(8, dtype=torch.float64)
+    assert certified_cholesky(matrix, 1e-3) is not None
+    matrix[0, 1] = matrix[1, 0] = 1.0  # eigenvalues 0 and 2, all diagonal entries 1
+    assert certified_cholesky(matrix, 1e-3) is None
+
+
 def test_shifted_cholesky_says_when_there_is_no_factor():
     matrix = symmetric([2.0, 1.0])
     assert shifted_cholesky(matrix, -1.5, torch.float64) is None

@@ -84,7 +84,7 @@ def test_a_refusal_is_on_the_record_and_costs_no_accuracy() -> None:
     deltas = experts(0.8)
     value, stats = finish(prepare(deltas, Rule()), Rule())
     assert stats["solver"] == "primal/eigh"
-    assert stats["no_lanczos"] == "would need a basis of more than 224 vectors"
+    assert stats["no_lanczos"] == "would need a basis of more than 280 vectors"
     assert relative_error(value, naive(deltas)) < F64_ORACLE
 
 

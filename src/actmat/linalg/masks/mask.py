@@ -111,19 +111,29 @@ def top_trims(flat_N: Tensor, ranks: Sequence[int], *, exact: bool) -> list[tupl
     return [(_trim_at(cut, flat_N.dtype, exact=exact), cut) for cut in kth_magnitudes(flat_N, ranks)]
 
 
-def top_trims_each(deltas: Sequence[Tensor], ranks: Sequence[int], *, exact: bool) -> list[tuple[Trim, Cut]]:
-    """The mask of the `k` largest magnitudes of each delta, with its own `k`; deltas may be streamed."""
+def top_trims_each(
+    deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]], *, exact: bool
+) -> list[list[tuple[Trim, Cut]]]:
+    """The masks of the `k` largest magnitudes of each delta, for every `k` of its own `ranks`; deltas may be streamed.
+
+    The ranks of one delta share the first pass, as in `top_trims`, and all deltas share their passes.
+    """
     shape, dtype = shape_and_dtype(deltas)
-    total = math.prod(shape)
-    selections = [StreamedCut(partial(_of_any_total, k), None if 0 < k < total else outer_cut(k, total)) for k in ranks]
-    while any(selection.cut is None for selection in selections):
+    selections = [[_selection(k, math.prod(shape)) for k in own] for own in ranks]
+    unfinished = [[s for s in own if s.cut is None] for own in selections]
+    is_first = True
+    while any(unfinished):
         for _, chunks_TP in walk(deltas):
-            for selection, chunk_P in zip(selections, chunks_TP, strict=True):
-                selection.observe(chunk_P)
-        for selection in selections:
-            selection.advance()
-    cuts = [selection.cut for selection in selections if selection.cut is not None]
-    return [(_trim_at(cut, dtype, exact=exact), cut) for cut in cuts]
+            for own, chunk_P in zip(unfinished, chunks_TP, strict=True):
+                for selection in own[:1] if is_first else own:
+                    selection.observe(chunk_P)
+        for own in unfinished:
+            for other in own[1:] if is_first else ():
+                other.join(own[0])
+            for selection in own:
+                selection.advance()
+        unfinished, is_first = [[s for s in own if s.cut is None] for own in unfinished], False
+    return [[(_trim_at(s.cut, dtype, exact=exact), s.cut) for s in own if s.cut is not None] for own in selections]
 
 
 def trim_to_top(delta_OI: Tensor, fraction: float) -> Tensor:
@@ -152,6 +162,11 @@ def l1_factors(flats_TN: Sequence[Tensor], masks: Sequence[Mask]) -> list[float]
             after += float(out_P.abs_().sum(dtype=torch.float64))
         factors.append(before / after if after > 0 else 1.0)
     return factors
+
+
+def _selection(rank: int, total: int) -> StreamedCut:
+    """A selection of one rank, finished already where it does not depend on the entries."""
+    return StreamedCut(partial(_of_any_total, rank), None if 0 < rank < total else outer_cut(rank, total))
 
 
 def _of_any_total(rank: int, total: int) -> int:
