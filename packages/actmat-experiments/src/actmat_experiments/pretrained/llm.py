@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ class LlmSettings:
 
     base: str = ""
     train: int = 160
-    validation: int = 12
-    test: int = 48
+    validation: int = 8
+    test: int = 32
     epochs: int = 1
     rate: float = 5e-5
     lora_epochs: int = 1
@@ -142,9 +143,7 @@ class PretrainedLlm(Experiment):
         """See `Experiment`. One after the other: the library of reinforcement learning draws from the global state."""
         found = {}
         for task in self.tasks[share[0] :: share[1]]:
-            place = self.cache.get(
-                "expert", self._expert_key(task), lambda out, t=task: self._train(t, out), resumable=True
-            )
+            place = self.cache.get("expert", self._expert_key(task), partial(self._train, task), resumable=True)
             found[task.name] = Made(place, place.name)
         return found
 
