@@ -115,7 +115,7 @@ def draw_task(name: str, *, train: int, validation: int, test: int) -> Generated
 
     >>> task = draw_task("add", train=4, validation=2, test=2)
     >>> task.train[0]
-    Question(prompt='4+9=13\\n21+5=26\\n8+11=', answer='19\\n')
+    Question(prompt='4+9=13\\n21+5=26\\n10+12=', answer='22\\n')
     """
     generator, n = random.Random(f"questions of {name}"), train + validation + test
     found: dict[Question, None] = {}

@@ -15,7 +15,7 @@ def order_of(n: int, schedule: Schedule, seed: int, name: str, first: int = 0) -
     """Positions of each step's examples among `n`, from step `first` on; every epoch has an order of its own.
 
     >>> list(order_of(4, Schedule(1, 2, 1e-3), seed=0, name="task"))
-    [[0, 1], [2, 3]]
+    [[3, 1], [0, 2]]
     """
     per_epoch = n // schedule.batch_size
     for step in range(first, schedule.epochs * per_epoch):
