@@ -26,15 +26,19 @@ class Words:
     """Texts to tokens: lower case, and the longest pieces of each word that the vocabulary has.
 
     For texts in ASCII; accents are not taken off.
+
+    Args:
+        vocabulary: file with a piece per line.
+        longest: tokens of a text with its two ends; what goes on is cut off.
     """
 
-    def __init__(self, vocabulary: Path) -> None:
+    def __init__(self, vocabulary: Path, longest: int = 48) -> None:
         lines = vocabulary.read_text(encoding="utf-8").splitlines()
-        self._ids = {piece: i for i, piece in enumerate(lines)}
+        self._ids, self._longest = {piece: i for i, piece in enumerate(lines)}, longest
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Token ids, `N L`; 0 where a text has ended."""
-        rows = [[self._ids["[CLS]"], *self._tokens(text), self._ids["[SEP]"]] for text in texts]
+        rows = [[self._ids["[CLS]"], *self._tokens(text)[: self._longest - 2], self._ids["[SEP]"]] for text in texts]
         ids_NL = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
         for row_L, row in zip(ids_NL, rows, strict=True):
             row_L[: len(row)] = torch.tensor(row)

