@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 __all__ = ["Encoder", "Words"]
@@ -96,15 +96,16 @@ class Encoder:
         """The same encoder, with weights of its own."""
         return Encoder(self._config, {name: weight.clone() for name, weight in self.weights.items()})
 
-    def trained(self, prefix: str) -> list[Tensor]:
+    def trained(self, prefix: str) -> list[nn.Parameter]:
         """Ask for gradients of the weights whose names begin so; these weights."""
-        found = [weight for name, weight in self.weights.items() if name.startswith(prefix)]
-        return [weight.requires_grad_() for weight in found]
+        found = {n: nn.Parameter(weight) for n, weight in self.weights.items() if n.startswith(prefix)}
+        self.weights |= found
+        return list(found.values())
 
     @torch.no_grad()
     def features(self, ids_NL: Tensor) -> Tensor:
         """`N L -> N D`, without gradients, in batches that fit a cache."""
-        return torch.cat([self(batch) for batch in ids_NL.split(_BATCH)])
+        return torch.cat([self(batch) for batch in torch.split(ids_NL, _BATCH)])
 
     def __call__(self, ids_NL: Tensor) -> Tensor:
         """`N L -> N D`."""
@@ -119,8 +120,7 @@ class Encoder:
         for number in range(self._n_layers):
             at = f"encoder.layer.{number}."
             query, key, value = (
-                self._linear(x_NLD, f"{at}attention.self.{part}").unflatten(-1, (self._n_heads, -1)).transpose(1, 2)
-                for part in ("query", "key", "value")
+                self._split(self._linear(x_NLD, f"{at}attention.self.{part}")) for part in ("query", "key", "value")
             )
             mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask_NL[:, None, None])
             mixed_NLD = self._linear(mixed.transpose(1, 2).flatten(2), at + "attention.output.dense")
@@ -129,6 +129,11 @@ class Encoder:
             x_NLD = self._norm(x_NLD + self._linear(inner, at + "output.dense"), at + "output.LayerNorm")
         mask_NL1 = mask_NL.unsqueeze(-1).to(x_NLD.dtype)
         return (x_NLD * mask_NL1).sum(1) / mask_NL1.sum(1)
+
+    def _split(self, x_NLD: Tensor) -> Tensor:
+        """One row of features per head."""
+        n, length, _ = x_NLD.shape
+        return x_NLD.view(n, length, self._n_heads, -1).transpose(1, 2)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return functional.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])

@@ -1,4 +1,4 @@
-"""The demo's second half: two experts of a pretrained text encoder, trained, merged and compared in a minute.
+"""The demo's second half: two experts of a pretrained text encoder, trained, merged and compared.
 
 In the manner of the suite `text-minilm`: the same questions in two alphabets. `questions.jsonl` holds the last
 sentences of 380 questions of GSM8K (Cobbe et al., 2021; MIT licence, (c) 2021 OpenAI), with two labels that their words
@@ -198,7 +198,7 @@ def _train(base: Encoder, heads: Mapping[str, Head], tasks: Mapping[str, Posed],
     def losses(first: int) -> Iterator[Tensor]:
         for epoch in range(how.schedule.epochs):
             order_N = torch.randperm(len(posed.train_N), generator=generator_for(0, f"{task} {epoch}"))
-            for index in order_N.split(size)[: len(order_N) // size]:
+            for index in torch.split(order_N, size)[: len(order_N) // size]:
                 logits_NC = head(expert(posed.train_NL[index]))
                 yield torch.nn.functional.cross_entropy(logits_NC, posed.train_N[index])
 
