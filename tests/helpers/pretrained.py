@@ -106,3 +106,82 @@ def write_wheel(path: Path, files: dict[str, bytes], folder: str) -> Wheel:
             archive.writestr(name, content)
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     return Wheel("stand-in", "1.0", path.name, sha256, folder, "none")
+
+
+def write_llama(folder: Path) -> Path:
+    """A tiny Llama whose tokenizer has one token per character, and those of the chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    characters = [chr(c) for c in range(32, 127)]
+    vocabulary = {token: i for i, token in enumerate([*special, *characters, "\n"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        pad_token_id=2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_gguf(checkpoint: Path, path: Path) -> None:
+    """The weights of a tiny Llama as a GGUF file, with a tokenizer of bytes."""
+    from gguf import GGUFWriter
+    from safetensors.torch import load_file
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    heads, shared = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(shared)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config["vocab_size"] - 2)] + ["a", "aa"])
+    writer.add_token_merges(["a a"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    parts = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+    parts |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+    parts |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        stem = name.removesuffix(".weight")
+        if stem in whole:
+            writer.add_tensor(f"{whole[stem]}.weight", tensor.numpy())
+            continue
+        _, _, layer, *_, last = stem.split(".")
+        if last in ("q_proj", "k_proj"):  # halves of every head, interleaved
+            n = heads if last == "q_proj" else shared
+            tensor = tensor.view(n, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(f"blk.{layer}.{parts[last]}.weight", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

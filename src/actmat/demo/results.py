@@ -96,11 +96,11 @@ class DemoResult:
         return [str(task["name"]) for task in self.tasks]
 
 
-def accuracy_table(result: DemoResult) -> Table:
+def accuracy_table(result: DemoResult, title: str = "") -> Table:
     """Test accuracy in percent, one line per model, methods in descending order of their average."""
     names = result.task_names
     table = _table(
-        f"Test accuracy in %, {result.n_photographs['test']} photographs, seed {result.seed}",
+        title or f"Test accuracy in %, {result.n_photographs['test']} photographs, seed {result.seed}",
         "average: ± half of its 95 % interval; of expert: mean of accuracy / expert's\n"
         "experts: each task by its own expert. results.json has all intervals.",
         [*names, "average", "of expert"],

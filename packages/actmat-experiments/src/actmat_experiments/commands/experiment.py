@@ -28,8 +28,12 @@ CacheFolder = Annotated[Path, typer.Option("--cache", help="Folder of all stages
 Models = Annotated[list[str] | None, typer.Option("--models", help="Only these models; comma-separated.")]
 Tasks = Annotated[list[str] | None, typer.Option("--tasks", help="Only these tasks; comma-separated.")]
 Methods = Annotated[list[str] | None, typer.Option("--methods", help="Only these methods; comma-separated.")]
-Full = Annotated[bool, typer.Option("--full/--no-full", help="Experts by full fine-tuning.")]
-Lora = Annotated[bool, typer.Option("--lora/--no-lora", help="Experts by LoRA, too.")]
+Full = Annotated[
+    bool | None, typer.Option("--full/--no-full", help="Experts by full fine-tuning (default: as the suite does).")
+]
+Lora = Annotated[
+    bool | None, typer.Option("--lora/--no-lora", help="Experts by LoRA, too (default: as the suite does).")
+]
 Seeds = Annotated[str, typer.Option("--seeds", help="Comma-separated; every seed is a run of its own.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of local data sets (default: the hub).")]
 Device = Annotated[str, typer.Option("--device", help="Where models compute: cpu, cuda, cuda:N, mps.")]
@@ -64,8 +68,8 @@ def run(
     models: Models = None,
     tasks: Tasks = None,
     methods: Methods = None,
-    full: Full = True,
-    lora: Lora = False,
+    full: Full = None,
+    lora: Lora = None,
     seeds: Seeds = "0",
     data: Data = None,
     cache: CacheFolder = _CACHE,
@@ -92,8 +96,8 @@ def study(
     suite: SuiteName,
     models: Models = None,
     tasks: Tasks = None,
-    full: Full = True,
-    lora: Lora = False,
+    full: Full = None,
+    lora: Lora = None,
     seeds: Seeds = "0",
     data: Data = None,
     cache: CacheFolder = _CACHE,
@@ -152,9 +156,14 @@ def table(
 
 def _request(given: dict[str, Any]) -> RunRequest:
     """The flags of a command, by name, as a request; what is wrong with them alone is an error of usage."""
-    regimes: list[Any] = [name for name in ("full", "lora") if given.pop(name)]
+    from actmat_experiments.suites import RunRequest, get_suite
+
+    default = get_suite(given["suite"]).regimes
+    asked = {name: given.pop(name) for name in ("full", "lora")}
+    regimes: list[Any] = [n for n, wanted in asked.items() if wanted or (wanted is None and n in default)]
     if not regimes:
-        raise typer.BadParameter("--no-full leaves nothing to train: add --lora")
+        left, other = ("full", "lora") if "full" in default else ("lora", "full")
+        raise typer.BadParameter(f"--no-{left} leaves nothing to train: add --{other}")
     try:
         seeds = [int(s) for s in given.pop("seeds").split(",")]
     except ValueError as error:
@@ -165,8 +174,6 @@ def _request(given: dict[str, Any]) -> RunRequest:
     given.pop("json")
     settings = dict(_pair(text) for text in given.pop("setting") or [])
     names: dict[str, Any] = {n: _names(given.pop(n)) for n in ("models", "tasks", "methods")}
-    from actmat_experiments.suites import RunRequest
-
     return RunRequest(**given, **names, regimes=regimes, seeds=seeds, settings=settings, console=console)
 
 

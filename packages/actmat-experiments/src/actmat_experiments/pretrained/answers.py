@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["counted"]
+__all__ = ["counted", "divergence"]
 
 
 def counted(logits_NC: Tensor, labels_N: Tensor, expert_NC: Tensor | None = None) -> dict[str, Any]:
@@ -22,6 +22,11 @@ def counted(logits_NC: Tensor, labels_N: Tensor, expert_NC: Tensor | None = None
     """
     found: dict[str, Any] = {"correct": int((logits_NC.argmax(1) == labels_N).sum()), "total": len(labels_N)}
     if expert_NC is not None:
-        log_p, log_q = expert_NC.double().log_softmax(-1), logits_NC.double().log_softmax(-1)
-        found["divergence"] = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+        found["divergence"] = divergence(expert_NC, logits_NC)
     return found
+
+
+def divergence(expert_NC: Tensor, logits_NC: Tensor) -> float:
+    """`mean_n KL(softmax(expert_n) || softmax(logits_n))`, in nats."""
+    log_p, log_q = expert_NC.double().log_softmax(-1), logits_NC.double().log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from actmat_experiments.vision.backbones import read_tensors
 
@@ -28,7 +29,7 @@ def in_place(load: Callable[[Path], Any], base: Path, merged: Path, acted: Seque
     tensors, first, model = read_tensors(base), load(base), load(merged)
     moved = []
     for name in acted:
-        found = [n for n, p in first.named_parameters() if p.shape == tensors[name].shape and p.equal(tensors[name])]
+        found = _parameters(first, name, tensors[name])
         if len(found) != 1:
             raise ValueError(f"'{name}' of {base} is the value of {len(found)} parameters of the model, not of one")
         start, parameter = first.get_parameter(found[0]).detach(), model.get_parameter(found[0])
@@ -41,3 +42,11 @@ def in_place(load: Callable[[Path], Any], base: Path, merged: Path, acted: Seque
         return model
 
     return at
+
+
+def _parameters(model: Any, name: str, value: Tensor) -> list[str]:
+    """Names of the parameters that have this value; the one that is called as in the file, if it has."""
+    known = dict(model.named_parameters())
+    if name in known and known[name].equal(value):
+        return [name]
+    return [n for n, p in known.items() if p.shape == value.shape and p.equal(value)]

