@@ -307,13 +307,15 @@ def versions(_: str) -> str:
     """Outcomes of `benchmarks.versions`."""
     place = ROOT / "benchmarks" / "results" / "versions.json"
     runs = json.loads(place.read_text(encoding="utf-8"))["runs"] if place.exists() else []
-    shown = ("torch", "safetensors", "huggingface_hub", "pydantic", "typer")
+    shown = ("safetensors", "huggingface_hub", "pydantic", "typer")
     rows = []
     for run in runs:
         found = run.get("versions", {})
-        tests = ", ".join(f"{n} {kind}" for kind, n in run.get("tests", {}).items()) or "not installed"
-        rows.append([run["python"], run["which"], *(found.get(n, "") for n in shown), tests])
-    return table(["Python", "dependencies", *shown, "tests"], rows) if rows else "No run is recorded.\n"
+        torch = found.get("torch", "none") + (", borrowed" if run["torch"] == "borrowed" else "")
+        counts = ", ".join(f"{n} {kind}" for kind, n in run.get("tests", {}).items()) or "not installed"
+        tried = "commands" if run["torch"] == "none" else "tests"
+        rows.append([run["python"], run["which"], torch, *(found.get(n, "") for n in shown), f"{tried}: {counts}"])
+    return table(["Python", "dependencies", "torch", *shown, "tried"], rows) if rows else "No run is recorded.\n"
 
 
 KINDS: dict[str, Callable[[str], str]] = {

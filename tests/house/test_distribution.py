@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from benchmarks.versions import TESTS, pinned, summary
+from benchmarks.versions import TESTS, WITHOUT_TORCH, borrowed, pinned, run_commands, summary
 from tests.helpers.repository import PACKAGE, ROOT, tracked_files
 
 from actmat.version import __version__
@@ -95,10 +95,28 @@ def test_requirements_of_a_try(which: str) -> None:
     assert summary("12 passed, 1 skipped in 3s") == {"passed": 12, "skipped": 1}
 
 
+def test_a_borrowed_package_brings_what_it_needs_and_nothing_else() -> None:
+    found = borrowed(["pytest"], without=["pluggy"])
+    assert {"pytest", "iniconfig"} <= found.keys()
+    assert not {"pluggy", "torch", "transformers"} & found.keys()
+    assert all(place.exists() for place in found.values())
+    assert "sympy" in borrowed(["torch"], without=[])
+
+
+@pytest.mark.slow
+def test_the_commands_without_torch_are_run(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "torch.py").write_text("raise ImportError('hidden')\n")
+    done = run_commands(sys.executable, tmp_path, [hidden])
+    assert done == {"passed": True, "tests": {"passed": 1 + len(WITHOUT_TORCH)}}
+
+
 def test_python_versions_that_are_claimed_were_tried() -> None:
     results = ROOT / "benchmarks" / "results" / "versions.json"
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
-    tried = {r["python"].rpartition(".")[0] for r in runs if r["passed"]} | {"3.11"}  # the test-suite's own
+    whole = [r for r in runs if r["passed"] and r["torch"] != "none"]
+    tried = {r["python"].rpartition(".")[0] for r in whole} | {"3.11"}  # the test-suite's own
     claimed = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c}
     assert claimed == tried
     assert PROJECT["requires-python"] == ">=3.11"
