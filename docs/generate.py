@@ -5,7 +5,7 @@
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
-`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `api`, `tune NAME` (measured tables
+`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured tables
 of the search), `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and
 run). Nothing outside the marks is touched.
 """
@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.tune.tables import tune_table
+from docs.digits import demo_table
 from docs.matrix import family_table
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
@@ -333,6 +334,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "fuzz": lambda _: fuzz_table(table),
     "chaos": lambda _: chaos_table(table),
     "versions": versions,
+    "demo": lambda _: demo_table(table),
     "api": api,
     "tune": lambda name: tune_table(name, table),
     "datafree": lambda name: datafree_table(name, table),

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from benchmarks.containers import Step, steps, variables
 from benchmarks.versions import TESTS, WITHOUT_TORCH, borrowed, pinned, run_commands, summary
 from tests.helpers.repository import PACKAGE, ROOT, tracked_files
 
@@ -93,6 +94,22 @@ def test_requirements_of_a_try(which: str) -> None:
     assert all(("==" in d) is (which == "minimum") for d in found)
     assert all((ROOT / test).is_file() for test in TESTS)
     assert summary("12 passed, 1 skipped in 3s") == {"passed": 12, "skipped": 1}
+
+
+def test_the_files_for_containers_differ_by_where_torch_comes_from() -> None:
+    cpu, cuda = (list(steps((ROOT / "docker" / f"Dockerfile.{n}").read_text())) for n in ("cpu", "cuda"))
+    (of_cpu,), (of_cuda,) = ([s.rest for s in file if s.word == "RUN"] for file in (cpu, cuda))
+    assert of_cpu == 'if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" torch; fi && ' + of_cuda
+    assert [s for s in cpu if s.word not in ("RUN", "ARG", "ENV")] == [s for s in cuda if s.word not in ("RUN", "ENV")]
+    assert variables(cuda).items() > {k: v for k, v in variables(cpu).items() if k != "TORCH_INDEX"}.items()
+    copied = {source for s in cpu if s.word == "COPY" for source in s.rest.split()[:-1]}
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", "src"}  # what the sdist of this file's tests has
+
+
+def test_an_unknown_instruction_is_refused() -> None:
+    assert list(steps("RUN a \\\n  # b\n  c\n")) == [Step("RUN", "a c")]
+    with pytest.raises(ValueError, match="VOLUME is not one of FROM"):
+        list(steps("FROM x\nVOLUME /a\n"))
 
 
 def test_a_borrowed_package_brings_what_it_needs_and_nothing_else() -> None:
