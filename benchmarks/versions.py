@@ -64,10 +64,7 @@ WITHOUT_TORCH = (
     ("methods",),
     ("methods", "ties", "--json"),
     ("import", "mergekit.yml"),
-    ("inspect", "base"),
-    ("plan", "-b", "base", "-e", "a", "-e", "b", "-m", "ties"),
-    ("plan", "mergekit.yml", "--json", "--full"),
-    ("history", "."),
+    *((name, "--help") for name in ("merge", "plan", "tune", "push", "serve-command", "verify")),
 )
 """Commands that load no torch, in a folder with the models and a configuration of tests/data/mergekit."""
 

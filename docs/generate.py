@@ -5,9 +5,9 @@
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
-`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured tables
-of the search), `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and
-run). Nothing outside the marks is touched.
+`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured
+tables of the search), `evidence NAME` (of experiments on pretrained models), `matrix PART` (families that were merged
+and run). Nothing outside the marks is touched.
 """
 
 from __future__ import annotations
