@@ -3,11 +3,13 @@
     python -m benchmarks.versions --python python3.13 --which latest
     python -m benchmarks.versions --python python3.11 --which minimum
     python -m benchmarks.versions --which minimum --borrow-torch
+    python -m benchmarks.versions --python python3.13 --without-torch
 
 Makes a virtual environment, installs the dependencies (not the extras) at the lower bounds of pyproject.toml or at the
 newest releases, and runs tests that need nothing else: commands, recipes, formats, bytes of merges, the hub's client.
-With `--borrow-torch`, torch (some gigabytes) is that of the environment that runs this, whose other packages can be
-seen as well but stand behind those that are installed; tests of numerics alone are left out. The outcome goes to
+With `--borrow-torch`, torch (some gigabytes) and what only it needs are links to the environment that runs this; no
+other package of that is seen. With `--without-torch`, for an interpreter that has no build of torch at hand, all files
+are compiled and the commands run that need none (`WITHOUT_TORCH`). The outcome goes to
 benchmarks/results/versions.json, one entry for each interpreter and kind.
 """
 
@@ -17,33 +19,54 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import tomllib
+from collections.abc import Collection, Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "TESTS", "pinned", "summary"]
+__all__ = ["RESULTS", "TESTS", "WITHOUT_TORCH", "borrowed", "pinned", "summary"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+MERGEKIT = """\
+merge_method: ties
+base_model: base
+models:
+  - {model: a, parameters: {weight: 0.5, density: [0.3, 0.7]}}
+  - {model: b, parameters: {weight: 0.5, density: 0.5}}
+"""
 TOOLS = ("pytest", "hypothesis", "numpy")
 TESTS = (
     "tests/cli/test_commands.py",
-    "tests/cli/test_messages.py",
+    "tests/cli/test_flags.py",
+    "tests/cli/test_json.py",
     "tests/recipe/test_recipe_files.py",
+    "tests/recipe/test_mergekit_outputs.py",
     "tests/checkpoints/test_safetensors_files.py",
     "tests/checkpoints/test_writing.py",
     "tests/recovery/test_resume_states.py",
     "tests/remote/test_hub_push.py",
-    "tests/methods/test_conformance.py",
+    "tests/methods/test_contract.py",
+    "tests/methods/test_actmat.py",
+    "tests/e2e/test_keep_sums.py",
+    "tests/e2e/test_short_forms.py",
 )
+"""Tests that import no package of the extras."""
 
-
-OF_TORCH = ("tests/methods/test_conformance.py",)
-"""Tests that depend on torch and on no other dependency."""
+WITHOUT_TORCH = (
+    ("--version",),
+    ("--help",),
+    ("methods",),
+    ("methods", "ties", "--json"),
+    ("import", "mergekit.yml"),
+    *((name, "--help") for name in ("merge", "plan", "tune", "push", "serve-command", "verify")),
+)
+"""Commands that load no torch, in a folder with the models and a configuration of tests/data/mergekit."""
 
 
 def pinned(dependencies: list[str], which: str) -> list[str]:
@@ -64,43 +87,105 @@ def summary(text: str) -> dict[str, int]:
     return {kind: int(n) for n, kind in re.findall(r"(\d+) (failed|passed|skipped|error)", text)}
 
 
-def try_versions(python: str, which: str, place: Path, *, borrow_torch: bool = False) -> dict[str, Any]:
-    """One entry of the results: versions, and what the tests said; `borrow_torch`: torch of this environment."""
+def borrowed(names: Iterable[str], without: Collection[str]) -> dict[str, Path]:
+    """What to link for distributions of this environment and all that they need: name in site-packages -> its place.
+
+    Args:
+        names: distributions.
+        without: distributions that come from elsewhere, and are not followed.
+    """
+    found: dict[str, Path] = {}
+    seen = {_plain(n) for n in without}
+    waiting = [_plain(n) for n in names]
+    while waiting:
+        if (name := waiting.pop()) in seen:
+            continue
+        seen.add(name)
+        try:
+            here = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # an optional requirement, or one for other systems
+        tops = {file.parts[0] for file in here.files or () if file.parts[0] not in ("..", "__pycache__")}
+        found |= {top: Path(str(here.locate_file(top))) for top in tops}
+        waiting += [_plain(need) for need in here.requires or () if "extra ==" not in need]
+    return found
+
+
+def _plain(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def try_versions(python: str, which: str, place: Path, *, torch: str = "installed") -> dict[str, Any]:
+    """One entry of the results: versions, and what the tests said.
+
+    Args:
+        python: the interpreter.
+        which: `minimum` or `latest`.
+        place: where the environment goes.
+        torch: `installed`, `borrowed` (that of this environment) or `none`.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     subprocess.run([python, "-m", "venv", str(place)], check=True)
     inside = str(place / "bin" / "python")
-    tried = [d for d in project["dependencies"] if not (borrow_torch and d.startswith("torch>="))]
-    wanted = [*pinned(tried, which), *(() if borrow_torch else TOOLS)]
+    tried = [d for d in project["dependencies"] if torch == "installed" or not d.startswith("torch>=")]
+    wanted = [*pinned(tried, which), *(TOOLS if torch == "installed" else ())]
     entry: dict[str, Any] = {
         "which": which,
         "python": _told(inside, "import platform; print(platform.python_version())"),
+        "torch": torch,
     }
     install = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode:
-        return entry | {"passed": False, "why": done.stderr.strip().splitlines()[-1][:300]}
-    if borrow_torch:  # after the installation, so that pip neither counts nor touches what is borrowed
+        return entry | {"passed": False, "why": done.stderr.strip().splitlines()[-1:]}
+    if torch == "borrowed":  # after the installation, so that pip neither counts nor touches what is borrowed
         (folder,) = place.glob("lib/python3*/site-packages")
-        (folder / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
-        entry["borrowed"] = "torch"
+        for name, source in borrowed(("torch", *TOOLS), tried).items():
+            if not (folder / name).exists():
+                (folder / name).symlink_to(source)
     code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
-    names = [re.split(r"[>=<\[]", d)[0] for d in project["dependencies"]]
+    names = [re.split(r"[>=<\[]", d)[0] for d in project["dependencies"] if torch != "none" or d in tried]
     entry["versions"] = json.loads(_told(inside, code, *names))
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings="]
-    command += [test for test in TESTS if not (borrow_torch and test in OF_TORCH)]
-    tested = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    counts = summary(tested.stdout[-2000:])
-    entry |= {"passed": tested.returncode == 0, "tests": counts}
-    if tested.returncode:
-        sys.stderr.write(tested.stdout[-6000:] + tested.stderr[-2000:])
-        entry["why"] = [line for line in tested.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))][:8]
-    return entry
+    return entry | (run_commands(inside, place.parent) if torch == "none" else run_tests(inside))
+
+
+def run_tests(python: str) -> dict[str, Any]:
+    """What pytest says of `TESTS`."""
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-o", "filterwarnings=", *TESTS]
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False)
+    found: dict[str, Any] = {"passed": done.returncode == 0, "tests": summary(done.stdout[-2000:])}
+    if done.returncode:
+        sys.stderr.write(done.stdout[-6000:] + done.stderr[-2000:])
+        found["why"] = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))][:8]
+    return found
+
+
+def run_commands(python: str, folder: Path, first: Sequence[Path] = ()) -> dict[str, Any]:
+    """Which of `WITHOUT_TORCH` fail, and whether every file compiles; `first`: folders that come first on the path."""
+    models = folder / "models"
+    shutil.copytree(ROOT / "tests" / "data" / "mergekit", models)
+    (models / "mergekit.yml").write_text(MERGEKIT, encoding="utf-8")
+    compiled = ["-m", "compileall", "-q", "-j", "1", str(shutil.copytree(ROOT / "src", folder / "src"))]
+    calls = [compiled, *(["-m", "actmat", *arguments] for arguments in WITHOUT_TORCH)]
+    failed = []
+    for call in calls:
+        done = subprocess.run(
+            [python, *call], cwd=models, env=_environment(first), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            failed.append(" ".join(call[:3]) + ": " + " ".join((done.stderr or done.stdout).split())[-300:])
+    entry: dict[str, Any] = {"passed": not failed, "tests": {"passed": len(calls) - len(failed)}}
+    return entry | ({"why": failed, "tests": entry["tests"] | {"failed": len(failed)}} if failed else {})
+
+
+def _environment(first: Sequence[Path] = ()) -> dict[str, str]:
+    path = os.pathsep.join(map(str, (*first, ROOT / "src", ROOT)))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": os.devnull}
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, str, str]:
-    """Kind, minor version and what was borrowed of an entry: a new run replaces the old one."""
-    return entry["which"], entry["python"].rpartition(".")[0], entry.get("borrowed", "")
+    """Kind, minor version and torch of an entry: a new run replaces the old one."""
+    return entry["which"], entry["python"].rpartition(".")[0], entry["torch"]
 
 
 def _told(python: str, code: str, *arguments: str) -> str:
@@ -112,14 +197,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--which", choices=("minimum", "latest"), default="latest")
-    parser.add_argument("--borrow-torch", action="store_true")
+    torch = parser.add_mutually_exclusive_group()
+    torch.add_argument("--borrow-torch", dest="torch", action="store_const", const="borrowed", default="installed")
+    torch.add_argument("--without-torch", dest="torch", action="store_const", const="none")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="actmat-versions-") as folder:
-        entry = try_versions(given.python, given.which, Path(folder) / "venv", borrow_torch=given.borrow_torch)
+        entry = try_versions(given.python, given.which, Path(folder) / "venv", torch=given.torch)
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.exists() else []
     key = _key(entry)
     runs = sorted([r for r in before if _key(r) != key] + [entry], key=lambda r: (r["which"], r["python"]))
-    RESULTS.write_text(json.dumps({"tests": TESTS, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(
+        json.dumps({"tests": TESTS, "commands": WITHOUT_TORCH, "runs": runs}, indent=1) + "\n", encoding="utf-8"
+    )
     print(json.dumps(entry, indent=1))
 
 

@@ -5,8 +5,8 @@
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
-`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `api`, `tune NAME` (measured tables
-of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
+`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured
+tables of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
 `evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and run).
 Nothing outside the marks is touched.
 """
@@ -31,6 +31,7 @@ from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.tune.tables import tune_table
+from docs.digits import demo_table
 from docs.matrix import family_table
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
@@ -309,13 +310,15 @@ def versions(_: str) -> str:
     """Outcomes of `benchmarks.versions`."""
     place = ROOT / "benchmarks" / "results" / "versions.json"
     runs = json.loads(place.read_text(encoding="utf-8"))["runs"] if place.exists() else []
-    shown = ("torch", "safetensors", "huggingface_hub", "pydantic", "typer")
+    shown = ("safetensors", "huggingface_hub", "pydantic", "typer")
     rows = []
     for run in runs:
         found = run.get("versions", {})
-        tests = ", ".join(f"{n} {kind}" for kind, n in run.get("tests", {}).items()) or "not installed"
-        rows.append([run["python"], run["which"], *(found.get(n, "") for n in shown), tests])
-    return table(["Python", "dependencies", *shown, "tests"], rows) if rows else "No run is recorded.\n"
+        torch = found.get("torch", "none") + (", borrowed" if run["torch"] == "borrowed" else "")
+        counts = ", ".join(f"{n} {kind}" for kind, n in run.get("tests", {}).items()) or "not installed"
+        tried = "commands" if run["torch"] == "none" else "tests"
+        rows.append([run["python"], run["which"], torch, *(found.get(n, "") for n in shown), f"{tried}: {counts}"])
+    return table(["Python", "dependencies", "torch", *shown, "tried"], rows) if rows else "No run is recorded.\n"
 
 
 KINDS: dict[str, Callable[[str], str]] = {
@@ -333,6 +336,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "fuzz": lambda _: fuzz_table(table),
     "chaos": lambda _: chaos_table(table),
     "versions": versions,
+    "demo": lambda _: demo_table(table),
     "api": api,
     "tune": lambda name: tune_table(name, table),
     "datafree": lambda name: datafree_table(name, table),

@@ -72,3 +72,11 @@ def test_a_merge_of_adapters_says_its_size_once(place: Path, tmp_path: Path) -> 
     merged = " ".join(actmat(["merge", *inputs, "--out", str(tmp_path / "out")]).out.split())
     assert "x the experts' sum" in merged
     assert "ranks add up" not in merged
+
+
+def test_several_experts_after_one_flag_are_explained(place: Path) -> None:
+    experts = [str(place / "experts" / name) for name in ("math", "code")]
+    done = actmat(["plan", "-b", str(place / "base"), "-e", *experts, str(place / "base")])
+    assert done.code == 2
+    assert "Each expert needs a flag of its own: -e A -e B" in " ".join(done.err.replace("\u2502", " ").split())
+    assert "of its own" not in actmat(["verify", "a", "b", "c"]).err

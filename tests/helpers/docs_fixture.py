@@ -1,20 +1,27 @@
-"""The models that documentation pages find in their directory: a tiny Llama, two experts, two adapters of it."""
+"""The models that documentation pages find: a tiny Llama, two experts and two adapters of it; models of the demo."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 from benchmarks.make_llama import Size, noise, write_checkpoint
 from safetensors.torch import save_file
+from tests.helpers.repository import ROOT
 
 TINY = Size(hidden=32, intermediate=48, layers=2, heads=4, key_value_heads=2, vocabulary=64)
 RANK = 4
+DIGITS = ROOT / "tests" / "data" / "digits"
 
 
 def write_models(directory: Path) -> None:
-    """`base`, `experts/math`, `experts/code` (bfloat16 Llamas), `adapters/math`, `adapters/code` (LoRA, rank 4)."""
+    """`base`, `experts/math`, `experts/code` (bfloat16 Llamas), `adapters/math`, `adapters/code` (LoRA, rank 4).
+
+    And `demo-output`, with the base and two experts that `actmat demo` trained on scanned digits.
+    """
+    shutil.copytree(DIGITS, directory / "demo-output")
     write_checkpoint(directory / "base", TINY)
     for number, name in enumerate(("math", "code")):
         write_checkpoint(directory / "experts" / name, TINY, expert=number)

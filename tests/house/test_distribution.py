@@ -13,7 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from benchmarks.versions import TESTS, pinned, summary
+from benchmarks.containers import Step, steps, variables
+from benchmarks.versions import TESTS, WITHOUT_TORCH, borrowed, pinned, run_commands, summary
 from tests.helpers.repository import PACKAGE, ROOT, tracked_files
 
 from actmat.version import __version__
@@ -95,10 +96,44 @@ def test_requirements_of_a_try(which: str) -> None:
     assert summary("12 passed, 1 skipped in 3s") == {"passed": 12, "skipped": 1}
 
 
+def test_the_files_for_containers_differ_by_where_torch_comes_from() -> None:
+    cpu, cuda = (list(steps((ROOT / "docker" / f"Dockerfile.{n}").read_text())) for n in ("cpu", "cuda"))
+    (of_cpu,), (of_cuda,) = ([s.rest for s in file if s.word == "RUN"] for file in (cpu, cuda))
+    assert of_cpu == 'if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" torch; fi && ' + of_cuda
+    assert [s for s in cpu if s.word not in ("RUN", "ARG", "ENV")] == [s for s in cuda if s.word not in ("RUN", "ENV")]
+    assert variables(cuda).items() > {k: v for k, v in variables(cpu).items() if k != "TORCH_INDEX"}.items()
+    copied = {source for s in cpu if s.word == "COPY" for source in s.rest.split()[:-1]}
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", "src"}  # what the sdist of this file's tests has
+
+
+def test_an_unknown_instruction_is_refused() -> None:
+    assert list(steps("RUN a \\\n  # b\n  c\n")) == [Step("RUN", "a c")]
+    with pytest.raises(ValueError, match="VOLUME is not one of FROM"):
+        list(steps("FROM x\nVOLUME /a\n"))
+
+
+def test_a_borrowed_package_brings_what_it_needs_and_nothing_else() -> None:
+    found = borrowed(["pytest"], without=["pluggy"])
+    assert {"pytest", "iniconfig"} <= found.keys()
+    assert not {"pluggy", "torch", "transformers"} & found.keys()
+    assert all(place.exists() for place in found.values())
+    assert "sympy" in borrowed(["torch"], without=[])
+
+
+@pytest.mark.slow
+def test_the_commands_without_torch_are_run(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "torch.py").write_text("raise ImportError('hidden')\n")
+    done = run_commands(sys.executable, tmp_path, [hidden])
+    assert done == {"passed": True, "tests": {"passed": 1 + len(WITHOUT_TORCH)}}
+
+
 def test_python_versions_that_are_claimed_were_tried() -> None:
     results = ROOT / "benchmarks" / "results" / "versions.json"
     runs = json.loads(results.read_text())["runs"] if results.exists() else []
-    tried = {r["python"].rpartition(".")[0] for r in runs if r["passed"]} | {"3.11"}  # the test-suite's own
+    whole = [r for r in runs if r["passed"] and r["torch"] != "none"]
+    tried = {r["python"].rpartition(".")[0] for r in whole} | {"3.11"}  # the test-suite's own
     claimed = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c}
     assert claimed == tried
     assert PROJECT["requires-python"] == ">=3.11"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actmat.errors import RecipeError
@@ -199,6 +199,7 @@ def test_parse_option_refuses(text: str) -> None:
 NAMES = st.text("abcxyz_-.*", min_size=1, max_size=8)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine, drawing takes seconds
 @given(
     st.fixed_dictionaries(
         {"base": NAMES, "experts": st.lists(NAMES, min_size=1, max_size=3, unique=True)},

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import constants, snapshot_download
+from tests.helpers.docs_run import blocks
 from tests.helpers.hub import HubStandIn, hub_stand_in
 from tests.helpers.hub_uploads import Uploads
 from tests.helpers.json_layouts import pinned
 from tests.helpers.merging import Family, actmat
+from tests.helpers.repository import ROOT
 
 import actmat as package
 from actmat.checkpoints.writing.hub import hub_name, listed_files
@@ -259,3 +263,23 @@ def test_files_in_folders_go_into_folders(hub: HubStandIn, models: Models, tmp_p
     assert (folder / "unet" / "model.safetensors").read_bytes() == b"weights"
     again = plan_push(look_up("org/pipe"), tmp_path, names, private=True, overwrite=False)
     assert not again.changes
+
+
+def test_the_commands_of_the_github_action_do_what_the_page_says(
+    hub: HubStandIn, uploads: Uploads, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (given,) = (b for b in blocks((ROOT / "docs" / "install.md").read_text()) if b.code.startswith("name: merge"))
+    steps = yaml.safe_load(given.code)["jobs"]["merge"]["steps"]
+    commands = [shlex.split(s["run"].replace("ORG", "org"))[1:] for s in steps if s.get("run", "").startswith("actmat")]
+    assert [c[0] for c in commands] == ["plan", "merge", "verify", "push"]
+    monkeypatch.chdir(tmp_path)
+    family = models[0]
+    recipe = {"base": str(family.base), "experts": [str(e) for e in family.experts], "method": "average"}
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    for _ in range(2):  # the first run of the workflow, and one after a change
+        for command in commands:
+            done = actmat(command)
+            assert done.code == 0, done.err
+        assert Path(steps[-1]["with"]["path"]).is_file()
+        assert head(hub).keys() >= {"model.safetensors", "actmat_manifest.json", "README.md"}
+        shutil.rmtree("merged")  # a runner begins with nothing

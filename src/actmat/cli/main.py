@@ -124,8 +124,18 @@ def _printable_usage_errors() -> Iterator[None]:
     try:
         yield
     except _UsageError as error:
-        error.message = terminal(error.message)
+        error.message = terminal(error.message) + _hint(error)
         raise
+
+
+def _hint(error: Any) -> str:
+    """What a user of `-e experts/*` meant: a flag takes one value, and the shell wrote several after it."""
+    flags = {
+        flag for parameter in getattr(getattr(error.ctx, "command", None), "params", ()) for flag in parameter.opts
+    }
+    if "unexpected extra argument" not in error.message or "--expert" not in flags:
+        return ""
+    return ". Each expert needs a flag of its own: -e A -e B; all of a folder: $(printf ' -e %s' experts/*)"
 
 
 app = typer.Typer(
