@@ -39,7 +39,7 @@ _SUMMANDS = range(5, 25)
 
 
 class Question(NamedTuple):
-    """What a model reads, and the text that it should go on with, up to the end of the answer."""
+    """A prompt, and the text that a model should go on with, up to the end of the answer."""
 
     prompt: str
     answer: str

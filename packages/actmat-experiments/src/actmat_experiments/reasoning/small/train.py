@@ -34,7 +34,7 @@ LONGEST_ANSWER = 10
 _IGNORED = -100
 
 Right = Callable[[str, str], bool]
-"""Whether an answer to a prompt is right: the verifiable reward."""
+"""True if an answer to a prompt is right: the verifiable reward."""
 
 
 @dataclass(frozen=True, slots=True)
