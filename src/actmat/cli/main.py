@@ -129,7 +129,7 @@ def _printable_usage_errors() -> Iterator[None]:
 
 
 def _hint(error: Any) -> str:
-    """What a user of `-e experts/*` meant: a flag takes one value, and the shell wrote several after it."""
+    """The meaning of `-e experts/*`: a flag takes one value, and the shell wrote several after it."""
     flags = {
         flag for parameter in getattr(getattr(error.ctx, "command", None), "params", ()) for flag in parameter.opts
     }
