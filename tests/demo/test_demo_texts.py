@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from tests.helpers.pretrained import write_bert, write_wheel
+from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
 
 from actmat.demo import texts, wheels
 from actmat.demo.minilm import Encoder, Words
@@ -61,7 +62,9 @@ def test_experts_moved_and_the_average_is_theirs(finished):
     moved = {name for name in base if not torch.equal(base[name], experts[0][name])}
     assert moved == {name for name in base if name.startswith("encoder.")}
     for name in moved:
-        torch.testing.assert_close(merged[name], torch.stack([e[name] for e in experts]).mean(0), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            merged[name], torch.stack([e[name] for e in experts]).mean(0), atol=F32_ELEMENTWISE, rtol=F32_PRODUCT
+        )
 
 
 def test_a_second_run_replaces_the_first_and_has_its_numbers(finished, wheel):

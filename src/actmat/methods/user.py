@@ -39,10 +39,10 @@ def _load(name: str, digest: str) -> MergeMethod:
     path, attribute = _file(name), name.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location(f"actmat_user_{digest[:16]}", path)
     assert spec is not None, "a .py file always has a loader"
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        # Not by the loader: it takes compiled files by time and size, and would run an earlier edit of the same second.
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except Exception as error:  # a user's file may raise anything; the message names the file
         raise RecipeError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
