@@ -249,10 +249,12 @@ def test_the_choice_among_the_merges_of_the_evidence() -> None:
     first, second = evidence_rows([group()])
     assert len(first) == len(HEADER)
     assert first[:3] == ["ViT, full", "0", "6"]
-    assert first[4:] == ["`tsv` 70.0", "0.0", "+10.0", "+20.0", "+0.0", "`regmean` 65.0", "5.0"]
+    assert first[4:] == ["`tsv` 70.0", "0.0", "+10.0", "+20.0", "+0.0", "`regmean` 65.0", "5.0", "+5.0"]
     assert second[4:9] == ["`actmat` 50.0", "20.0", "-10.0", "+0.0", "-20.0"]
     said = evidence_lines([group()])
-    assert "at most 0.5 points: **missed**, 10.0 (ViT, full 10.0)" in said
+    assert "* Without `regmean`, mean regret at most 0.5 points: **missed**, 10.0 (ViT, full 10.0)" in said
+    assert "* With `regmean`, mean regret at most 0.5 points: **missed**, 5.0" in said
+    assert "* With `regmean`, never more than 0.5 points below the average: met in all 2; +5.0 at worst." in said
     assert "**missed** in 1 of 2: ViT, full, seed 1 (-10.0); -10.0 at worst" in said
     assert "average +0.0 points to the average at scale 1, +10.0 to `actmat`" in said
     assert "Not measured" in evidence_lines([])
