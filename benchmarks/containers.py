@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import shutil
@@ -151,9 +150,10 @@ def main() -> None:
     finally:
         for _, target in reversed(mounts):
             subprocess.run(["umount", str(target)], check=True)
-    before = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    before = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.exists() else []
     runs = [r for r in before if r["file"] != entry["file"]] + [entry]
-    RESULTS.write_text(json.dumps(sorted(runs, key=lambda r: r["file"]), indent=1) + os.linesep, encoding="utf-8")
+    made = {"command": "python -m benchmarks.containers FILE", "runs": sorted(runs, key=lambda r: r["file"])}
+    RESULTS.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(entry, indent=1))
 
 

@@ -80,3 +80,4 @@ def test_several_experts_after_one_flag_are_explained(place: Path) -> None:
     assert done.code == 2
     assert "Each expert needs a flag of its own: -e A -e B" in " ".join(done.err.replace("\u2502", " ").split())
     assert "of its own" not in actmat(["verify", "a", "b", "c"]).err
+    assert "of its own" not in actmat(["merge", "a.yml", "b.yml"]).err

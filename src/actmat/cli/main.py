@@ -130,10 +130,9 @@ def _printable_usage_errors() -> Iterator[None]:
 
 def _hint(error: Any) -> str:
     """The meaning of `-e experts/*`: a flag takes one value, and the shell wrote several after it."""
-    flags = {
-        flag for parameter in getattr(getattr(error.ctx, "command", None), "params", ()) for flag in parameter.opts
-    }
-    if "unexpected extra argument" not in error.message or "--expert" not in flags:
+    parameters = getattr(getattr(error.ctx, "command", None), "params", ())
+    experts = [p.name for p in parameters if "--expert" in p.opts and error.ctx.params.get(p.name)]
+    if "unexpected extra argument" not in error.message or not experts:
         return ""
     return ". Each expert needs a flag of its own: -e A -e B; all of a folder: $(printf ' -e %s' experts/*)"
 
