@@ -50,7 +50,7 @@ TESTS = (
     "tests/checkpoints/test_safetensors_files.py",
     "tests/checkpoints/test_writing.py",
     "tests/recovery/test_resume_states.py",
-    "tests/remote/test_hub_push.py",
+    "tests/checkpoints/test_hub_checkpoints.py",
     "tests/methods/test_contract.py",
     "tests/methods/test_actmat.py",
     "tests/e2e/test_keep_sums.py",
