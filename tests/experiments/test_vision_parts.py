@@ -96,7 +96,7 @@ def test_only_the_factors_of_an_adapter_are_trained_and_the_base_is_not(base, tm
     images = PLAIN_SCALE(torch.from_numpy(examples(3).pixels_NSSC))
     with torch.no_grad():
         expert, start = (
-            VIT.features(m, images) for m in (load_expert(VIT, base, tmp_path / "adapter"), VIT.load(base))
+            VIT.features(m, images) for m in (load_expert(VIT.load, base, tmp_path / "adapter"), VIT.load(base))
         )
     assert not torch.allclose(expert, start, atol=1e-4)
 

@@ -11,9 +11,18 @@ from torch import Tensor
 
 from actmat_experiments.core import collect
 
-__all__ = ["measure_classifier"]
+__all__ = ["measure_classifier", "to_measure"]
 
 Batch = Mapping[str, Tensor]
+
+
+def to_measure(load: Callable[[Path], Any], expert: Path, base: Path) -> tuple[Any, Path, Path | None]:
+    """The model of an expert, an adapter beside its base's weights; its checkpoint; and the adapter, if it is one."""
+    if not (expert / "adapter_config.json").is_file():
+        return load(expert), expert, None
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load(base), str(expert)), base, expert
 
 
 def measure_classifier(
@@ -43,12 +52,7 @@ def measure_classifier(
         fisher: measure the Fisher as well, one backward pass per input.
         collecting: `out`, `seed` and `source` of `collect`.
     """
-    adapter = expert if (expert / "adapter_config.json").is_file() else None
-    model = load(base if adapter else expert)
-    if adapter is not None:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(adapter))
+    model, checkpoint, adapter = to_measure(load, expert, base)
 
     def log_likelihood(running: Any, batch: Batch) -> Tensor:
         logp_NC = logits(running, batch).float().log_softmax(-1)
@@ -57,7 +61,7 @@ def measure_classifier(
 
     collect(
         *(model.to(device), batches),
-        checkpoint=base if adapter else expert,
+        checkpoint=checkpoint,
         adapter=adapter,
         fisher=fisher,
         loss=log_likelihood,

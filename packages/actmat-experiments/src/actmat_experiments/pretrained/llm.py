@@ -21,6 +21,7 @@ from actmat_experiments.core import collect
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.hub import model_folder
+from actmat_experiments.harness.measuring import to_measure
 from actmat_experiments.harness.merging import KINDS
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.report import show
@@ -55,6 +56,7 @@ from actmat_experiments.pretrained.wheels import SMOLLM2, unpacked
 from actmat_experiments.reasoning.small.model import Learning
 from actmat_experiments.reasoning.small.train import Run, reinforce
 from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.vision.backbones import load_expert
 
 __all__ = ["ROWS", "LlmSettings", "PretrainedLlm", "Rewards", "experiments", "run", "table"]
 
@@ -153,11 +155,7 @@ class PretrainedLlm(Experiment):
 
     def load(self, folder: Path) -> Any:
         """See `Experiment`."""
-        if not (folder / "adapter_config.json").is_file():
-            return load_decoder(folder)
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(load_decoder(self.base.path), str(folder)).merge_and_unload().eval()
+        return load_expert(load_decoder, self.base.path, folder)
 
     def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
         """See `Experiment`."""
@@ -181,12 +179,7 @@ class PretrainedLlm(Experiment):
         """See `Experiment`: second moments of the inputs of the expert's layers, the only kind that there is."""
         assert "gram" in kinds
         coded = self.coder(self._task(task).train[:n])
-        adapter = expert if (expert / "adapter_config.json").is_file() else None
-        model = load_decoder(self.base.path if adapter else expert)
-        if adapter is not None:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, str(adapter))
+        model, checkpoint, adapter = to_measure(load_decoder, expert, self.base.path)
 
         def batches() -> Iterator[Mapping[str, Tensor]]:
             for start in range(0, len(coded), _BATCH):
@@ -194,7 +187,6 @@ class PretrainedLlm(Experiment):
                 yield collated(some, self.device).inputs
                 advance(len(some))
 
-        checkpoint = self.base.path if adapter else expert
         collect(
             *(model.to(self.device), batches()),
             checkpoint=checkpoint,

@@ -49,7 +49,7 @@ from actmat_experiments.pretrained.text_model import (
 from actmat_experiments.pretrained.text_tasks import TASKS, TextSet, load_texts
 from actmat_experiments.pretrained.wheels import MINILM, unpacked
 from actmat_experiments.suites import RunRequest, TableRequest
-from actmat_experiments.vision.backbones import load_head, save_head
+from actmat_experiments.vision.backbones import load_expert, load_head, save_head
 
 __all__ = ["PretrainedText", "TextSettings", "experiments", "run", "table"]
 
@@ -132,11 +132,7 @@ class PretrainedText(Experiment):
 
     def load(self, folder: Path) -> Any:
         """See `Experiment`."""
-        if not (folder / "adapter_config.json").is_file():
-            return load_encoder(folder)
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(load_encoder(self.base.path), str(folder)).merge_and_unload().eval()
+        return load_expert(load_encoder, self.base.path, folder)
 
     def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
         """See `Experiment`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -174,11 +174,11 @@ def right_answers(
     ]
 
 
-def load_expert(backbone: Backbone, base: Path, expert: Path) -> Any:
-    """The encoder of an expert: a checkpoint, or an adapter merged into the base."""
+def load_expert(load: Callable[[Path], Any], base: Path, expert: Path) -> Any:
+    """The model of an expert: a checkpoint, or an adapter merged into the base; `load` reads a checkpoint."""
     if not (expert / "adapter_config.json").is_file():
-        return backbone.load(expert)
+        return load(expert)
     from peft import PeftModel
 
     with LOADING:
-        return PeftModel.from_pretrained(backbone.load(base), str(expert)).merge_and_unload().eval()
+        return PeftModel.from_pretrained(load(base), str(expert)).merge_and_unload().eval()

@@ -90,7 +90,7 @@ class Vision(Experiment):
 
     def load(self, folder: Path) -> Any:
         """See `Experiment`."""
-        return load_expert(self.backbone, self.base.path, folder)
+        return load_expert(self.backbone.load, self.base.path, folder)
 
     def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
         """See `Experiment`."""
