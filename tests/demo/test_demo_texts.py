@@ -11,11 +11,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from tests.helpers.pretrained import write_bert, write_wheel
-from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
+from tests.tolerances import F32_ELEMENTWISE, F32_FORWARD, F32_PRODUCT, relative_error
 
 from actmat.demo import texts, wheels
-from actmat.demo.minilm import Encoder, Words
-from actmat.demo.texts import METHODS, TASKS, TextDemo, load_questions, run_texts, wheel_at_hand, written
+from actmat.demo.texts import LONGEST, METHODS, TASKS, TextDemo, load_questions, run_texts, wheel_at_hand, written
 from actmat.demo.training import Schedule
 from actmat.errors import CheckpointError, OutputError
 
@@ -79,19 +78,23 @@ def test_a_folder_of_somebody_else_is_left_alone(wheel, tmp_path):
     assert (tmp_path / "base").is_dir()
 
 
-def test_tokens_and_features_are_those_of_transformers(bert):
-    from transformers import BertModel, BertTokenizerFast
+def test_merged_models_load_with_their_tokenizer(finished):
+    from transformers import AutoModel, AutoTokenizer
 
-    some = [written(q["text"], task) for q in load_questions()[:12] for task in TASKS] + ["A river, stonebridge!"]
-    expected = BertTokenizerFast(str(bert / "vocab.txt"))(
-        some, padding=True, truncation=True, max_length=48, return_tensors="pt"
+    out, _, _ = finished
+    merged = out / "merged" / "actmat"
+    assert (merged / "tokenizer.json").read_bytes() == (out / "base" / "tokenizer.json").read_bytes()
+    tokenizer, model = AutoTokenizer.from_pretrained(merged), AutoModel.from_pretrained(merged).eval()
+    some = [written(q["text"], "rotated") for q in load_questions()]
+    given = tokenizer(
+        some[: QUICK.n_head + QUICK.n_test], padding=True, truncation=True, max_length=LONGEST, return_tensors="pt"
     )
-    ids_NL = Words(bert / "vocab.txt")(some)
-    assert torch.equal(ids_NL, expected.input_ids)
     with torch.no_grad():
-        hidden = BertModel.from_pretrained(bert).eval()(**expected).last_hidden_state
-    mask = expected.attention_mask.unsqueeze(-1).float()
-    torch.testing.assert_close(Encoder.load(bert).features(ids_NL), (hidden * mask).sum(1) / mask.sum(1))
+        hidden = model(**given).last_hidden_state
+    mask = given["attention_mask"].unsqueeze(-1).float()
+    expected = (hidden * mask).sum(1) / mask.sum(1)
+    found = texts.features(texts.load_encoder(merged), given["input_ids"])
+    assert relative_error(found, expected) <= F32_FORWARD
 
 
 def test_labels_follow_from_the_words():

