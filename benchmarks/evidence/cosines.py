@@ -44,10 +44,17 @@ def _change(rows: list[Row]) -> str:
 
 
 def kind_rows(folder: Path) -> list[list[str]]:
-    """Mean cosines by suite, regime and kind of layer; in how many layers and experts the estimate is nearer."""
+    """Mean cosines by suite, regime and kind of layer; in how many layers and experts the estimate is nearer.
+
+    Of the settings that were run last, as in `Group`.
+    """
     by_kind: dict[tuple[str, str], list[Row]] = {}
     for suite in SUITES:
-        for row in _lines(folder / f"{suite}-gram.jsonl"):
+        rows = list(_lines(folder / f"{suite}-gram.jsonl"))
+        last = {(row["model"], row["regime"]): row["settings"] for row in rows}
+        for row in rows:
+            if row["settings"] != last[row["model"], row["regime"]]:
+                continue
             kind = ".".join(p for p in row["tensor"].split(".") if not p.isdigit() and p != "weight")
             title = f"{row['suite']}, {row['model']}, {row['regime']}"
             by_kind.setdefault((title, kind.removeprefix("encoder.layer.")), []).append(row)

@@ -23,6 +23,7 @@ from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained import decoder, llm
 from actmat_experiments.pretrained.decoder import Coder, Teaching, greedy, load_decoder, logits_of, right, supervise
 from actmat_experiments.pretrained.generated import TASKS, Question, draw_task
+from actmat_experiments.pretrained.gram import gram_rows
 from actmat_experiments.reasoning.small.train import reinforce
 from actmat_experiments.suites import RunRequest, get_suite
 
@@ -91,6 +92,9 @@ def test_experts_are_adapters_and_statistics_are_those_of_their_tasks(finished):
     with open_statistics(made.statistics(kinds=("gram",))["telegram"].path) as statistics:
         assert list(statistics.header.kinds) == ["gram"]
         assert statistics.find("model.layers.0.mlp.down_proj.weight") is not None
+    rows = list(gram_rows(made))
+    assert rows
+    assert not [r for r in rows if "embed" in r["tensor"]], "they were not trained"
 
 
 @pytest.mark.slow

@@ -187,11 +187,12 @@ def test_what_was_not_run_is_said(folder):
 
 
 def test_cosines_are_grouped_by_kind_of_layer(folder):
-    about = {"suite": "vision-vits14", "model": "ViT", "regime": "full"}
+    about = {"suite": "vision-vits14", "model": "ViT", "regime": "full", "settings": "s"}
     rows = [
         about | {"tensor": f"encoder.layer.{n}.mlp.fc1.weight", "estimate": e, "identity": 0.3, "change": 0.01}
         for n, e in enumerate((0.2, 0.6))
     ]
+    rows.insert(0, rows[0] | {"settings": "older", "estimate": 0.9})
     (folder / "vision-vits14-gram.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     text = evidence_table("gram", table, folder)
     assert "| vision-vits14, ViT, full | `mlp.fc1` | 2 | 0.40 | 0.30 | 50 % | 1.00 % |" in text

@@ -48,7 +48,10 @@ def store_gram(experiment: Experiment, path: Path) -> None:
 
 
 def gram_rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
-    """Task, tensor, cosines of `D^T D` and of the identity with the Gram matrix, and `||D||_F / ||W_0||_F`."""
+    """Task, tensor, cosines of `D^T D` and of the identity with the Gram matrix, and `||D||_F / ||W_0||_F`.
+
+    Matrices that the expert has not changed are left out.
+    """
     base = read_tensors(experiment.base.path)
     measured = experiment.statistics(kinds=("gram",))
     for task, expert in experiment.experts().items():
@@ -60,6 +63,8 @@ def gram_rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
                     continue
                 gram_II = statistics.gram(key, dtype=torch.float32)
                 delta_OI = tensors[name].float() - origin_OI.float()
+                if not delta_OI.any():  # a weight that was not trained says nothing of its inputs
+                    continue
                 yield {
                     "task": task,
                     "tensor": name,

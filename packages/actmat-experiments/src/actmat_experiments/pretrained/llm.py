@@ -86,7 +86,7 @@ class Rewards:
     prompts: int = 4
     group: int = 8
     rate: float = 1e-5
-    lora_rate: float = 5e-4
+    lora_rate: float = 2e-4
     temperature: float = 1.0
 
 
