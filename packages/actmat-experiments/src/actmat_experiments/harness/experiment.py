@@ -31,7 +31,7 @@ from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Part, Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.study import Answers, Subject
 
-__all__ = ["Counts", "Experiment", "Made", "Share"]
+__all__ = ["Counts", "Experiment", "Made", "MergeInputs", "Share"]
 
 _VERSION = 3
 _STATISTICS_VERSION = 2
@@ -53,6 +53,13 @@ class Made(NamedTuple):
 
     path: Path
     digest: str
+
+
+class MergeInputs(NamedTuple):
+    """Experts and their statistics, by task."""
+
+    experts: Mapping[str, Made]
+    statistics: Mapping[str, Made]
 
 
 def mean_share(counts: Mapping[str, Counts]) -> float:
@@ -166,12 +173,16 @@ class Experiment(abc.ABC):
 
     # What follows from it
 
-    def compare(self, rows: Sequence[Candidate], path: Path) -> list[Score]:
-        """All scores, added to a file as they become known: references first, then some merged models at a time."""
+    def compare(self, rows: Sequence[Candidate], path: Path, inputs: MergeInputs | None = None) -> list[Score]:
+        """All scores, added to a file as they become known: references first, then some merged models at a time.
+
+        Args:
+            inputs: other experts and statistics than the experiment's own.
+        """
         scores = self.references()
         append_scores(path, scores)
         for some in self._groups(rows):
-            found = self.merges(some, tune=bool(self.scales))
+            found = self.merges(some, tune=bool(self.scales), inputs=inputs)
             new = [line for row in some for line in self.row_scores(row, found[row.name])]
             append_scores(path, new)
             scores += new
@@ -259,6 +270,7 @@ class Experiment(abc.ABC):
         only: Sequence[str] | None = None,
         tune: bool = True,
         samples: int | None = None,
+        inputs: MergeInputs | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Row -> what its merge answers: `test` at the scale `default`, `validation` by scale; and, if `tune`, the best
         scale on validation, `scale`, with `tuned` on test.
@@ -268,14 +280,16 @@ class Experiment(abc.ABC):
             only: tasks whose experts are merged, and which are tested; default: all.
             tune: whether a scale is chosen on validation, too.
             samples: training examples of the statistics, where a row needs them.
+            inputs: other experts and statistics than the experiment's own.
         """
         if tune and any(row.scale != 1 for row in rows):
             raise ValueError("the scale of a row that has one already cannot be tuned")
         chosen = [n for n in self.names if only is None or n in only]
-        experts = {name: made for name, made in self.experts().items() if name in chosen}
+        given = inputs.experts if inputs else self.experts()
+        experts = {name: made for name, made in given.items() if name in chosen}
         statistics: dict[str, Made] = {}
         if needs_statistics(rows):
-            measured = self.statistics(samples, kinds_needed(rows))
+            measured = inputs.statistics if inputs else self.statistics(samples, kinds_needed(rows))
             statistics = {name: made for name, made in measured.items() if name in chosen}
         key = {
             "version": _VERSION,

@@ -16,6 +16,7 @@ from actmat_experiments.harness.merging import KINDS, Candidate, needs_statistic
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.suite import Experiments, run_experiments, score_file
 from actmat_experiments.pretrained.gram import gram_file, store_gram
+from actmat_experiments.pretrained.staged import REGMEAN_PP, HasInputs, staged_inputs
 from actmat_experiments.suites import RunRequest
 
 if TYPE_CHECKING:
@@ -153,9 +154,11 @@ def run_pretrained(
     rows: Sequence[str] = ROWS,
     kinds: Sequence[str] = KINDS,
 ) -> None:
-    """See `run_experiments`; a request that names no rows gets `rows`, `POSTPROCESSED`, `SPACES` and `STRENGTHS`."""
+    """See `run_experiments`; a request that names no rows gets `rows`, `POSTPROCESSED`, `SPACES`, `STRENGTHS`, and
+    `regmean++` where the suite gives the inputs of its statistics.
+    """
     wanted = request.methods
-    named = {row.name for row in (*POSTPROCESSED, *STRENGTHS, *SPACES)}
+    named = {row.name for row in (*POSTPROCESSED, *STRENGTHS, *SPACES, REGMEAN_PP)}
     rules = rows if wanted is None else tuple(name for name in wanted if name not in named)
 
     def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
@@ -164,5 +167,8 @@ def run_pretrained(
         there = (*POSTPROCESSED, *STRENGTHS, *(SPACES if experiment.regime == "lora" else ()))
         if others := [row for row in there if wanted is None or row.name in wanted]:
             experiment.compare(others, score_file(request.cache, request.suite))
+        if (wanted is None or REGMEAN_PP.name in wanted) and isinstance(experiment, HasInputs):
+            given = staged_inputs(experiment, experiment)
+            experiment.compare([REGMEAN_PP], score_file(request.cache, request.suite), given)
 
     run_experiments(replace(request, methods=rules), experiments, n_tasks, more, kinds)

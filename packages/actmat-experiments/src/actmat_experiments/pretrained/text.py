@@ -154,17 +154,22 @@ class PretrainedText(Experiment):
         """See `Experiment`."""
         return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
 
+    def inputs(self, task: str, n: int) -> Iterator[dict[str, Tensor]]:
+        """Batches of the first `n` texts that statistics are measured on."""
+        examples = getattr(self._task(task), self.measured)[:n]
+        for start in range(0, len(examples), _BATCH):
+            yield self.reader(examples[start : start + _BATCH], self.device)
+
     def measure(
         self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
     ) -> None:
         """See `Experiment`. The Fisher's labels are drawn from the expert's own predictions."""
-        examples, head = getattr(self._task(task), self.measured)[:n], self._head(task).to(self.device)
+        head = self._head(task).to(self.device)
 
         def batches() -> Iterator[dict[str, Tensor]]:
-            for start in range(0, len(examples), _BATCH):
-                some = examples[start : start + _BATCH]
-                yield self.reader(some, self.device)
-                advance(len(some))
+            for batch in self.inputs(task, n):
+                yield batch
+                advance(len(batch["input_ids"]))
 
         measure_classifier(
             load_encoder,

@@ -110,6 +110,11 @@ class Vision(Experiment):
         """See `Experiment`."""
         return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
 
+    def inputs(self, task: str, n: int) -> Iterator[dict[str, Tensor]]:
+        """Batches of the first `n` images that statistics are measured on."""
+        for pixels_BSSC in getattr(self._task(task), self.measured).head(n).batches(_BATCH):
+            yield {"pixel_values": self.backbone.scale(pixels_BSSC.to(self.device))}
+
     def measure(
         self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
     ) -> None:
@@ -117,12 +122,12 @@ class Vision(Experiment):
 
         As in the paper, few images suffice.
         """
-        examples, head = getattr(self._task(task), self.measured).head(n), self._head(task).to(self.device)
+        head = self._head(task).to(self.device)
 
         def batches() -> Iterator[dict[str, Tensor]]:
-            for pixels_BSSC in examples.batches(_BATCH):
-                yield {"pixel_values": self.backbone.scale(pixels_BSSC.to(self.device))}
-                advance(len(pixels_BSSC))
+            for batch in self.inputs(task, n):
+                yield batch
+                advance(len(batch["pixel_values"]))
 
         measure_classifier(
             self.backbone.load,
