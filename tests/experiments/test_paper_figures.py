@@ -13,9 +13,10 @@ from actmat.errors import RecipeError
 from actmat.layout.patterns import compile_pattern
 from actmat_experiments import paper
 from actmat_experiments.analyses.packed import packed
-from actmat_experiments.harness.merging import candidates, needs_statistics
+from actmat_experiments.harness.merging import needs_statistics
 from actmat_experiments.harness.report import NOTES, paper_lines, show
 from actmat_experiments.harness.results import Score, append_scores
+from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import summarise
 from actmat_experiments.suites import TableRequest

@@ -143,7 +143,7 @@ def test_a_second_run_computes_nothing(finished, monkeypatch):
 
 
 def test_rows_with_a_step_or_in_a_space_have_names(finished, monkeypatch, tmp_path):
-    monkeypatch.setattr("actmat_experiments.pretrained.suite.score_file", lambda *about: tmp_path / "some.jsonl")
+    monkeypatch.setattr("actmat_experiments.harness.suite.score_file", lambda *about: tmp_path / "some.jsonl")
     get_suite(finished.suite).run(replace(finished, methods=("average+isotropise", "ties@core")))
     scores = [s for s in read_scores(tmp_path / "some.jsonl") if s.scale == "default" and "rule" in s.detail]
     rows = {(s.regime, s.method, s.detail["rule"]) for s in scores}

@@ -15,9 +15,10 @@ from tests.tolerances import F32_ELEMENTWISE, relative_error
 from actmat.errors import RecipeError
 from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
-from actmat_experiments.harness.merging import Candidate, best_scale, candidates, merge_candidates, rescaled
+from actmat_experiments.harness.merging import Candidate, best_scale, merge_candidates, rescaled
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
+from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision import experiment, small

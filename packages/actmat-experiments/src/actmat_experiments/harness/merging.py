@@ -1,4 +1,4 @@
-"""Merged models by the real engine: which rules can run, all of them in one reading, and their scale tuned.
+"""Merged models by the real engine: all rows in one reading, and their scale tuned.
 
 Every row of a table is a `Candidate`. Default and tuned scale are two things: the default uses no data at all; the
 tuned one is chosen on the validation parts of the tasks, never on what is reported.
@@ -11,10 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actmat.demo.merging import choose_methods
-from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments import paper
-from actmat_experiments.core import METHODS, RunSettings, get_method, make_recipe
+from actmat_experiments.core import RunSettings, get_method, make_recipe
 from actmat_experiments.harness.cache import code_digest
 
 if TYPE_CHECKING:
@@ -25,7 +22,6 @@ __all__ = [
     "SCALES",
     "Candidate",
     "best_scale",
-    "candidates",
     "kinds_needed",
     "merge_candidates",
     "merging_code",
@@ -61,61 +57,6 @@ class Candidate:
     def at(self, scale: float) -> Candidate:
         """The same rule at another scale."""
         return replace(self, scale=scale)
-
-
-_PAPER = tuple(Candidate(name, method, options) for name, (method, options) in paper.VARIANTS.items())
-_PACKED = Candidate("regmean_packed", "regmean", fields={"rules": [{"match": paper.ATTENTION, "method": "average"}]})
-"""RegMean where attention is packed and not split: no module is called with its inputs, so there are no statistics, and
-its four matrices are averaged. The paper's ablation; the row `regmean` is the other arm."""
-
-_VARIANTS = {
-    "full": (*_PAPER, _PACKED),
-    "lora": (
-        *_PAPER,
-        Candidate("iso_c_rank", "iso_c", {"mean": "rank"}),
-        *(Candidate(name, method, options) for name, (method, options) in paper.LORA_VARIANTS.items()),
-        _PACKED,
-    ),
-}
-"""Rows beside every rule with its defaults: the authors' variants, so that no figure of the paper stands next to
-another rule; the ablation of packed attention; and Iso-C's mean over the rank."""
-
-_NOT_COMPARED = {"adamerging": "without coefficients that were learned it is task arithmetic"}
-
-
-def candidates(
-    wanted: Sequence[str] | None, regime: str, n_experts: int, statistics: Sequence[str] = ()
-) -> tuple[list[Candidate], dict[str, str]]:
-    """Rows to compare in a regime: every rule that can run and the regime's variants, or the wanted ones of them.
-
-    Returns:
-        The rows, and for what is left out the reason.
-
-    Raises:
-        RecipeError: a wanted row is unknown or cannot run here.
-    """
-    missing = {
-        c.name: f"needs statistics measured on data: {', '.join(kinds)}"
-        for c in _VARIANTS[regime]
-        if (kinds := [k for k in get_method(c.method).needs_statistics if k not in statistics])
-    }
-    variants = {c.name: c for c in _VARIANTS[regime] if c.name not in missing}
-    if wanted is not None:
-        known = {*(m.name for m in METHODS), *(c.name for some in _VARIANTS.values() for c in some)}
-        unknown = [w for w in wanted if w not in known and not w.endswith(".py") and ".py:" not in w]
-        if unknown:
-            raise RecipeError(
-                "There are no such methods.", [f"'{w}' is unknown.{did_you_mean(w, sorted(known))}" for w in unknown]
-            )
-        if cannot := [f"'{w}' {missing[w]}" for w in wanted if w in missing]:
-            raise RecipeError("Not all these methods can run here.", cannot)
-    rules = None if wanted is None else [w for w in wanted if w in {m.name for m in METHODS} or ".py:" in w]
-    names, left_out = choose_methods(rules, n_experts, statistics)
-    if wanted is None:
-        names = [n for n in names if n not in _NOT_COMPARED]
-        left_out |= _NOT_COMPARED | missing
-    rows = [Candidate(n.rpartition(":")[2], n) for n in names]
-    return rows + [c for n, c in variants.items() if wanted is None or n in wanted], left_out
 
 
 def merge_candidates(

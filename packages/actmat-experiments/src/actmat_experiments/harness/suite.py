@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from actmat_experiments.harness.experiment import Experiment
-from actmat_experiments.harness.merging import KINDS, Candidate, candidates
+from actmat_experiments.harness.merging import KINDS, Candidate
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
+from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS, run_study
 from actmat_experiments.suites import RunRequest
 

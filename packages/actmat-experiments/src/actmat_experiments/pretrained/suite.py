@@ -14,6 +14,7 @@ from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import KINDS, Candidate, needs_statistics
 from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.rows import more_rows
 from actmat_experiments.harness.suite import Experiments, run_experiments, score_file
 from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.pretrained.staged import REGMEAN_PP, HasInputs, staged_inputs
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENCODER",
-    "POSTPROCESSED",
     "ROWS",
     "SCALES",
-    "SPACES",
-    "STRENGTHS",
     "TOGETHER",
     "chosen_tasks",
     "copy_model",
@@ -47,30 +45,6 @@ ROWS = (
     *("iso_cts", "ctm", "sce", "model_stock", "karcher", "dare", "della", "breadcrumbs", "cat", "lot", "fisher"),
 )
 """Rows that are compared unless a request names others."""
-
-POSTPROCESSED = (
-    Candidate("average+isotropise", "average", fields={"post": ["isotropise"]}),
-    Candidate("task_arithmetic+subspace_boosting", "task_arithmetic", fields={"post": ["subspace_boosting"]}),
-    *(Candidate(f"actmat+{step}", "actmat", fields={"post": [step]}) for step in ("svc", "esm", "larv")),
-)
-"""Rows with a step of post-processing."""
-
-SPACES = (
-    *(Candidate(f"{method}@core", method, fields={"space": "core"}) for method in ("tsv", "ties", "iso_c")),
-    *(Candidate(f"{method}@factors", method, fields={"space": "factors"}) for method in ("ties", "dare")),
-)
-"""Rows of adapters seen in another space."""
-
-STRENGTHS = tuple(
-    Candidate(f"{method}:{option}={value:g}", method, {option: value})
-    for method, option, values in (
-        ("actmat", "rtol", (1e-6, 1e-3, 1e-2)),
-        ("actmat_ridge", "ridge", (0.01, 1.0)),
-        ("actmat_bounded", "ridge", (0.1, 10.0)),
-    )
-    for value in values
-)
-"""Other cut-offs, ridges and bounds than the defaults: a relative cut-off of 4.6e-5 for layers 384 wide, 0.1 and 1."""
 
 TOGETHER = 3
 """Models merged in one reading, and lost at most by an interruption."""
@@ -154,19 +128,19 @@ def run_pretrained(
     rows: Sequence[str] = ROWS,
     kinds: Sequence[str] = KINDS,
 ) -> None:
-    """See `run_experiments`; a request that names no rows gets `rows`, `POSTPROCESSED`, `SPACES`, `STRENGTHS`, and
-    `regmean++` where the suite gives the inputs of its statistics.
+    """See `run_experiments`; a request that names no rows gets `rows`, those of `more_rows`, and `regmean++` where the
+    suite gives the inputs of its statistics.
     """
     wanted = request.methods
-    named = {row.name for row in (*POSTPROCESSED, *STRENGTHS, *SPACES, REGMEAN_PP)}
-    rules = rows if wanted is None else tuple(name for name in wanted if name not in named)
+    if wanted is None:
+        named = dict.fromkeys(row.name for regime in request.regimes for row in more_rows(regime))
+        rules: tuple[str, ...] = (*rows, *named)
+    else:
+        rules = tuple(name for name in wanted if name != REGMEAN_PP.name)
 
     def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
         if needs_statistics(rows):
             store_gram(experiment, gram_file(request.cache, request.suite))
-        there = (*POSTPROCESSED, *STRENGTHS, *(SPACES if experiment.regime == "lora" else ()))
-        if others := [row for row in there if wanted is None or row.name in wanted]:
-            experiment.compare(others, score_file(request.cache, request.suite))
         if (wanted is None or REGMEAN_PP.name in wanted) and isinstance(experiment, HasInputs):
             given = staged_inputs(experiment, experiment)
             experiment.compare([REGMEAN_PP], score_file(request.cache, request.suite), given)

@@ -16,10 +16,11 @@ from rich.console import Console
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.hub import load_splits, model_folder
-from actmat_experiments.harness.merging import Candidate, candidates, merge_candidates, merging_code, needs_statistics
+from actmat_experiments.harness.merging import Candidate, merge_candidates, merging_code, needs_statistics
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.report import stored_scores
 from actmat_experiments.harness.results import REFERENCES, Score, append_scores
+from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.harness.table import Line, average_table, markdown_table, summarise

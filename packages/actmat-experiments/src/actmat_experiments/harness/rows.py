@@ -1,0 +1,100 @@
+"""Rows of the tables: every rule with its defaults, the authors' variants, and further ones for whoever names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actmat.demo.merging import choose_methods
+from actmat.errors import RecipeError, did_you_mean
+from actmat_experiments import paper
+from actmat_experiments.core import METHODS, get_method
+from actmat_experiments.harness.merging import Candidate
+from actmat_experiments.harness.results import REGIMES
+
+__all__ = ["candidates", "more_rows"]
+
+_PAPER = tuple(Candidate(name, method, options) for name, (method, options) in paper.VARIANTS.items())
+_PACKED = Candidate("regmean_packed", "regmean", fields={"rules": [{"match": paper.ATTENTION, "method": "average"}]})
+"""RegMean where attention is packed and not split: no module is called with its inputs, so there are no statistics, and
+its four matrices are averaged. The paper's ablation; the row `regmean` is the other arm."""
+
+_VARIANTS = {
+    "full": (*_PAPER, _PACKED),
+    "lora": (
+        *_PAPER,
+        Candidate("iso_c_rank", "iso_c", {"mean": "rank"}),
+        *(Candidate(name, method, options) for name, (method, options) in paper.LORA_VARIANTS.items()),
+        _PACKED,
+    ),
+}
+"""Rows beside every rule with its defaults: the authors' variants, so that no figure of the paper stands next to
+another rule; the ablation of packed attention; and Iso-C's mean over the rank."""
+
+_NOT_COMPARED = {"adamerging": "without coefficients that were learned it is task arithmetic"}
+
+
+POSTPROCESSED = (
+    Candidate("average+isotropise", "average", fields={"post": ["isotropise"]}),
+    Candidate("task_arithmetic+subspace_boosting", "task_arithmetic", fields={"post": ["subspace_boosting"]}),
+    *(Candidate(f"actmat+{step}", "actmat", fields={"post": [step]}) for step in ("svc", "esm", "larv")),
+)
+"""Rows with a step of post-processing."""
+
+SPACES = (
+    *(Candidate(f"{method}@core", method, fields={"space": "core"}) for method in ("tsv", "ties", "iso_c")),
+    *(Candidate(f"{method}@factors", method, fields={"space": "factors"}) for method in ("ties", "dare")),
+)
+"""Rows of adapters seen in another space."""
+
+STRENGTHS = tuple(
+    Candidate(f"{method}:{option}={value:g}", method, {option: value})
+    for method, option, values in (
+        ("actmat", "rtol", (1e-6, 1e-3, 1e-2)),
+        ("actmat_ridge", "ridge", (0.01, 1.0)),
+        ("actmat_bounded", "ridge", (0.1, 10.0)),
+    )
+    for value in values
+)
+"""Other cut-offs, ridges and bounds than the defaults: a relative cut-off of 4.6e-5 for layers 384 wide, 0.1 and 1."""
+
+
+def more_rows(regime: str) -> tuple[Candidate, ...]:
+    """Rows of a regime beside those that are compared unless a request names some: steps, strengths, spaces."""
+    return (*POSTPROCESSED, *STRENGTHS, *(SPACES if regime == "lora" else ()))
+
+
+def candidates(
+    wanted: Sequence[str] | None, regime: str, n_experts: int, statistics: Sequence[str] = ()
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Rows to compare in a regime: every rule that can run and the regime's variants, or the wanted ones of
+    these and of `more_rows`.
+
+    Returns:
+        The rows, and for what is left out the reason.
+
+    Raises:
+        RecipeError: a wanted row is unknown or cannot run here.
+    """
+    missing = {
+        c.name: f"needs statistics measured on data: {', '.join(kinds)}"
+        for c in _VARIANTS[regime]
+        if (kinds := [k for k in get_method(c.method).needs_statistics if k not in statistics])
+    }
+    variants = {c.name: c for c in _VARIANTS[regime] if c.name not in missing}
+    if wanted is not None:
+        known = {*(m.name for m in METHODS), *(c.name for r in REGIMES for c in (*_VARIANTS[r], *more_rows(r)))}
+        unknown = [w for w in wanted if w not in known and not w.endswith(".py") and ".py:" not in w]
+        if unknown:
+            raise RecipeError(
+                "There are no such methods.", [f"'{w}' is unknown.{did_you_mean(w, sorted(known))}" for w in unknown]
+            )
+        if cannot := [f"'{w}' {missing[w]}" for w in wanted if w in missing]:
+            raise RecipeError("Not all these methods can run here.", cannot)
+    rules = None if wanted is None else [w for w in wanted if w in {m.name for m in METHODS} or ".py:" in w]
+    names, left_out = choose_methods(rules, n_experts, statistics)
+    if wanted is None:
+        names = [n for n in names if n not in _NOT_COMPARED]
+        left_out |= _NOT_COMPARED | missing
+    rows = [Candidate(n.rpartition(":")[2], n) for n in names]
+    rows += [c for n, c in variants.items() if wanted is None or n in wanted]
+    return rows + [c for c in more_rows(regime) if c.name in (wanted or ())], left_out
