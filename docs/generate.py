@@ -7,7 +7,8 @@ A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end 
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
 `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured
 tables of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
-`evidence NAME` (of experiments on pretrained models), `matrix PART` (the families that were merged and run).
+`evidence NAME` (of experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the
+families that were merged and run).
 Nothing outside the marks is touched.
 """
 
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.datafree.tables import datafree_table
+from benchmarks.evidence.small import small_table
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.tune.tables import tune_table
@@ -342,6 +344,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "datafree": lambda name: datafree_table(name, table),
     "pretrained": lambda name: pretrained_table(name, table),
     "evidence": lambda name: evidence_table(name, table),
+    "small": lambda name: small_table(name, table),
     "matrix": lambda name: family_table(name, table),
 }
 

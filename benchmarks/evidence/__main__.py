@@ -1,12 +1,12 @@
-"""Put the scores of the suites on pretrained models, from the cache of their runs, into the repository.
+"""Put the scores of the suites, from the cache of their runs, into the repository.
 
     actmat experiment run text-minilm --data DATA --cache CACHE
     python -m benchmarks.evidence --cache CACHE        # then: python -m docs.generate
 
-`results/evidence/<suite>.jsonl` has one line per number: suite, model, regime, row, task, seed, number right and of how
-many, and in `detail` the rule, its options, the scale, the split, versions and the SHA-256 of the merged weights.
-`<suite>-gram.jsonl` has the cosines of `D^T D` with measured Gram matrices. Lines that are there already stay, unless
-the cache has the same number anew.
+`results/evidence/<suite>.jsonl`, for suites at laptop size `results/small/<suite>.jsonl`, has one line per number:
+suite, model, regime, row, task, seed, number right and of how many, and in `detail` the rule, its options, the scale,
+the split, versions and the SHA-256 of the merged weights. `<suite>-gram.jsonl` has the cosines of `D^T D` with measured
+Gram matrices. Lines that are there already stay, unless the cache has the same number anew.
 """
 
 from __future__ import annotations
@@ -16,36 +16,40 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from actmat_experiments.harness.results import Score, read_scores
+from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained.gram import gram_file
 from benchmarks.evidence.group import FOLDER, SUITES
+from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
+from benchmarks.evidence.small import SMALL
 
 __all__ = ["collect"]
 
 
-def collect(cache: Path, folder: Path = FOLDER) -> list[Path]:
+def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> list[Path]:
     """Add what the cache holds to the result files; the files that were written."""
+    written = [_scores(cache, suite, folder) for suite in SUITES] + [_scores(cache, suite, small) for suite in SMALL]
+    return [path for path in (*written, *(_cosines(cache, suite, folder) for suite in SUITES)) if path is not None]
+
+
+def _scores(cache: Path, suite: str, folder: Path) -> Path | None:
+    path = folder / f"{suite}.jsonl"
+    if not (new := read_scores(score_file(cache, suite))):
+        return None
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for suite in SUITES:
-        path = folder / f"{suite}.jsonl"
-        scores = {s.identity: s for s in (*read_scores(path), *read_scores(score_file(cache, suite)))}
-        if scores:
-            path.write_text("".join(_line(s) for s in scores.values()), encoding="utf-8")
-            written.append(path)
-        found = gram_file(cache, suite)
-        if found.is_file():
-            place = folder / f"{suite}-gram.jsonl"
-            before = place.read_text(encoding="utf-8").splitlines() if place.is_file() else []
-            lines = dict.fromkeys((*before, *found.read_text(encoding="utf-8").splitlines()))
-            place.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            written.append(place)
-    return written
+    scores = {s.identity: s for s in (*read_scores(path), *new)}
+    path.write_text("".join(json.dumps(asdict(s), sort_keys=True) + "\n" for s in scores.values()), encoding="utf-8")
+    return path
 
 
-def _line(score: Score) -> str:
-    return json.dumps(asdict(score), sort_keys=True) + "\n"
+def _cosines(cache: Path, suite: str, folder: Path) -> Path | None:
+    found, path = gram_file(cache, suite), folder / f"{suite}-gram.jsonl"
+    if not found.is_file():
+        return None
+    before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = dict.fromkeys((*before, *found.read_text(encoding="utf-8").splitlines()))
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
 
 
 def main() -> None:

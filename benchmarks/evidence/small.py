@@ -1,0 +1,95 @@
+"""Tables of the suites at laptop size from `results/small/*.jsonl`, as `actmat experiment table` makes them.
+
+actmat experiment run vision-small --data DATA --lora --cache CACHE
+python -m benchmarks.evidence --cache CACHE        # then: python -m docs.generate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from actmat_experiments.harness.report import latest
+from actmat_experiments.harness.results import Regime, Score, read_scores
+from actmat_experiments.harness.table import markdown_table, summarise
+from actmat_experiments.reasoning.passk import at, at_k_markdown
+from benchmarks.common import RESULTS
+
+__all__ = ["FOLDER", "SMALL", "small_table"]
+
+FOLDER = RESULTS / "small"
+SMALL = ("vision-small", "language-small", "reasoning-small")
+Table = Callable[[list[str], list[list[str]]], str]
+
+SUMMARY = (
+    *("average", "task_arithmetic", "actmat", "actmat_ridge", "actmat_bounded", "aswudi", "tsv", "iso_c", "cart"),
+    *("dc_merge", "resmerge", "regmean", "fisher"),
+)
+"""Rows of the short table."""
+
+COLUMNS: dict[str, tuple[str, str, Regime]] = {
+    "images, full": ("vision-small", "", "full"),
+    "images, LoRA": ("vision-small", "", "lora"),
+    "text, full": ("language-small", "", "full"),
+    "text, LoRA": ("language-small", "", "lora"),
+    "reinforcement learning": ("reasoning-small", "float32", "full"),
+}
+
+
+def small_table(name: str, table: Table, folder: Path = FOLDER) -> str:
+    """One of the tables, in Markdown: `summary`, or `SUITE_full`, `SUITE_lora`, of `reasoning-small` also
+    `reasoning-small_bfloat16` and `reasoning-small_at-k`.
+    """
+    if name == "summary":
+        return table(["at the default scale", *COLUMNS], _summary_rows(folder))
+    suite, what = name.split("_")
+    scores = read_scores(folder / f"{suite}.jsonl")
+    model, regime = _model_and_regime(suite, what)
+    own, _ = latest(scores, model, regime)
+    if not own:
+        return "*Not run yet.*\n"
+    if what == "at-k":
+        text = _at_k(own)
+    else:
+        text = markdown_table(
+            summarise([s for s in own if not s.method.startswith("expert ")], _tasks(own)), _tasks(own)
+        )
+    versions = next((s.detail["versions"] for s in own if "versions" in s.detail), {})
+    how = ", ".join(f"{n} {v}" for n, v in sorted(versions.items()))
+    seeds = ", ".join(map(str, sorted({s.seed for s in own})))
+    return f"{text}\nSeed {seeds}; {how}. Source: `benchmarks/results/small/{suite}.jsonl`.\n"
+
+
+def _model_and_regime(suite: str, what: str) -> tuple[str, Regime]:
+    if suite == "reasoning-small":
+        return "bfloat16" if what == "bfloat16" else "float32", "full"
+    return "", "lora" if what == "lora" else "full"
+
+
+def _tasks(scores: Sequence[Score]) -> list[str]:
+    """Tasks in their order; of answers that were drawn several times, at one answer."""
+    tasks = list(dict.fromkeys(s.task for s in scores))
+    return [t for t in tasks if "@" not in t or t.endswith("@1")]
+
+
+def _at_k(scores: Sequence[Score]) -> str:
+    columns = [(t, t) for t in dict.fromkeys(s.task for s in scores)]
+    names = [t.partition("@")[0] for t in _tasks(scores)]
+    lines = summarise(scores, [at(t, 1) for t in names])
+    merged = dict.fromkeys(line.method for line in lines if line.scale == "default")
+    experts = [f"expert {t}" for t in names]
+    order = ["base", *experts, *(m for m in merged if m != "base" and m not in experts)]
+    return at_k_markdown([s for s in scores if s.scale == "default"], columns, order)
+
+
+def _summary_rows(folder: Path) -> list[list[str]]:
+    found: dict[str, dict[str, float]] = {}
+    for head, (suite, model, regime) in COLUMNS.items():
+        own, _ = latest(read_scores(folder / f"{suite}.jsonl"), model, regime)
+        lines = summarise(own, _tasks(own))
+        found[head] = {line.method: 100 * line.average.value for line in lines if line.scale == "default"}
+    names = {"base": "base", "experts": "the expert of each task", **{n: f"`{n}`" for n in SUMMARY}}
+    return [
+        [label, *(f"{found[head][name]:.1f}" if name in found[head] else "" for head in COLUMNS)]
+        for name, label in names.items()
+    ]
