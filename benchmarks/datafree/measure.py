@@ -30,7 +30,10 @@ from benchmarks.tune.subjects import Batch, Subject
 
 __all__ = ["LENGTHENED", "LENGTHS", "METHODS", "SCALES", "measure"]
 
-METHODS = ("average", "task_arithmetic", "tsv", "iso_c", "actmat", "actmat_ridge", "actmat_bounded", "swudi", "aswudi")
+METHODS = (
+    *("average", "task_arithmetic", "tsv", "iso_c", "actmat", "actmat_ridge", "actmat_bounded", "swudi", "aswudi"),
+    *("cart", "dc_merge"),
+)
 """Rules as they are, by their defaults."""
 LENGTHENED = ("average", "tsv", "actmat")
 """Rules whose length is varied."""

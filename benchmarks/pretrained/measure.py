@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from actmat_experiments.datafree.lengths import LENGTHS, inner
-from benchmarks.pretrained.merges import CHOICES, Merge, aligned, estimate, rules
+from benchmarks.pretrained.merges import CHOICES, Merge, aligned, by_method, estimate, rules
 from benchmarks.pretrained.subjects import Inputs, Subject
 
-__all__ = ["DRAWS", "LENGTHENED", "NUMBERS", "SCALES", "measure"]
+__all__ = ["DRAWS", "LENGTHENED", "NUMBERS", "SCALES", "measure", "measure_methods"]
 
 SCALES = (0.5, 1.0, 2.0)
 LENGTHENED = ("average", "tsv")
@@ -84,6 +84,16 @@ def measure(subject: Subject, folder: Path, *, quick: bool = False) -> dict[str,
     }
     shutil.rmtree(folder, ignore_errors=True)
     return found_row | {"cpu_seconds": round(time.process_time() - began, 1)}
+
+
+def measure_methods(subject: Subject, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of methods without data at length one, on test data and on noise, for a subject that was measured before."""
+    asked, _ = _asked(subject, quick=True)
+    rows = []
+    for method in methods:
+        subject.write(by_method(subject, method))
+        rows.append({**_scored(subject, asked, choosing=False)[0], "rule": method, "length": "one", "scale": 1.0})
+    return rows
 
 
 def _lengths(subject: Subject, name: str, merged: Merge, quick: bool) -> Iterator[tuple[str, float]]:

@@ -18,10 +18,12 @@ from actmat_experiments.datafree.matrices import Key, matrices
 from benchmarks.pretrained.grams import StoredGrams, store_grams
 from benchmarks.pretrained.subjects import Inputs, Subject
 
-__all__ = ["CHOICES", "Estimates", "Merge", "aligned", "estimate", "rules"]
+__all__ = ["CHOICES", "CLOSED", "Estimates", "Merge", "aligned", "by_method", "estimate", "rules"]
 
 CHOICES = ("average", "tsv", "iso_c", "actmat", "actmat_ridge", "aswudi")
 """Methods without data among which inputs choose, at every scale."""
+CLOSED = ("cart", "dc_merge")
+"""Later methods without data, whose closed forms lie around the average; they are no candidates of the choice."""
 OVER_PRIOR = "delta over base's inputs, 0.5"
 
 Merge = dict[Key, Tensor]
@@ -89,8 +91,8 @@ def weight_free(subject: Subject, known: Estimates) -> dict[str, Grams]:
 def rules(subject: Subject, known: Estimates) -> Iterator[tuple[str, Merge]]:
     """Rules and their merges at length one; those among which inputs choose first."""
     deltas = list(subject.deltas.values())
-    for method in CHOICES:
-        yield method, {key: merge_matrices(method, [d[key].contiguous() for d in deltas]) for key in subject.keys}
+    for method in (*CHOICES, *CLOSED):
+        yield method, by_method(subject, method)
     yield OVER_PRIOR, by_estimates(subject, weight_free(subject, known)["delta"], 0.5, known.prior)
     if not known.inputs:
         return
@@ -103,6 +105,12 @@ def rules(subject: Subject, known: Estimates) -> Iterator[tuple[str, Merge]]:
     yield "inputs, 0.9", by_estimates(subject, lambda key: [g[key] for g in known.inputs], 0.9)
     for name, estimates in weight_free(subject, known).items():
         yield f"{name}, 0.5", by_estimates(subject, estimates, 0.5)
+
+
+def by_method(subject: Subject, method: str) -> Merge:
+    """The merge by a method without data, at its defaults."""
+    deltas = list(subject.deltas.values())
+    return {key: merge_matrices(method, [d[key].contiguous() for d in deltas]) for key in subject.keys}
 
 
 def by_estimates(subject: Subject, grams: Grams, share: float, prior: Mapping[Key, Tensor] | None = None) -> Merge:

@@ -46,7 +46,8 @@ LANGUAGE = {
         "experts.lora.max_updates": "240",
     },
 }
-REASONING = {"settings": {"base_steps": "200", "steps": "40", "storages": "float32"}}
+REASONING = {"settings": {"storages": "float32", "samples": "4"}}
+"""The suite's own base and experts; fewer answers per test prompt, for there are some seventy candidates to test."""
 SUITES = ("digits", "vision-small", "vision-vits14", "language-small", "reasoning-small")
 CHOSEN: Mapping[str, Mapping[str, Any]] = {
     "vision-small": VISION,

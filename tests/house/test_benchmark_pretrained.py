@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.evidence.group import Group
+from benchmarks.pretrained.__main__ import add
 from benchmarks.pretrained.adamerging import trained
 from benchmarks.pretrained.choices import HEADER, evidence_lines, evidence_rows
 from benchmarks.pretrained.grams import StoredGrams
 from benchmarks.pretrained.measure import BY_INPUTS, DRAWS, LENGTHENED, SCALES, TOO_LONG, measure
-from benchmarks.pretrained.merges import CHOICES, half_of
+from benchmarks.pretrained.merges import CHOICES, CLOSED, half_of
 from benchmarks.pretrained.subjects import Inputs, Subject
 from benchmarks.pretrained.tables import (
     TABLES,
@@ -97,7 +98,7 @@ def test_a_subject_is_measured_from_end_to_end(tmp_path: Path) -> None:
     assert max(row["base"].values()) < 1.0
     assert not (tmp_path / "work").exists()
     rules = {m["rule"] for m in row["rows"] if m["length"] == "one"}
-    expected = {*BY_INPUTS, "inputs, 0.9", "delta, 0.5", "noise, 0.5", "weights, 0.5", "movement of A, 0.5"}
+    expected = {*BY_INPUTS, *CLOSED, "inputs, 0.9", "delta, 0.5", "noise, 0.5", "weights, 0.5", "movement of A, 0.5"}
     assert expected | {"movement of A by use, 0.5", "delta over base's inputs, 0.5"} == rules
     choices = [m for m in row["rows"] if m["length"] == "fixed" and m["rule"] in CHOICES]
     assert len(choices) == len(CHOICES) * (len(SCALES) - 1) - len(TOO_LONG)
@@ -113,12 +114,26 @@ def test_a_subject_is_measured_from_end_to_end(tmp_path: Path) -> None:
 
 def test_a_quick_subject_has_methods_without_data_only(tmp_path: Path) -> None:
     row = measure(toy(), tmp_path / "work", quick=True)
-    assert {m["rule"] for m in row["rows"]} == {*CHOICES, "delta over base's inputs, 0.5"}
+    assert {m["rule"] for m in row["rows"]} == {*CHOICES, *CLOSED, "delta over base's inputs, 0.5"}
     assert {m["rule"] for m in row["rows"] if m["length"] == "fixed"} == set(LENGTHENED)
     assert not row["draws"]
     assert all("held" not in m and m["noise"] >= 0 for m in row["rows"])
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     assert read_rows(tmp_path / "rows.jsonl") == [], "nothing was chosen by inputs"
+
+
+def test_methods_are_added_to_subjects_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = measure(toy(), tmp_path / "work", quick=True)
+    short = {**row, "rows": [m for m in row["rows"] if m["rule"] != "cart"]}
+    file.write_text(json.dumps(short) + "\n" + json.dumps({**short, "subject": "another"}) + "\n")
+    monkeypatch.setattr("benchmarks.pretrained.__main__.open_subject", lambda *where, most: toy())
+    for _ in range(2):
+        add(file, ["cart", "average"], [row["subject"]], tmp_path, None, 12)
+    one, other = (json.loads(line) for line in file.read_text().splitlines())
+    assert other == {**short, "subject": "another"}
+    assert one["rows"][:-1] == short["rows"], "nothing is measured a second time"
+    assert one["rows"][-1] == next(m for m in row["rows"] if m["rule"] == "cart")
 
 
 def test_a_merge_is_written_and_the_base_again() -> None:
