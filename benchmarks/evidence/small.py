@@ -27,6 +27,10 @@ SUMMARY = (
 )
 """Rows of the short table."""
 
+SURVIVAL = [
+    *("expert", "seed", "change of the norm", "weights that moved", "by half an ulp or more"),
+    *("that differ after storage", "rounding error / change"),
+]
 COLUMNS: dict[str, tuple[str, str, Regime]] = {
     "images, full": ("vision-small", "", "full"),
     "images, LoRA": ("vision-small", "", "lora"),
@@ -38,7 +42,7 @@ COLUMNS: dict[str, tuple[str, str, Regime]] = {
 
 def small_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown: `summary`, or `SUITE_full`, `SUITE_lora`, of `reasoning-small` also
-    `reasoning-small_bfloat16` and `reasoning-small_at-k`.
+    `reasoning-small_bfloat16`, `reasoning-small_at-k` and `reasoning-small_survival`.
     """
     if name == "summary":
         return table(["at the default scale", *COLUMNS], _summary_rows(folder))
@@ -48,7 +52,9 @@ def small_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     own, _ = latest(scores, model, regime)
     if not own:
         return "*Not run yet.*\n"
-    if what == "at-k":
+    if what == "survival":
+        text = table(SURVIVAL, _survival_rows(own))
+    elif what == "at-k":
         text = _at_k(own)
     else:
         text = markdown_table(
@@ -80,6 +86,15 @@ def _at_k(scores: Sequence[Score]) -> str:
     experts = [f"expert {t}" for t in names]
     order = ["base", *experts, *(m for m in merged if m != "base" and m not in experts)]
     return at_k_markdown([s for s in scores if s.scale == "default"], columns, order)
+
+
+def _survival_rows(scores: Sequence[Score]) -> list[list[str]]:
+    """What reinforcement learning changed, and what storage in bfloat16 keeps, by expert and seed."""
+    found = {(s.method, s.seed): s.detail["survival"] for s in scores if "survival" in s.detail}
+    names = ("relative_change", "changed", "above_half_ulp", "survives", "error")
+    return [
+        [f"`{method}`", str(seed), *(f"{100 * kept[n]:.1f} %" for n in names)] for (method, seed), kept in found.items()
+    ]
 
 
 def _summary_rows(folder: Path) -> list[list[str]]:

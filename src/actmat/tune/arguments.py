@@ -51,7 +51,7 @@ def tune(
             batches of keyword arguments of the model.
         out: directory to write; the search itself is described in `OUT.tune`.
         space: what is tried: `{"methods": [...], "scales": [...], "groups": "kind", "weights": True}`; default:
-            ten methods at six scales.
+            twelve methods at six scales.
         budget: evaluations (200) or time ("15m").
         progress: receives callbacks.
         fields: fields of `TuneSettings` (`score`, `least_agreement`, `predict`, `load`, `model_class`, `new_tokens`,
