@@ -34,6 +34,7 @@ PINNED: dict[str, set[str]] = {
         "actmat_tune", "version", "out", "recipe", "score", "compared", "chosen", "final", "front", "refused", "notes",
         "seconds", "memory", "left_out",
     },
+    "ui": {"url", "port"},
     "add": MERGE | {"from_sums", "why_read"},
     "remove": MERGE | {"from_sums", "why_read"},
     "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "seconds", "notes"},

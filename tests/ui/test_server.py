@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.helpers.json_layouts import pinned
+from tests.helpers.merging import actmat
 
 from actmat.cli.catalogue import read_catalogue
 from actmat.errors import OutputError
@@ -47,6 +49,20 @@ def asked(server: Server, question: str, data: object = None) -> Any:
     status, _, answer = request(server, "POST", f"/api/{question}", body=body)
     assert status == 200, answer
     return json.loads(answer)
+
+
+@pytest.mark.parametrize(("flags", "lines"), [([], 2), (["--quiet"], 0), (["--json"], 1), (["--json", "-q"], 1)])
+def test_the_command_says_where_the_page_is(flags: list[str], lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Server, "run", lambda self: None)
+    done = actmat(["ui", "--no-browser", *flags])
+    assert done.code == 0
+    out = done.out
+    if "--json" in flags:
+        found = pinned(json.loads(out), "ui")
+        assert found["url"].startswith(f"http://127.0.0.1:{found['port']}/?token=")
+    else:
+        assert len(out.splitlines()) == lines
+        assert ("?token=" in out) == bool(lines)
 
 
 def test_the_page_allows_only_its_own_script_style_and_origin(server: Server) -> None:
