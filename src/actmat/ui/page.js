@@ -44,9 +44,21 @@ function changed() {
   waiting = setTimeout(plan, 250);
 }
 
+let fits = false, running = false;
+function enable() {
+  for (const id of ["merge", "diagnose-now"]) byId(id).disabled = running || !fits;
+  byId("compare").disabled = running;
+  byId("plan-section").hidden = !fits;
+}
+
 async function plan() {
-  if (!form.recipe.experts.some((e) => e.path)) return;
   const mine = ++asked;
+  if (!form.recipe.experts.some((e) => e.path)) {
+    fits = false;
+    byId("status").removeAttribute("aria-busy");
+    byId("status").replaceChildren(el("p", { className: "note" }, "Choose a base and experts."));
+    return enable();
+  }
   byId("status").setAttribute("aria-busy", "true");
   const found = await ask("plan", { form: sent() });
   if (mine !== asked) return; // the form has changed since
@@ -55,7 +67,9 @@ async function plan() {
   byId("recipe").textContent = answer.yaml ?? "";
   byId("command").textContent = answer.command ?? "";
   byId("plan").replaceChildren();
-  if (answer.problems) return byId("status").replaceChildren(problems(answer));
+  fits = !answer.problems;
+  enable();
+  if (!fits) return byId("status").replaceChildren(problems(answer));
   byId("status").replaceChildren(el("p", { className: "good" }, "The inputs fit together."), el("p", {}, answer.counts),
     el("p", {}, answer.traffic), ...answer.notes.map((n) => el("p", { className: "caveat" }, n)));
   const rows = answer.rows.map((r) => el("tr", {}, el("td", {}, String(r.count)), el("td", { className: "action" }, r.action),
@@ -196,8 +210,8 @@ async function watch() {
 }
 
 function showJob(job) {
-  const running = job.state === "running";
-  for (const id of ["merge", "diagnose-now", "compare"]) byId(id).disabled = running;
+  running = job.state === "running";
+  enable();
   byId("stop").hidden = !running;
   byId("stop").disabled = Boolean(job.stopping);
   const notes = (job.notes ?? []).map((n) => el("p", { className: "caveat" }, n));
