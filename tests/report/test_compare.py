@@ -274,6 +274,17 @@ def test_full_tensors_of_adapters_are_compared_by_their_entries(tmp_path: Path) 
         assert (found[name].norms, found[name].relative) == (None, None), "there is no base to subtract"
 
 
+def test_equal_adapters_differ_nowhere(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save_adapter(tmp_path / str(seed), "vit", seed, r=2, target_modules=["q_proj"], modules_to_save=["classifier"])
+    inputs = ["-e", str(tmp_path / "0"), "-e", str(tmp_path / "1"), "-m", "linear"]
+    for name in ("one", "two"):
+        assert actmat(["merge", *inputs, "--out", str(tmp_path / name), "--quiet"]).code == 0
+    found = compare(tmp_path / "one", tmp_path / "two")
+    assert any("classifier" in t.name for t in found.tensors)
+    assert all(t.same and t.distance == 0 for t in found.tensors)
+
+
 def test_an_adapter_that_lost_a_module_is_told(tmp_path: Path) -> None:
     inputs = []
     for seed, name in enumerate(("math", "code")):

@@ -72,7 +72,7 @@ def difference(name: str, shape: tuple[int, ...], actions: tuple[str, str], sums
     """
     distance = math.sqrt(sums.apart)
     if sums.first is None or sums.second is None:
-        return TensorDifference(name, shape, actions, same=False, distance=distance)
+        return TensorDifference(name, shape, actions, same=distance == 0, distance=distance)
     norms = math.sqrt(sums.first), math.sqrt(sums.second)
     product = norms[0] * norms[1]
     return TensorDifference(
