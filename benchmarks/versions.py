@@ -4,12 +4,14 @@
     python -m benchmarks.versions --python python3.11 --which minimum
     python -m benchmarks.versions --which minimum --borrow-torch
     python -m benchmarks.versions --python python3.13 --without-torch
+    python3 -m benchmarks.versions --system-torch            # where the distribution has a torch, such as python3-torch
 
 Makes a virtual environment, installs the dependencies (not the extras) at the lower bounds of pyproject.toml or at the
 newest releases, and runs tests that need nothing else: commands, recipes, formats, bytes of merges, the hub's client.
 With `--borrow-torch`, torch (some gigabytes) and what only it needs are links to the environment that runs this; no
-other package of that is seen. With `--without-torch`, for an interpreter that has no build of torch at hand, all files
-are compiled and the commands run that need none (`WITHOUT_TORCH`). The outcome goes to
+other package of that is seen. With `--system-torch` the environment sees the packages of the interpreter's own
+installation, and installs the others. With `--without-torch`, for an interpreter that has no build of torch at hand,
+all files are compiled and the commands run that need none (`WITHOUT_TORCH`). The outcome goes to
 benchmarks/results/versions.json, one entry for each interpreter and kind.
 """
 
@@ -122,13 +124,14 @@ def try_versions(python: str, which: str, place: Path, *, torch: str = "installe
         python: the interpreter.
         which: `minimum` or `latest`.
         place: where the environment goes.
-        torch: `installed`, `borrowed` (that of this environment) or `none`.
+        torch: `installed`, `borrowed` (that of this environment), `system` (the interpreter's own) or `none`.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    subprocess.run([python, "-m", "venv", str(place)], check=True)
+    seen = ["--system-site-packages"] if torch == "system" else []
+    subprocess.run([python, "-m", "venv", *seen, str(place)], check=True)
     inside = str(place / "bin" / "python")
     tried = [d for d in project["dependencies"] if torch == "installed" or not d.startswith("torch>=")]
-    wanted = [*pinned(tried, which), *(TOOLS if torch == "installed" else ())]
+    wanted = [*pinned(tried, which), *(TOOLS if torch in ("installed", "system") else ())]
     entry: dict[str, Any] = {
         "which": which,
         "python": _told(inside, "import platform; print(platform.python_version())"),
@@ -199,6 +202,7 @@ def main() -> None:
     parser.add_argument("--which", choices=("minimum", "latest"), default="latest")
     torch = parser.add_mutually_exclusive_group()
     torch.add_argument("--borrow-torch", dest="torch", action="store_const", const="borrowed", default="installed")
+    torch.add_argument("--system-torch", dest="torch", action="store_const", const="system")
     torch.add_argument("--without-torch", dest="torch", action="store_const", const="none")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="actmat-versions-") as folder:
