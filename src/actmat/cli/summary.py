@@ -221,7 +221,6 @@ def _model_lines(report: MergeReport) -> list[str]:
 def _adapter_lines(report: MergeReport) -> list[str]:
     modules = report.plan.modules
     full = len(report.plan.items) - len(modules)
-    return [
-        f"{len(modules)} modules of rank {max((m.pair.rank for m in modules), default=0)}, {full} full tensors; "
-        f"relative error of the truncation {report.totals.relative_error:.2e}"
-    ]
+    rank = max((m.pair.rank for m in modules), default=0)
+    counts = f"{len(modules)} module{'s' * (len(modules) != 1)} of rank {rank}, {full} full tensor{'s' * (full != 1)}"
+    return [f"{counts}; relative error of the truncation {report.totals.relative_error:.2e}"]
