@@ -5,10 +5,9 @@
 
 `full` is one expert's decomposition as TSV makes it (`thin_svd`), `part` the leading eigenpairs of the same Gram matrix
 from a Krylov basis (`linalg.krylov`) of `basis share` of the side, with their proof and the vectors of the long side;
-`polar` what follows, the two polar factors of all directions kept. Processor seconds of one thread, in turn, medians.
-TSV is `T` decompositions and the polar factors: `gain` is `(T full + polar) / (T part + polar)`. The basis has no limit
-here; where the pairs are not exact in a basis of `--largest` of the side, `part` is what the attempt took, on top of
-`full`.
+`polar` what follows, the two polar factors of as many random directions as are kept. Processor seconds of one thread,
+in turn, medians. TSV is `T` decompositions and the polar factors: `gain` is `(T full + polar) / (T part + polar)`. The
+basis is given up at `--largest` of the side; `part` is then what the attempt took, and `full` on top of it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from torch import Tensor
 from actmat.linalg import krylov
 from actmat.linalg.inertia import none_above
 from actmat.linalg.panels import multiply
-from actmat.linalg.singular import join, orthogonalised_sum
-from actmat.linalg.svd import ThinSVD, row_gram, thin_svd
+from actmat.linalg.singular import orthogonalised_sum
+from actmat.linalg.svd import row_gram, thin_svd
 from benchmarks.common import markdown, torch_threads, write_result
 from benchmarks.matrix import SPECTRA, make_deltas
 
@@ -72,8 +71,10 @@ def part_of(delta_OI: Tensor, count: int, largest: float) -> tuple[float, bool]:
     return basis.size / size, proven
 
 
-def _head(svd: ThinSVD, count: int) -> ThinSVD:
-    return ThinSVD(svd.u_OK[:, :count], svd.s_K[:count], svd.v_IK[:, :count], svd.rank)
+def _all_kept(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As many directions as TSV has in all; the time of a polar factor depends on their number, about the side."""
+    u, v = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    return u / size**0.5, torch.ones(size, dtype=torch.float64), v / size**0.5
 
 
 def seconds(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
@@ -88,15 +89,12 @@ def seconds(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 
 def rows_of(spectrum: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each number of experts."""
-    delta_OI, other_OI = make_deltas(2, given.size, given.size, spectrum)
-    full_s, svd = seconds(lambda: thin_svd(delta_OI), given.repeats)
-    # the time of the polar factors depends on the number of vectors: about the side for every number of experts
-    half = given.size // 2
-    parts = [_head(found, half) for found in (svd, thin_svd(other_OI))]
-    polar_s, _ = seconds(lambda: orthogonalised_sum(*join(parts), torch.float32), given.repeats)
+    (delta_OI,) = make_deltas(1, given.size, given.size, spectrum)
+    polar_s, _ = seconds(lambda: orthogonalised_sum(*_all_kept(given.size), torch.float32), given.repeats)
     rows = []
     for experts in given.experts:
         count = given.size // experts
+        full_s, _ = seconds(lambda count=count: thin_svd(delta_OI, k=count), given.repeats)
         part_s, (share, proven) = seconds(lambda count=count: part_of(delta_OI, count, given.largest), given.repeats)
         part_s += 0 if proven else full_s
         whole, with_parts = experts * full_s + polar_s, experts * part_s + polar_s
