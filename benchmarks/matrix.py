@@ -83,7 +83,9 @@ def polar(matrix: Tensor) -> Tensor:
     return u @ vh
 
 
-SPECTRA = ("gaussian", "power", "power0.5", "power0.7", "power0.85", "power1.5", "lowrank", "dominant", "cutoff")
+SPECTRA = (
+    "gaussian", "power", "power0.5", "power0.6", "power0.7", "power0.85", "power1.5", "lowrank", "dominant", "cutoff",
+)  # fmt: skip
 
 NAIVE: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {
     "actmat": naive_actmat,

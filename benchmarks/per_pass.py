@@ -4,9 +4,9 @@
 
 One tensor of three experts in bfloat16, from files to a file, one worker, in one process; the methods run in turn.
 `ns_per_entry` is processor time of the worker per entry of the tensor (median), `method` the part of it inside the
-method, without what it reads. A pass is one look at every entry of every delta: TIES looks twice for its thresholds and
-then votes; breadcrumbs have two thresholds, which share the first look. A tensor of this size is read again in every
-walk.
+method, without what it reads and draws, `draw` that of random numbers. A pass is one look at every entry of every
+delta: TIES looks twice for its thresholds and then votes; breadcrumbs have two thresholds, which share the first look.
+A tensor of this size is read again in every walk.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ import actmat
 from actmat.engine import tensor as engine_tensor
 from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
+from actmat.linalg.masks import random
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
 from benchmarks.make_llama import INITIAL_RMS, noise
 from benchmarks.stages import Stages
 
-COLUMNS = ("method", "passes", "ns_per_entry", "method_ns", "per_pass_ns", "times_average")
+COLUMNS = ("method", "passes", "ns_per_entry", "method_ns", "draw_ns", "per_pass_ns", "times_average")
 PASSES = {"average": 1, "task_arithmetic": 1, "dare": 1, "ties": 3, "breadcrumbs": 4}
 NAME, EXPERTS = "model.layers.0.mlp.up_proj.weight", 3
 
@@ -44,6 +45,7 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (TensorReader, "read_chunk", "read"),
         (engine_tensor, "apply_method", "method"),
         (engine_tensor, "write_region", "write"),
+        (random, "_draws", "draw"),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, stage in places:
@@ -86,7 +88,8 @@ def main() -> None:
     for method, found in runs.items():
         whole = [1e9 * sum(seconds.values()) / entries for seconds in found]
         row = {"method": method, "passes": PASSES[method], "ns_per_entry": statistics.median(whole)}
-        row["method_ns"] = statistics.median(1e9 * seconds["method"] / entries for seconds in found)
+        for stage in ("method", "draw"):
+            row[f"{stage}_ns"] = statistics.median(1e9 * seconds.get(stage, 0.0) / entries for seconds in found)
         row["per_pass_ns"] = row["ns_per_entry"] / PASSES[method]
         rows.append(row | {"all_ns": whole})
         rows[-1]["times_average"] = row["per_pass_ns"] / rows[0]["per_pass_ns"]

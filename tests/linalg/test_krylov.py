@@ -19,6 +19,7 @@ from actmat.linalg.krylov import Above, Leading, leading
 N = 600
 BASIS_ROWS = orthogonal(N, 5)
 CUT = 0.9e-3
+ALL_KEPT = "all directions of a first look are kept"
 
 
 @pytest.fixture(autouse=True)
@@ -121,11 +122,12 @@ def test_a_basis_that_misses_a_direction_is_refused_by_the_proof(monkeypatch: py
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (torch.ones(N, dtype=torch.float64), "would need a basis of more than 300 vectors"),
-        (decay(0.5), "would need a basis of more than 300 vectors"),
+        (torch.ones(N, dtype=torch.float64), ALL_KEPT),
+        (torch.linspace(0.99 * CUT, 1, N, dtype=torch.float64), ALL_KEPT),
+        (decay(1.2), "would need a basis of more than 300 vectors"),
         (torch.zeros(N, dtype=torch.float64), "no direction is kept"),
     ],
-    ids=["flat", "slow decay", "zero"],
+    ids=["flat", "one is not kept", "slow decay", "zero"],
 )
 def test_what_is_not_worth_it_is_refused_after_the_first_look(
     values: Tensor, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +136,28 @@ def test_what_is_not_worth_it_is_refused_after_the_first_look(
     ritz = krylov._Basis.ritz
     monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
     assert leading(symmetric(values), Above(CUT), torch.float32) == reason
-    assert looks == [krylov.FIRST_LOOK * krylov.BLOCK]
+    blocks = [krylov.GLANCE] if reason == ALL_KEPT else [krylov.GLANCE, krylov.FIRST_LOOK]
+    assert looks == [count * krylov.BLOCK for count in blocks]
+
+
+def test_what_is_known_to_be_too_many_is_refused_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 vectors are worth it: 2.2 for each of 110 directions, and the first look."""
+    sym_NN = symmetric(decay(3.0))
+    assert isinstance(leading(sym_NN, Above(CUT), torch.float64, at_least=110), Leading)
+    monkeypatch.setattr(krylov, "_Basis", None)
+    assert leading(sym_NN, Above(CUT), torch.float64, at_least=111) == "at least 111 directions are kept"
+
+
+@pytest.mark.parametrize("power", [1.0, 3.0])
+def test_a_basis_is_the_same_in_one_step_or_in_several(power: float) -> None:
+    sym_NN = symmetric(decay(power))
+    once, steps = krylov._Basis(sym_NN, 80), krylov._Basis(sym_NN, 80)
+    once.grow(100)
+    for size in (1, 40, 41, 80, 80, 90):
+        steps.grow(size)
+    assert once.size == steps.size == 80
+    assert torch.equal(once.t_JJ, steps.t_JJ)
+    assert torch.equal(once.rows_JN, steps.rows_JN)
 
 
 def test_a_late_estimate_does_not_end_an_attempt_that_is_nearly_done(monkeypatch: pytest.MonkeyPatch) -> None:

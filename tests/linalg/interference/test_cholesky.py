@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,10 +24,12 @@ def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:
     seed=st.integers(0, 5),
 )
 def test_a_certificate_is_never_wrong(exponents, log_rtol, seed):
-    """Whatever the spectrum: where a factor is returned, no eigenvalue is at or below the cut-off."""
+    """A factor says that no eigenvalue is at or below the cut-off, a number that so many are above it."""
     values, rtol = [10.0**e for e in exponents], 10.0**log_rtol
     found = certified_cholesky(symmetric(values, seed), rtol)
-    if found is not None:
+    if isinstance(found, int):
+        assert 0 <= found <= sum(value > rtol * max(values) for value in values)
+    else:
         factor, bound = found
         assert min(values) > rtol * max(values)
         assert bound >= rtol * max(values)
@@ -35,19 +38,22 @@ def test_a_certificate_is_never_wrong(exponents, log_rtol, seed):
 
 def test_certificate_succeeds_where_it_should():
     values = [1.0, 0.5, 0.1, 0.01]
-    assert certified_cholesky(symmetric(values), 1e-3) is not None
-    assert certified_cholesky(symmetric(values).float(), 1e-3) is not None
+    assert not isinstance(certified_cholesky(symmetric(values), 1e-3), int)
+    assert not isinstance(certified_cholesky(symmetric(values).float(), 1e-3), int)
 
 
 def test_certificate_refuses_a_singular_matrix():
-    assert certified_cholesky(symmetric([1.0, 1.0, 0.0]), 0.0) is None
+    assert certified_cholesky(symmetric([1.0, 1.0, 0.0]), 0.0) in {0, 1, 2}
 
 
-def test_a_leading_block_that_fails_refuses_the_whole():
+@pytest.mark.parametrize(("at", "known"), [(0, 1), (2, 3), (6, 7)])
+def test_where_a_factorisation_ends_so_many_directions_are_known(at, known):
     matrix = torch.eye(8, dtype=torch.float64)
-    assert certified_cholesky(matrix, 1e-3) is not None
-    matrix[0, 1] = matrix[1, 0] = 1.0  # eigenvalues 0 and 2, all diagonal entries 1
-    assert certified_cholesky(matrix, 1e-3) is None
+    assert not isinstance(certified_cholesky(matrix, 1e-3), int)
+    matrix[at, at + 1] = matrix[at + 1, at] = 1.0  # eigenvalues 0 and 2, all diagonal entries 1
+    assert certified_cholesky(matrix, 1e-3) == known
+    matrix[0, 0] = 0.0
+    assert certified_cholesky(matrix, 1e-3) == 0
 
 
 def test_shifted_cholesky_says_when_there_is_no_factor():

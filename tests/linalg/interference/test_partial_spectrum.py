@@ -9,7 +9,7 @@ from tests.tolerances import F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.linalg import krylov
-from actmat.linalg.interference import moments
+from actmat.linalg.interference import moments, spectral_solve
 from actmat.linalg.interference.rule import FLOAT32_EPS, Filter, Rule
 from actmat.linalg.interference.solver import finish, prepare
 
@@ -81,11 +81,24 @@ def test_filters_that_cut_and_fills_agree_with_the_whole_spectrum(kind: str, nul
 
 
 def test_a_refusal_is_on_the_record_and_costs_no_accuracy() -> None:
-    deltas = experts(0.8)
+    deltas = experts(1.0)
     value, stats = finish(prepare(deltas, Rule()), Rule())
     assert stats["solver"] == "primal/eigh"
     assert stats["no_lanczos"] == "would need a basis of more than 280 vectors"
     assert relative_error(value, naive(deltas)) < F64_ORACLE
+
+
+def test_a_proof_that_fails_late_spares_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but one direction lie far above the cut-off: a quarter of S is factorised, and all of it fails."""
+    values = torch.ones(WIDTH, dtype=torch.float64)
+    values[-1] = 0.0
+    deltas = [with_spectrum(WIDTH, WIDTH, values, seed=1)]
+    monkeypatch.setattr(krylov, "_Basis", None)
+    stats = finish(prepare(deltas, Rule()), Rule())[1]
+    assert stats["solver"] == "primal/eigh"
+    assert stats["rank"] == WIDTH - 1
+    reason, least = str(stats["no_lanczos"]), WIDTH // spectral_solve.LEADING_PART
+    assert reason in {f"at least {count} directions are kept" for count in range(least, WIDTH)}
 
 
 def test_small_matrices_and_other_filters_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,14 +93,18 @@ class Reduced:
             self._spectrum = self._full(self.gram_NN.double(), "")
         return self._spectrum
 
-    def spectrum_above(self, rtol: float) -> Spectrum:
-        """At least the eigenvalues above `rtol` times the largest: only these, where they are few, otherwise all."""
+    def spectrum_above(self, rtol: float, at_least: int = 0) -> Spectrum:
+        """At least the eigenvalues above `rtol` times the largest: only these, where they are few, otherwise all.
+
+        Args:
+            at_least: so many are known to be.
+        """
         have = self._spectrum
         if have is not None and (have.above is None or have.above <= rtol):
             return have
         assert self.gram_NN is not None, "the stacked form is made with its spectrum"
         wide_NN, dtype = self.gram_NN.double(), self.gram_NN.dtype
-        found = leading(wide_NN, Above(rtol), dtype) if self.size >= SMALLEST else ""
+        found = leading(wide_NN, Above(rtol), dtype, at_least) if self.size >= SMALLEST else ""
         if isinstance(found, str):
             self._spectrum = self._full(wide_NN, found)
         else:

@@ -66,10 +66,10 @@ def solve(
         return {"rank": 0, "solver": f"{reduced.form}/none"}, ()
     rtol = spectral.resolved_rtol(reduced.size, width, reduced.left_ON.dtype)
     retries: Retries = ()
-    found = _by_cholesky(reduced, spectral, rtol, trace / width) if allow_shortcuts else None
-    if found is None:
+    found = _by_cholesky(reduced, spectral, rtol, trace / width) if allow_shortcuts else 0
+    if isinstance(found, int):
         cuts = spectral.kind in ("hard", "adaptive")
-        spectrum = reduced.spectrum_above(rtol) if allow_shortcuts and cuts else reduced.spectrum()
+        spectrum = reduced.spectrum_above(rtol, found) if allow_shortcuts and cuts else reduced.spectrum()
         found, retries = _by_spectrum(reduced, spectrum, spectral, rtol, trace / width), spectrum.retries
     apply, stats = found
     if spent and (fill_OI is None or reduced.right_NI is not None):
@@ -78,17 +78,17 @@ def solve(
     return stats, retries
 
 
-def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Apply, Stats] | None:
-    """Gain by a triangular solve; None where the spectrum is needed."""
+def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Apply, Stats] | int:
+    """Gain by a triangular solve; where the spectrum is needed, a number of directions that are known to be kept."""
     if reduced.gram_NN is None:
-        return None
+        return 0
     if spectral.kind == "tikhonov":
-        return _ridge(reduced, reduced.gram_NN, spectral.ridge * mean)
+        return _ridge(reduced, reduced.gram_NN, spectral.ridge * mean) or 0
     if spectral.kind != "hard" or reduced.has_spectrum:
-        return None
+        return 0
     certified = certified_cholesky(reduced.gram_NN, rtol)
-    if certified is None:
-        return None
+    if isinstance(certified, int):
+        return certified
     stats: Stats = {"rank": reduced.size, "cutoff": certified[1], "rtol": rtol, "solver": f"{reduced.form}/cholesky"}
     return _solver(certified[0], reduced), stats
 
@@ -170,7 +170,7 @@ def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor
     return factor if int(info) == 0 else None
 
 
-def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | None:
+def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | int:
     """float64 Cholesky factor of `sym`, but only if no eigenvalue is at or below `rtol * lambda_max`.
 
     `min(||sym||_F, ||sym||_inf) = u >= lambda_max`, and by Sylvester's law of inertia a Cholesky factorisation of
@@ -179,17 +179,27 @@ def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | No
     `(N + 2) eps(float64) tr(sym)` (Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 10.3).
 
     Returns:
-        The factor and `rtol u`, an upper bound of the absolute cut-off; None when the proof does not succeed, from
-        which nothing follows.
+        The factor and `rtol u`, an upper bound of the absolute cut-off; or, when the proof does not succeed, a number
+        of eigenvalues that are certainly above `rtol * lambda_max`: the side of the leading block up to which the
+        factorisation went, by Cauchy's interlacing.
     """
     n, trace = sym_NN.shape[-1], float(sym_NN.diagonal().double().sum())
     norms = torch.linalg.matrix_norm(sym_NN, "fro"), torch.linalg.matrix_norm(sym_NN, float("inf"))
     bound = rtol * 1.001 * float(torch.minimum(*norms))  # 0.1 %: the rounding of the norms themselves
     shift = bound + 4 * (n + 2) * torch.finfo(torch.float64).eps * trace
     if float(sym_NN.diagonal().min()) <= shift:  # lambda_min never exceeds a diagonal entry
-        return None
+        return 0
     for size in (n // LEADING_PART, n):  # nor the smallest eigenvalue of a leading block (Cauchy's interlacing)
-        if shifted_cholesky(sym_NN[:size, :size], -shift, torch.float64) is None:
-            return None
+        factorised = _positive_definite_part(sym_NN[:size, :size], -shift)
+        if factorised < size:
+            return factorised
     factor = shifted_cholesky(sym_NN, 0.0, torch.float64)
-    return None if factor is None else (factor, bound)
+    return n if factor is None else (factor, bound)
+
+
+def _positive_definite_part(sym_NN: Tensor, shift: float) -> int:
+    """Side of the leading block of `sym + shift I` that a float64 Cholesky factorisation finds positive definite."""
+    shifted = sym_NN.to(torch.float64, copy=True)
+    shifted.diagonal().add_(shift)
+    failed = int(torch.linalg.cholesky_ex(shifted).info)
+    return failed - 1 if failed else sym_NN.shape[-1]
