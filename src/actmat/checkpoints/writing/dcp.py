@@ -6,6 +6,7 @@ bytes: what torch records of a save (its place, a random id) is left out.
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import tempfile
@@ -64,8 +65,10 @@ def _save(checkpoint: Checkpoint, folder: Path, under: str) -> None:
         for name, spec in checkpoint.specs.items()
     }
     state: dict[str, Any] = {under: shapes} if under else dict(shapes)
+    # torch 2.6 has no such argument, and takes a process without a group for the only one
+    alone: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
     try:
-        save(state, storage_writer=_Writer(folder), planner=_Planner(checkpoint), no_dist=True)
+        save(state, storage_writer=_Writer(folder), planner=_Planner(checkpoint), **alone)
     except CheckpointException as failed:  # holds the errors of all ranks, here of one
         for error, _ in failed.failures.values():
             raise error from None
