@@ -50,7 +50,7 @@ def reference_rows(some: Sequence[Group]) -> list[list[str]]:
     return found
 
 
-SUMMARY = ("average", "task_arithmetic", "actmat", "actmat_ridge", "actmat_bounded", "tsv", "regmean")
+SUMMARY = ("average", "task_arithmetic", "actmat", "actmat_ridge", "actmat_bounded", "tsv", "cart", "regmean")
 """Rows of the short table."""
 
 
