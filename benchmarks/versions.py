@@ -8,8 +8,9 @@
 Makes a virtual environment, installs the dependencies (not the extras) at the lower bounds of pyproject.toml or at the
 newest releases, and runs tests that need nothing else: commands, recipes, formats, bytes of merges, the hub's client.
 With `--borrow-torch`, torch (some gigabytes) and what only it needs are links to the environment that runs this; no
-other package of that is seen. With `--without-torch`, for an interpreter that has no build of torch at hand, all files
-are compiled and the commands run that need none (`WITHOUT_TORCH`). The outcome goes to
+other package of that is seen. With `--system-torch`, it is the one that the interpreter has, such as a distribution's
+package; its other packages are seen, too. With `--without-torch`, for an interpreter that has no build of torch at
+hand, all files are compiled and the commands run that need none (`WITHOUT_TORCH`). The outcome goes to
 benchmarks/results/versions.json, one entry for each interpreter and kind.
 """
 
@@ -122,13 +123,14 @@ def try_versions(python: str, which: str, place: Path, *, torch: str = "installe
         python: the interpreter.
         which: `minimum` or `latest`.
         place: where the environment goes.
-        torch: `installed`, `borrowed` (that of this environment) or `none`.
+        torch: `installed`, `borrowed` (that of this environment), `system` (that of the interpreter) or `none`.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    subprocess.run([python, "-m", "venv", str(place)], check=True)
+    seen = ("--system-site-packages",) if torch == "system" else ()
+    subprocess.run([python, "-m", "venv", *seen, str(place)], check=True)
     inside = str(place / "bin" / "python")
     tried = [d for d in project["dependencies"] if torch == "installed" or not d.startswith("torch>=")]
-    wanted = [*pinned(tried, which), *(TOOLS if torch == "installed" else ())]
+    wanted = [*pinned(tried, which), *(TOOLS if torch in ("installed", "system") else ())]
     entry: dict[str, Any] = {
         "which": which,
         "python": _told(inside, "import platform; print(platform.python_version())"),
@@ -200,6 +202,7 @@ def main() -> None:
     torch = parser.add_mutually_exclusive_group()
     torch.add_argument("--borrow-torch", dest="torch", action="store_const", const="borrowed", default="installed")
     torch.add_argument("--without-torch", dest="torch", action="store_const", const="none")
+    torch.add_argument("--system-torch", dest="torch", action="store_const", const="system")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="actmat-versions-") as folder:
         entry = try_versions(given.python, given.which, Path(folder) / "venv", torch=given.torch)

@@ -41,9 +41,8 @@ def commands() -> dict[str, Any]:
 def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
     spelled = {option for p in commands()[name].params for option in p.opts}
     home = name.split()[0]
-    if home != "ui":  # a page for the browser: it prints its address
-        assert {"--json", "--quiet", "-q"} <= spelled
-        assert home in SCHEMAS
+    assert {"--json", "--quiet", "-q"} <= spelled
+    assert home in SCHEMAS
     assert set(EXITS[home]) == {0, 1}
     page = (ROOT / f"docs/commands/{home}.md").read_text()
     assert f"<!-- generated: exit-codes {home} -->" in page

@@ -41,6 +41,7 @@ SCHEMAS: Mapping[str, int] = {
     "statistics": 1,
     "try": 1,
     "tune": 1,
+    "ui": 1,
     "verify": 1,
 }
 """Version of the JSON of each command."""

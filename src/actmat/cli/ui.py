@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from typing import Annotated
 
@@ -14,6 +15,8 @@ __all__ = ["ui"]
 def ui(
     port: Annotated[int, typer.Option("--port", help="Port on this machine; 0: one that is free.", min=0)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the address.")] = False,
 ) -> None:
     """Open a page to choose models, see the plan as you type, merge, watch and compare.
 
@@ -24,12 +27,18 @@ def ui(
     On a remote machine: ssh -L 8000:127.0.0.1:8000 HOST actmat ui --port 8000
     """
     from actmat.cli.catalogue import read_catalogue
+    from actmat.cli.results import print_result
     from actmat.cli.screen import console
     from actmat.ui import Server
 
     with Server(list(read_catalogue().values()), port) as server:
-        console.print(server.url, soft_wrap=True)
-        console.print("Ctrl-C ends this page and stops its merge.")
+        if json:
+            print_result("ui", {"url": server.url, "port": server.port})
+        else:
+            console.print(server.url, soft_wrap=True)
+        if not json and not quiet:
+            console.print("Ctrl-C ends this page and stops its merge.")
+        sys.stdout.flush()  # who reads it through a pipe waits for the address
         if browser:
             import webbrowser
 

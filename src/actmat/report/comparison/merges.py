@@ -90,7 +90,9 @@ def _difference(one: Output, two: Output, base: Checkpoint | None, name: str) ->
     if factors[0] is not None and factors[1] is not None:
         return difference(name, shape, actions, factored_sums(factors[0], factors[1]))
     stored = one.stored_name(name)
-    return difference(name, shape, actions, stored_sums(one.checkpoint, two.checkpoint, base, stored))
+    first, second = (o.checkpoint.specs[stored].dtype for o in (one, two))
+    sums = stored_sums(one.checkpoint, two.checkpoint, base, stored)
+    return difference(name, shape, actions, sums, None if first == second else (first, second))
 
 
 @contextlib.contextmanager
