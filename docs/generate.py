@@ -314,7 +314,9 @@ def versions(_: str) -> str:
     rows = []
     for run in runs:
         found = run.get("versions", {})
-        torch = found.get("torch", "none") + {"borrowed": ", borrowed", "system": ", of the system"}.get(run["torch"], "")
+        torch = found.get("torch", "none") + {"borrowed": ", borrowed", "system": ", of the system"}.get(
+            run["torch"], ""
+        )
         counts = ", ".join(f"{n} {kind}" for kind, n in run.get("tests", {}).items()) or "not installed"
         tried = "commands" if run["torch"] == "none" else "tests"
         rows.append([run["python"], run["which"], torch, *(found.get(n, "") for n in shown), f"{tried}: {counts}"])
