@@ -27,14 +27,14 @@ PINNED: dict[str, set[str]] = {
     "serve-command": {"python", "vllm", "notes"},
     "statistics": {"statistics"},
     "statistics statistics": {
-        "path", "model", "amount", "samples", "tokens", "not_measured", "data", "kinds",
+        "path", "model", "amount", "samples", "tokens", "patches", "not_measured", "data", "kinds",
     },
     "try": {"prompts", "models"},
+    "ui": {"url", "port"},
     "tune": {
         "actmat_tune", "version", "out", "recipe", "score", "compared", "chosen", "final", "front", "refused", "notes",
         "seconds", "memory", "left_out",
     },
-    "ui": {"url", "port"},
     "add": MERGE | {"from_sums", "why_read"},
     "remove": MERGE | {"from_sums", "why_read"},
     "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "seconds", "notes"},

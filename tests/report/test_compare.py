@@ -19,7 +19,7 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.report.comparison import Comparison, TensorDifference, compare
 from actmat.report.comparison import tensors as tensors_module
-from actmat.report.comparison.tensors import difference, stored_sums
+from actmat.report.comparison.tensors import Sums, difference, stored_sums
 
 
 @pytest.fixture(scope="module")
@@ -274,15 +274,22 @@ def test_full_tensors_of_adapters_are_compared_by_their_entries(tmp_path: Path) 
         assert (found[name].norms, found[name].relative) == (None, None), "there is no base to subtract"
 
 
-def test_equal_adapters_differ_nowhere(tmp_path: Path) -> None:
-    for seed in (0, 1):
+def test_equal_full_tensors_of_adapters_are_the_same_and_another_dtype_is_named(tmp_path: Path) -> None:
+    for seed in (1, 2):
         save_adapter(tmp_path / str(seed), "vit", seed, r=2, target_modules=["q_proj"], modules_to_save=["classifier"])
-    inputs = ["-e", str(tmp_path / "0"), "-e", str(tmp_path / "1"), "-m", "linear"]
-    for name in ("one", "two"):
-        assert actmat(["merge", *inputs, "--out", str(tmp_path / name), "--quiet"]).code == 0
+    inputs = ["-e", str(tmp_path / "1"), "-e", str(tmp_path / "2"), "-m", "average"]
+    for name, dtype in (("one", "float32"), ("two", "float32"), ("short", "bfloat16"), ("shorter", "float16")):
+        assert actmat(["merge", *inputs, "--dtype", dtype, "--out", str(tmp_path / name), "--quiet"]).code == 0
     found = compare(tmp_path / "one", tmp_path / "two")
+    assert (found.differing, found.in_other_dtypes) == ((), 0)
     assert any("classifier" in t.name for t in found.tensors)
-    assert all(t.same and t.distance == 0 for t in found.tensors)
+    other = compare(tmp_path / "short", tmp_path / "shorter")
+    full = {t.name: t for t in other.tensors if t.dtypes is not None}
+    assert full
+    assert {t.dtypes for t in full.values()} == {("bfloat16", "float16")}
+    assert not any(t.same for t in full.values())
+    assert difference("w", (2,), ("a", "b"), Sums(0.0)).same
+    assert not difference("w", (2,), ("a", "b"), Sums(0.0), ("float32", "bfloat16")).same
 
 
 def test_an_adapter_that_lost_a_module_is_told(tmp_path: Path) -> None:

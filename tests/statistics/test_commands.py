@@ -128,6 +128,11 @@ def test_images_from_an_array_and_from_a_folder(tmp_path: Path) -> None:
             assert key is not None
             grams.append(found.gram(key))
     assert relative_error(grams[0], grams[1]) < F32_PRODUCT  # the same images, in another order
+    data = json.loads(run(["statistics", "show", str(out), "--json"]).out)["statistics"][0]
+    assert (data["samples"], data["tokens"], data["patches"]) == (5, None, 25)
+    inputs = ["-b", str(place), "-e", str(place), "-m", "regmean", "--statistics", str(out)]
+    plan = " ".join(run(["plan", *inputs]).out.split())
+    assert "statistics of 'vit': 5 images, 25 patches" in plan
 
 
 def test_labels_for_the_fisher_come_from_a_column(tmp_path: Path) -> None:

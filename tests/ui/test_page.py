@@ -45,18 +45,20 @@ def fill(page: Any, css: str, value: str) -> None:
 
 
 def test_from_an_empty_form_to_a_comparison(page: Any, samples: Family, tmp_path: Path) -> None:
-    assert page.locator("#merge").is_disabled()
-    assert page.locator("#plan-section").is_hidden()
+    assert page.text_content("#status") == "Choose a base (adapters need none) and the experts."
+    assert "appears when the inputs are chosen" in page.text_content("#plan")
+    assert all(page.is_disabled(f"#{id}") for id in ("merge", "diagnose-now", "compare"))
     page.click("[data-browse=base]")
     page.click("[aria-label='Use base']")
     assert page.input_value("#base") == str(samples.base)
     fill(page, "[aria-label='Expert 1']", "expert0")
     fill(page, "[aria-label='Expert 2']", "expert7")
     page.locator(".problems", has_text="Did you mean 'expert").wait_for()
-    assert page.locator("#merge").is_disabled()
     fill(page, "[aria-label='Expert 2']", "expert1")
     page.locator("#status .good").wait_for()
-    assert page.locator("#plan-section").is_visible()
+    assert page.is_enabled("#diagnose-now")
+    assert page.is_disabled("#merge")
+    assert page.is_visible("#out-missing")
     page.select_option("#method", "ties")
     page.select_option("#grouping", "kind")
     fill(page, "[aria-label='scale of mlp']", "0.5")

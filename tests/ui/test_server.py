@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import webbrowser
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,20 +50,6 @@ def asked(server: Server, question: str, data: object = None) -> Any:
     status, _, answer = request(server, "POST", f"/api/{question}", body=body)
     assert status == 200, answer
     return json.loads(answer)
-
-
-@pytest.mark.parametrize(("flags", "lines"), [([], 2), (["--quiet"], 0), (["--json"], 1), (["--json", "-q"], 1)])
-def test_the_command_says_where_the_page_is(flags: list[str], lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Server, "run", lambda self: None)
-    done = actmat(["ui", "--no-browser", *flags])
-    assert done.code == 0
-    out = done.out
-    if "--json" in flags:
-        found = pinned(json.loads(out), "ui")
-        assert found["url"].startswith(f"http://127.0.0.1:{found['port']}/?token=")
-    else:
-        assert len(out.splitlines()) == lines
-        assert ("?token=" in out) == bool(lines)
 
 
 def test_the_page_allows_only_its_own_script_style_and_origin(server: Server) -> None:
@@ -144,3 +131,18 @@ def test_a_senseless_form_is_an_answer_and_no_crash(server: Server, data: dict[s
 def test_a_port_that_is_taken_is_named(server: Server) -> None:
     with pytest.raises(OutputError, match=rf"Port {server.port} cannot be used.*--port"):
         Server([], server.port)
+
+
+@pytest.mark.parametrize(("flag", "lines"), [("--json", 5), ("--quiet", 1), ("--browser", 2)])
+def test_the_command_prints_its_address(flag: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(Server, "run", lambda self: None)  # ends at once
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    done = actmat(["ui", flag, *([] if flag == "--browser" else ["--no-browser"])])
+    assert (done.code, len(done.out.splitlines())) == (0, lines)
+    if flag == "--json":
+        found = pinned(json.loads(done.out), "ui")
+        assert found["url"].startswith(f"http://127.0.0.1:{found['port']}/?token=")
+    else:
+        assert done.out.startswith("http://127.0.0.1:")
+    assert bool(opened) == (flag == "--browser")

@@ -79,10 +79,13 @@ def _print_tensors(found: Comparison) -> None:
 
     differing = found.differing
     if not differing:
-        console.print(f"all {len(found.tensors)} tensors are the same, to the last bit\n")
+        console.print(f"all {len(found.tensors)} tensors are the same\n")
         return
     apart = "" if found.relative is None else f"; relative distance there {found.relative:.3g} (0 to 2)"
-    console.print(f"{len(differing)} of {len(found.tensors)} tensors differ{apart}\n")
+    console.print(f"{len(differing)} of {len(found.tensors)} tensors differ{apart}")
+    if found.in_other_dtypes:
+        console.print(f"{found.in_other_dtypes} of these hold equal values in another dtype")
+    console.print()
     rows = []
     for t in differing[:MOST]:
         # in units of the deltas, if the base was found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -139,10 +138,11 @@ def collect(
     loaded = load_model(model, **asdict(loading))
     labels = measuring.fisher and measuring.fisher_labels == "given"
     settings = measuring.options(options)
+    counts = "{task.completed} samples, {task.fields[tokens]} tokens"
     if getattr(loaded.model, "main_input_name", "") == "pixel_values":
         settings["details"] = {**options.details(), "inputs": "images"}
-    amount = "{task.completed} samples, {task.fields[tokens]} tokens"
-    with progress_bar("measuring", BarColumn(24), amount, TimeRemainingColumn(), quiet=shown.quiet) as bar:
+        counts = "{task.completed} images"
+    with progress_bar("measuring", BarColumn(24), counts, TimeRemainingColumn(), quiet=shown.quiet) as bar:
         task = bar.add_task("measuring", total=reading.samples, tokens=0)
         result = measure(
             loaded.model,
@@ -274,17 +274,15 @@ def _show(headers: Mapping[Path, Header], *, json: bool, quiet: bool, every: boo
 
 def _data(path: Path, header: Header) -> dict[str, Any]:
     """One file of statistics, without a row per tensor."""
+    from actmat.statistics.header import amount, is_of_images, patches
     from actmat.statistics.kinds import KINDS
 
     kinds = [summary for kind in KINDS.values() if (summary := kind.summary(header))]
     sources = [d.source for d in header.data]
     model = header.model.location
-    counts = {
-        "amount": _amount(header),
-        "samples": header.samples,
-        "tokens": header.tokens,
-        "not_measured": len(header.absent),
-    }
+    images = is_of_images(header)
+    rows = {"tokens": None if images else header.tokens, "patches": patches(header) if images else None}
+    counts = {"amount": amount(header), "samples": header.samples, **rows, "not_measured": len(header.absent)}
     return {"path": str(path), "model": model, **counts, "data": sources, "kinds": kinds}
 
 
@@ -293,26 +291,14 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
         raise typer.BadParameter(f"{flag} is one of {', '.join(known)}; got '{value}'")
 
 
-def _amount(header: Header) -> str:
-    """Amount of data: samples and tokens; of images, images and the rows that a layer saw of them."""
-
-    def counted(n: int, word: str) -> str:
-        return f"{n:,} {word}" + ("s" if n != 1 else "")
-
-    if not all(d.details.get("inputs") == "images" for d in header.data):
-        return f"{counted(header.samples, 'sample')}, {counted(header.tokens, 'token')}"
-    rows = Counter(info.rows for info in header.grams.values()).most_common(1)
-    patches = f", {rows[0][0]:,} patches (class tokens included)" if rows else ""
-    return counted(header.samples, "image") + patches
-
-
 def _print(out: Path, header: Header, *, every: bool = False) -> None:
     from actmat.cli.screen import console, escape
+    from actmat.statistics.header import amount
     from actmat.statistics.kinds import KINDS
 
     on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""
     console.print(f"[bold]{escape(out)}[/bold]  ({escape(header.model.location + on)})")
-    console.print(f"  {_amount(header)} of {escape(', '.join(d.source for d in header.data))}")
+    console.print(f"  {amount(header)} of {escape(', '.join(d.source for d in header.data))}")
     console.print("  " + "; ".join(filter(None, (kind.summary(header) for kind in KINDS.values()))))
     groups: dict[str, list[str]] = {}
     for name, why in header.absent.items():

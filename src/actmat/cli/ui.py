@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from typing import Annotated
 
@@ -14,8 +15,8 @@ __all__ = ["ui"]
 def ui(
     port: Annotated[int, typer.Option("--port", help="Port on this machine; 0: one that is free.", min=0)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print the address as JSON, then serve.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors (and JSON).")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the address.")] = False,
 ) -> None:
     """Open a page to choose models, see the plan as you type, merge, watch and compare.
 
@@ -33,9 +34,11 @@ def ui(
     with Server(list(read_catalogue().values()), port) as server:
         if json:
             print_result("ui", {"url": server.url, "port": server.port})
-        elif not quiet:
+        else:
             console.print(server.url, soft_wrap=True)
+        if not json and not quiet:
             console.print("Ctrl-C ends this page and stops its merge.")
+        sys.stdout.flush()  # who reads it through a pipe waits for the address
         if browser:
             import webbrowser
 

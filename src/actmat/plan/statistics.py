@@ -20,7 +20,7 @@ from actmat.plan.choose import Chooser, Decision
 from actmat.plan.model import Item
 from actmat.plan.regions import Region, cut
 from actmat.recipe import Recipe
-from actmat.statistics.header import describe
+from actmat.statistics.header import amount, describe
 from actmat.statistics.store import Statistics, open_statistics
 
 __all__ = [
@@ -92,7 +92,7 @@ class ExpertStatistics:
         if not any(get_method(m).needs_statistics for m in methods):
             return ["statistics are given, and nothing uses them: the rules chosen need none"]
         return [
-            f"statistics of '{label}': {file.header.samples:,} samples, {file.header.tokens:,} tokens"
+            f"statistics of '{label}': {amount(file.header)}"
             for label, file in zip(self.labels, self.files, strict=True)
             if file is not None
         ]

@@ -6,6 +6,7 @@ kind of statistics is listed under `others`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -22,9 +23,12 @@ __all__ = [
     "GramInfo",
     "Header",
     "ModelInfo",
+    "amount",
     "describe",
     "header_hash",
+    "is_of_images",
     "parse_header",
+    "patches",
 ]
 
 FILE_NAME = "statistics.safetensors"
@@ -162,3 +166,26 @@ def describe(header: Header) -> dict[str, Any]:
         "samples": header.samples,
         "tokens": header.tokens,
     }
+
+
+def is_of_images(header: Header) -> bool:
+    """True if all data are images, which have no tokens."""
+    return all(d.details.get("inputs") == "images" for d in header.data)
+
+
+def patches(header: Header) -> int | None:
+    """Rows of images, class tokens included, that most layers read; None if no layer's inputs were measured."""
+    rows = Counter(info.rows for info in header.grams.values()).most_common(1)
+    return rows[0][0] if rows else None
+
+
+def amount(header: Header) -> str:
+    """Amount of data in words: samples and tokens; of images, images and patches."""
+
+    def counted(n: int, word: str) -> str:
+        return f"{n:,} {word}" + ("s" if n != 1 else "")
+
+    if not is_of_images(header):
+        return f"{counted(header.samples, 'sample')}, {counted(header.tokens, 'token')}"
+    rows = patches(header)
+    return counted(header.samples, "image") + (f", {rows:,} patches (class tokens included)" if rows else "")

@@ -2,7 +2,7 @@
 const token = new URLSearchParams(location.search).get("token");
 const byId = (id) => document.getElementById(id);
 const form = { recipe: { base: "", experts: [], method: "actmat", options: {} }, out: "", grouping: "none", scales: {}, settings: {} };
-let methods = [], asked = 0, jobTimer = null, chosen = null, tab = "folder";
+let methods = [], asked = 0, planned = false, running = false, jobTimer = null, chosen = null, tab = "folder";
 
 function el(tag, fields, ...children) {
   const made = Object.assign(document.createElement(tag), fields);
@@ -44,21 +44,32 @@ function changed() {
   waiting = setTimeout(plan, 250);
 }
 
-let fits = false, running = false;
+/* Inputs that have to be chosen before anything can be planned. */
+function missing() {
+  const count = form.recipe.experts.filter((e) => e.path).length;
+  return count === 0 ? ["a base (adapters need none)", "the experts"].slice(form.recipe.base ? 1 : 0) : [];
+}
+
+/* Buttons that need a plan; `merge` needs a place for its output, too. */
 function enable() {
-  for (const id of ["merge", "diagnose-now"]) byId(id).disabled = running || !fits;
-  byId("compare").disabled = running;
-  byId("plan-section").hidden = !fits;
+  const waits = running || !planned;
+  byId("merge").disabled = waits || !form.out;
+  byId("diagnose-now").disabled = waits;
+  byId("compare").disabled = running || !byId("first").value.trim() || !byId("second").value.trim();
+  byId("out-missing").hidden = !planned || Boolean(form.out);
+}
+
+function showMissing(absent) {
+  byId("status").replaceChildren(el("p", { className: "note" }, `Choose ${absent.join(" and ")}.`));
+  byId("recipe").textContent = byId("command").textContent = "";
+  byId("plan").replaceChildren(el("p", { className: "note" }, "The plan appears when the inputs are chosen."));
 }
 
 async function plan() {
-  const mine = ++asked;
-  if (!form.recipe.experts.some((e) => e.path)) {
-    fits = false;
-    byId("status").removeAttribute("aria-busy");
-    byId("status").replaceChildren(el("p", { className: "note" }, "Choose a base and experts."));
-    return enable();
-  }
+  const mine = ++asked, absent = missing();
+  planned = false;
+  enable();
+  if (absent.length) return showMissing(absent);
   byId("status").setAttribute("aria-busy", "true");
   const found = await ask("plan", { form: sent() });
   if (mine !== asked) return; // the form has changed since
@@ -66,10 +77,12 @@ async function plan() {
   const answer = found.ok ? found.answer : found;
   byId("recipe").textContent = answer.yaml ?? "";
   byId("command").textContent = answer.command ?? "";
-  byId("plan").replaceChildren();
-  fits = !answer.problems;
+  if (answer.problems) {
+    byId("plan").replaceChildren(el("p", { className: "note" }, "The plan appears when the inputs fit together."));
+    return byId("status").replaceChildren(problems(answer));
+  }
+  planned = true;
   enable();
-  if (!fits) return byId("status").replaceChildren(problems(answer));
   byId("status").replaceChildren(el("p", { className: "good" }, "The inputs fit together."), el("p", {}, answer.counts),
     el("p", {}, answer.traffic), ...answer.notes.map((n) => el("p", { className: "caveat" }, n)));
   const rows = answer.rows.map((r) => el("tr", {}, el("td", {}, String(r.count)), el("td", { className: "action" }, r.action),
@@ -237,6 +250,7 @@ function finished(job) {
   const [first, second] = [byId("first"), byId("second")]; // the last two merges are offered for comparison
   if (!first.value) first.value = job.out;
   else if (first.value !== job.out) second.value = job.out;
+  enable();
   const how = job.was_finished ? "was finished before; all its tensors are intact." : `is complete: ${job.tensors} tensors in ${job.seconds.toFixed(1)} s.`;
   return [el("p", { className: job.issues ? "bad" : "good" }, el("code", {}, job.out), ` ${how}${found}`), link].filter(Boolean);
 }
@@ -258,7 +272,7 @@ function show() {
 
 function wire() {
   byId("base").onchange = (event) => { form.recipe.base = event.target.value.trim(); changed(); };
-  byId("out").onchange = (event) => { form.out = event.target.value.trim(); changed(); };
+  byId("out").oninput = byId("out").onchange = (event) => { form.out = event.target.value.trim(); enable(); changed(); };
   byId("add").onclick = () => { form.recipe.experts.push({ path: "" }); showExperts(); };
   byId("method").onchange = (event) => { form.recipe.method = event.target.value; form.recipe.options = {}; showMethod(); changed(); };
   byId("scale").onchange = byId("scale-range").onchange = (event) => setScale(event.target.value === "" ? 1 : Number(event.target.value));
@@ -270,6 +284,7 @@ function wire() {
   byId("merge").onclick = () => run({ do: "merge", form: sent() });
   byId("diagnose-now").onclick = () => run({ do: "diagnose", form: sent() });
   byId("compare").onclick = () => run({ do: "compare", first: byId("first").value.trim(), second: byId("second").value.trim() });
+  for (const id of ["first", "second"]) byId(id).oninput = byId(id).onchange = enable;
   byId("stop").onclick = async () => { await ask("stop"); watch(); };
   byId("load").onclick = () => browse(loadRecipe);
   byId("save").onclick = async () => {

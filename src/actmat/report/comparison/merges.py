@@ -86,13 +86,13 @@ def _difference(one: Output, two: Output, base: Checkpoint | None, name: str) ->
     shape, actions = one.shape(name) or (), (one.action(name), two.action(name))
     if one.identity(name) is not None and one.identity(name) == two.identity(name):
         return TensorDifference(name, shape, actions, same=True, distance=0.0)
-    first, second = one.factors(name), two.factors(name)
-    if first is not None and second is not None:
-        if first.a_RI.equal(second.a_RI) and first.b_OR.equal(second.b_OR):  # their sums would differ by rounding
-            return TensorDifference(name, shape, actions, same=True, distance=0.0)
-        return difference(name, shape, actions, factored_sums(first, second))
+    factors = one.factors(name), two.factors(name)
+    if factors[0] is not None and factors[1] is not None:
+        return difference(name, shape, actions, factored_sums(factors[0], factors[1]))
     stored = one.stored_name(name)
-    return difference(name, shape, actions, stored_sums(one.checkpoint, two.checkpoint, base, stored))
+    first, second = (o.checkpoint.specs[stored].dtype for o in (one, two))
+    sums = stored_sums(one.checkpoint, two.checkpoint, base, stored)
+    return difference(name, shape, actions, sums, None if first == second else (first, second))
 
 
 @contextlib.contextmanager

@@ -50,9 +50,10 @@ class TensorDifference:
     Args:
         name, shape: of the tensor.
         actions: done to it in each merge; the method's name where one was used.
-        same: both outputs stored the same bytes, or factors of the same delta.
+        same: both outputs stored the same values in the same dtype, or factors of the same delta.
         distance, relative, cosine: see `comparison.tensors`; the last two are None where a norm is zero or unknown.
         norms: of the merged deltas; None without the base.
+        dtypes: in which the outputs store it, where these differ.
     """
 
     name: str
@@ -63,6 +64,7 @@ class TensorDifference:
     norms: tuple[float, float] | None = None
     relative: float | None = None
     cosine: float | None = None
+    dtypes: tuple[str, str] | None = None
 
     @property
     def depth(self) -> int | None:
@@ -122,6 +124,11 @@ class Comparison:
         found = [t for t in self.tensors if not t.same]
         known = all(t.relative is not None for t in found)
         return tuple(sorted(found, key=lambda t: -(t.relative or 0.0) if known else -t.distance))
+
+    @property
+    def in_other_dtypes(self) -> int:
+        """Number of differing tensors whose values are equal: only their dtypes differ."""
+        return sum(t.dtypes is not None and t.distance == 0 for t in self.differing)
 
     @property
     def relative(self) -> float | None:

@@ -58,32 +58,48 @@ def factored_sums(first: LowRank, second: LowRank) -> Sums:
     >>> round(sums.apart, 6), round(sums.inner, 6)
     (24.0, -6.0)
     """
+    if torch.equal(first.b_OR, second.b_OR) and torch.equal(first.a_RI, second.a_RI):
+        square = frobenius_norm(first) ** 2
+        return Sums(0.0, square, square, square)  # without the rounding of a difference
     # <b_1 a_1, b_2 a_2> = sum (b_1^T b_2) * (a_1 a_2^T), over batches too
     inner = float(((first.b_OR.mT @ second.b_OR) * (first.a_RI @ second.a_RI.mT)).sum())
     apart = frobenius_norm(weighted_sum((first, second), (1.0, -1.0)))
     return Sums(apart**2, frobenius_norm(first) ** 2, frobenius_norm(second) ** 2, inner)
 
 
-def difference(name: str, shape: tuple[int, ...], actions: tuple[str, str], sums: Sums) -> TensorDifference:
+def difference(
+    name: str,
+    shape: tuple[int, ...],
+    actions: tuple[str, str],
+    sums: Sums,
+    dtypes: tuple[str, str] | None = None,
+) -> TensorDifference:
     """The difference of two tensors from their sums; without norms only the distance.
 
     >>> difference("w", (2,), ("a", "b"), Sums(4.0, 1.0, 1.0, -1.0)).relative
     2.0
+
+    Args:
+        name, shape, actions: of the tensor.
+        sums: over its entries.
+        dtypes: in which it is stored, where these differ: then it is not the same at any distance.
     """
     distance = math.sqrt(sums.apart)
+    same = distance == 0 and dtypes is None
     if sums.first is None or sums.second is None:
-        return TensorDifference(name, shape, actions, same=distance == 0, distance=distance)
+        return TensorDifference(name, shape, actions, same=same, distance=distance, dtypes=dtypes)
     norms = math.sqrt(sums.first), math.sqrt(sums.second)
     product = norms[0] * norms[1]
     return TensorDifference(
         name,
         shape,
         actions,
-        same=distance == 0,
+        same=same,
         distance=distance,
         norms=norms,
         relative=2 * distance / sum(norms) if sum(norms) else None,
         cosine=max(-1.0, min(1.0, sums.inner / product)) if product else None,
+        dtypes=dtypes,
     )
 
 

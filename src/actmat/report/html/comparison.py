@@ -109,8 +109,10 @@ def _sizes(comparison: Comparison) -> Markup | None:
 def _headline(comparison: Comparison) -> str:
     differing = len(comparison.differing)
     if not differing:
-        return "All tensors are the same, to the last bit."
-    return f"{differing:,} of {plural(len(comparison.tensors), 'tensor')} differ."
+        return "All tensors are the same."
+    others = comparison.in_other_dtypes
+    only = f"; {others:,} of these only in dtype, with equal values" if others else ""
+    return f"{differing:,} of {plural(len(comparison.tensors), 'tensor')} differ{only}."
 
 
 def _apart(comparison: Comparison) -> str:
