@@ -171,10 +171,11 @@ def test_statistics_of_regmean_pp_come_through_merged_blocks(finished, monkeypat
                     one, other = (s.gram(s.find(name), dtype=torch.float64) for s in (plain, found))
                     differ[key] = float((one - other).norm() / one.norm())
         if finished.suite == "text-minilm":
-            assert max(differ.values()) < 1e-5, "embeddings are not trained, and there is one block: nothing was merged"
+            assert not any(round(v, 4) for v in differ.values()), "one block, and the embeddings are not trained"
         else:
             first, last = (max(v for n, v in differ.items() if f"layer.{i}." in n) for i in (0, 1))
-            assert max(first, 1e-4) < last, "the first block is merged before the second one is measured"
+            assert first < last, "the first block is merged before the second one is measured"
+            assert round(last, 3) > 0
 
 
 def test_cosines_are_those_of_the_definition(finished):
