@@ -20,7 +20,8 @@ from actmat.foreign import html, in_one_line, markdown, terminal
 
 FORGED = "\nall-good: everything\r\x1b[2K\x1b]0;title\x07\x9b31m\u202egnp\u2066\u200b\u2028x[bold red]:bomb:|<b>`"
 """A part of a name that would clear the line, change colours and directions, and add a line of output."""
-LINE = re.compile(r"^\s*all-good", re.MULTILINE)
+LINE = re.compile(r"^ {0,3}all-good", re.MULTILINE)
+"""A line of its own; what a long line goes on with is indented further, and may begin anywhere in the name."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
