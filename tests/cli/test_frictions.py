@@ -12,7 +12,7 @@ from tests.helpers.merging import actmat
 from actmat.errors import RecipeError
 from actmat.foreign import LONGEST, in_brief
 from actmat.methods import get_method
-from actmat.recipe import make_recipe
+from actmat.recipe import make_recipe, variants
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,12 @@ def test_dare_takes_merge_for_rule_in_recipes_rules_and_flags() -> None:
     both = fields | {"options": {"merge": "ties", "rule": "linear"}}
     assert make_recipe(both).options == {"merge": "ties", "rule": "linear"}  # refused when it is resolved
     assert make_recipe({"base": "b", "experts": ["e"], "method": "dare_ties"}).options["rule"] == "ties"
+    recipe = make_recipe({"base": "b", "experts": ["e"]})
+    (alone,) = variants(recipe, ["dare"], {"merge": ["ties"]})
+    assert alone.options["rule"] == "ties"
+    found = variants(recipe, ["dare", "ties"], {"merge": ["ties"], "density": [0.5]})
+    assert [r.options.get("rule") for r in found] == ["ties", None]
+    assert [r.options["density"] for r in found] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("spelling", ["normalise", "normalize"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ALIASES", "real_method", "with_real_method"]
+__all__ = ["ALIASES", "real_method", "real_options", "with_real_method"]
 
 ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dare_ties": ("dare", {"rule": "ties", "rescale": "l1", "reduce": "sum"}),
@@ -32,6 +32,16 @@ def real_method(name: str) -> tuple[str, dict[str, Any]]:
     return method, dict(options)
 
 
+def real_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under their real names; an alias beside its real name stays, and is refused as unknown.
+
+    >>> real_options("dare", {"merge": "ties"})
+    {'rule': 'ties'}
+    """
+    names = OPTION_ALIASES.get(real_method(method)[0], {})
+    return {names.get(n, n) if names.get(n) not in options else n: value for n, value in options.items()}
+
+
 def with_real_method(data: Any) -> Any:
     """Fields of a recipe or a rule with method and options in place of their aliases; options that are given win."""
     if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
@@ -41,5 +51,5 @@ def with_real_method(data: Any) -> Any:
     if method == data["method"] and not (isinstance(given, Mapping) and names.keys() & given.keys()):
         return data
     if isinstance(given, Mapping):
-        given = {names.get(k, k) if names.get(k) not in given else k: v for k, v in given.items()}
+        given = real_options(method, given)
     return {**data, "method": method, "options": {**preset, **given} if isinstance(given, Mapping) else given}
