@@ -25,6 +25,8 @@ TASKS = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
 }
 """Task of an adapter, as PEFT calls it -> class of transformers."""
+DECODERS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes that write text with a decoder alone."""
 PACKAGE = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -71,12 +73,8 @@ def serving_commands(out: str) -> Serving:
 
 def _of_model(place: str, config: Mapping[str, Any]) -> Serving:
     architecture = str(next(iter(config.get("architectures") or ()), "AutoModel"))
-    generates = architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
-    kind = architecture if PACKAGE.fullmatch(architecture) else "AutoModel"
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        kind = "AutoModelForCausalLM"
-    elif config.get("is_encoder_decoder"):
-        kind = "AutoModelForSeq2SeqLM"
+    generates = architecture.endswith((*DECODERS, "ForConditionalGeneration"))
+    kind = _class_of(config)
     helper = "AutoTokenizer" if "vision_config" not in config and "image_size" not in config else "AutoProcessor"
     code = ", trust_remote_code=True" if config.get("auto_map") else ""
     python = (
@@ -91,9 +89,27 @@ def _of_model(place: str, config: Mapping[str, Any]) -> Serving:
     return Serving(python, shlex.join(["vllm", "serve", place, *(["--trust-remote-code"] if code else [])]), (*notes,))
 
 
+def _class_of(config: Mapping[str, Any]) -> str:
+    """Class of transformers that loads a model with this config.json."""
+    architecture = str(next(iter(config.get("architectures") or ()), "AutoModel"))
+    if architecture.endswith(DECODERS):
+        return "AutoModelForCausalLM"
+    if config.get("is_encoder_decoder"):
+        return "AutoModelForSeq2SeqLM"
+    return architecture if PACKAGE.fullmatch(architecture) else "AutoModel"
+
+
+def _config_below(adapter: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an adapter without a task tells of its base: PEFT records the base's class then; else a local config.json."""
+    if recorded := (adapter.get("auto_mapping") or {}).get("base_model_class"):
+        return {"architectures": [recorded]}
+    beside = Path(str(adapter.get("base_model_name_or_path") or "")) / "config.json"
+    return read_object(beside) if beside.is_file() else {}
+
+
 def _of_adapter(place: str, config: Mapping[str, Any]) -> Serving:
     base = str(config.get("base_model_name_or_path") or "BASE")
-    kind = TASKS.get(str(config.get("task_type")), "AutoModel")
+    kind = TASKS.get(str(config.get("task_type"))) or _class_of(_config_below(config))
     python = (
         "from peft import PeftModel",
         f"from transformers import {kind}",

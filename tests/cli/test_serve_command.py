@@ -71,6 +71,25 @@ def test_demands_of_vllm_on_adapters(outputs: Path, tmp_path: Path, fields: dict
 
 
 @pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"auto_mapping": {"base_model_class": "LlamaForCausalLM"}}, "AutoModelForCausalLM"),
+        ({"auto_mapping": {"base_model_class": "BertModel"}}, "BertModel"),
+        ({"auto_mapping": {"base_model_class": "x'); import os #"}}, "AutoModel"),
+        ({"base_model_name_or_path": "HERE/base"}, "AutoModelForCausalLM"),
+        ({"base_model_name_or_path": "org/name"}, "AutoModel"),
+    ],
+)
+def test_an_adapter_without_a_task_is_loaded_by_what_is_known_of_its_base(
+    outputs: Path, tmp_path: Path, fields: dict[str, Any], kind: str
+) -> None:
+    fields = {k: v.replace("HERE", str(outputs)) if isinstance(v, str) else v for k, v in fields.items()}
+    found = serving_commands(edited(outputs / "adapter", tmp_path, "adapter_config.json", **fields, task_type=None))
+    assert f"from transformers import {kind}" in found.python
+    assert bool(found.vllm) is (kind == "AutoModelForCausalLM")
+
+
+@pytest.mark.parametrize(
     ("fields", "python", "vllm"),
     [
         ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "AutoModelForSeq2SeqLM", ""),

@@ -223,4 +223,5 @@ def _adapter_lines(report: MergeReport) -> list[str]:
     full = len(report.plan.items) - len(modules)
     rank = max((m.pair.rank for m in modules), default=0)
     counts = f"{len(modules)} module{'s' * (len(modules) != 1)} of rank {rank}, {full} full tensor{'s' * (full != 1)}"
-    return [f"{counts}; relative error of the truncation {report.totals.relative_error:.2e}"]
+    error = report.totals.relative_error
+    return [counts, f"truncated to this rank: relative error {error:.2g}" if error else "exact: nothing was truncated"]

@@ -331,14 +331,20 @@ def _adapter_problems(recipe: Recipe, experts: Sequence[Expert]) -> list[str]:
 
 def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequence[Item]) -> list[str]:
     """Notes about the adapters among the experts."""
-    notes = []
+    alike: dict[int, list[str]] = {}
     for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):
         if expert.kind != "adapter":
             continue
         changed = sum(
             any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items
         )
-        notes.append(f"expert '{label}' is an adapter: it changes {changed} tensors, the rest are zero deltas")
+        alike.setdefault(changed, []).append(f"'{label}'")
+    notes = [
+        f"expert {who[0]} is an adapter: it changes {changed} tensors, the rest are zero deltas"
+        if len(who) == 1
+        else f"experts {', '.join(who)} are adapters: each changes {changed} tensors, the rest are zero deltas"
+        for changed, who in alike.items()
+    ]
     calls = [(i, i.call.method) for i in items if i.form == "factored" and i.call is not None]
     free = [(i, method) for i, method in calls if get_method(method).meets_every_expert]
     small = [m for i, m in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]
