@@ -1,13 +1,12 @@
-"""TSV keeps one in `T` directions of each of `T` experts: what would finding only these save?
+"""CART, TSV and Iso-CTS keep the leading directions of every expert: what does computing only these save?
 
     python -m benchmarks.leading
-    python -m benchmarks.leading --spectra gaussian --experts 8 --repeats 1
+    python -m benchmarks.leading --methods cart --spectra power0.5 gaussian --repeats 3
 
-`full` is one expert's decomposition as TSV makes it (`thin_svd`), `part` the leading eigenpairs of the same Gram matrix
-from a Krylov basis (`linalg.krylov`) of `basis share` of the side, with their proof and the vectors of the long side;
-`polar` what follows, the two polar factors of as many random directions as are kept. Processor seconds of one thread,
-in turn, medians. TSV is `T` decompositions and the polar factors: `gain` is `(T full + polar) / (T part + polar)`. The
-basis is given up at `--largest` of the side; `part` is then what the attempt took, and `full` on top of it.
+`part` is a merge as it is made, `full` the same with every matrix decomposed whole: processor seconds of one thread, in
+turn, medians. `basis share` is the largest Krylov basis over the short side; where it is missing, no part was computed
+(the reason is in the result file), and `part` is what that costs. `apart` is the distance of the two answers, relative
+to their norm.
 """
 
 from __future__ import annotations
@@ -16,108 +15,68 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from actmat.linalg import krylov
-from actmat.linalg.inertia import none_above
-from actmat.linalg.panels import multiply
-from actmat.linalg.singular import orthogonalised_sum
-from actmat.linalg.svd import row_gram, thin_svd
+from actmat.linalg import svd
+from actmat.methods import get_method
 from benchmarks.common import markdown, torch_threads, write_result
-from benchmarks.matrix import SPECTRA, make_deltas
+from benchmarks.matrix import make_deltas
 
-COLUMNS = ("spectrum", "experts", "kept", "basis_share", "full_s", "part_s", "polar_s", "tsv_s", "with_parts_s", "gain")
-
-
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """So many of the largest eigenvalues."""
-
-    count: int
-
-    def of(self, values_J: Tensor) -> tuple[int, float]:
-        """Number of these (descending) that are wanted, and the last of them."""
-        count = min(self.count, len(values_J))
-        return count, float(values_J[count - 1])
+COLUMNS = ("method", "shape", "spectrum", "experts", "basis_share", "part_s", "full_s", "times_faster", "apart")
+CASES = (("cart", 3), ("iso_cts", 3), ("tsv", 3), ("tsv", 8), ("tsv", 16))
+"""Methods, and numbers of experts."""
 
 
-def part_of(delta_OI: Tensor, count: int, largest: float) -> tuple[float, bool]:
-    """Find the leading triplets; returns the share of the side that the basis has, and whether they are proven."""
-    sym_NN = row_gram(delta_OI)
-    size, wanted = len(sym_NN), Largest(count)
-    basis = krylov._Basis(sym_NN, int(largest * size) // krylov.BLOCK * krylov.BLOCK)
-    look = round(krylov._expected(count))
-    while True:
-        basis.grow(look)
-        ritz = basis.ritz()
-        found, bound = wanted.of(ritz.values_J)
-        tolerance = max(
-            torch.finfo(delta_OI.dtype).eps * bound, torch.finfo(torch.float64).eps * float(ritz.values_J[0])
-        )
-        if (cut := krylov._cut(ritz, found, bound, tolerance)) is not None:
-            break
-        if basis.size == basis.limit:
-            return basis.size / size, False
-        look = round(1.1 * basis.size)
-    taken, level = cut
-    vectors_KN = multiply(ritz.coordinates_JJ[:, :taken].mT, basis.rows_JN[: basis.size])
-    proven = none_above(sym_NN, ritz.values_J[:taken], vectors_KN, level)
-    (vectors_KN[:count] / ritz.values_J[:count].sqrt().unsqueeze(-1)) @ delta_OI.double()
-    return basis.size / size, proven
+def merged(method: str, deltas: Sequence[Tensor]) -> tuple[float, Any]:
+    """Processor seconds of a merge, and what it gives."""
+    began = time.thread_time()
+    found = get_method(method).merge(deltas)
+    return time.thread_time() - began, found
 
 
-def _all_kept(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As many directions as TSV has in all; the time of a polar factor depends on their number, about the side."""
-    u, v = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
-    return u / size**0.5, torch.ones(size, dtype=torch.float64), v / size**0.5
-
-
-def seconds(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """Median processor seconds of a call, and what it gives."""
-    took, found = [], None
+def row_of(method: str, experts: int, shape: tuple[int, int], spectrum: str, repeats: int) -> dict[str, Any]:
+    """Both ways in turn on one matrix."""
+    deltas = make_deltas(experts, *shape, spectrum)
+    part, full = [], []
     for _ in range(repeats):
-        began = time.thread_time()
-        found = work()
-        took.append(time.thread_time() - began)
-    return statistics.median(took), found
-
-
-def rows_of(spectrum: str, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each number of experts."""
-    (delta_OI,) = make_deltas(1, given.size, given.size, spectrum)
-    polar_s, _ = seconds(lambda: orthogonalised_sum(*_all_kept(given.size), torch.float32), given.repeats)
-    rows = []
-    for experts in given.experts:
-        count = given.size // experts
-        full_s, _ = seconds(lambda count=count: thin_svd(delta_OI, k=count), given.repeats)
-        part_s, (share, proven) = seconds(lambda count=count: part_of(delta_OI, count, given.largest), given.repeats)
-        part_s += 0 if proven else full_s
-        whole, with_parts = experts * full_s + polar_s, experts * part_s + polar_s
-        row = {"spectrum": spectrum, "experts": experts, "kept": count, "basis_share": share}
-        row |= {"proven": proven, "full_s": full_s, "part_s": part_s, "polar_s": polar_s}
-        rows.append(row | {"tsv_s": whole, "with_parts_s": with_parts, "gain": whole / with_parts})
-        print(markdown([rows[-1]], COLUMNS).splitlines()[-1], flush=True)
-    return rows
+        took, found = merged(method, deltas)
+        part.append(took)
+        with mock.patch.object(svd, "SMALLEST", max(shape) + 1):
+            took, whole = merged(method, deltas)
+        full.append(took)
+    apart = torch.linalg.vector_norm(found.value - whole.value) / torch.linalg.vector_norm(whole.value)
+    of = {"part": statistics.median(part), "full": statistics.median(full)}
+    row: dict[str, Any] = {"method": method, "shape": f"{shape[0]} x {shape[1]}", "spectrum": spectrum}
+    row |= {"experts": experts, "refused": found.stats.get("no_lanczos", "")}
+    row |= {"basis_share": found.stats["basis"] / min(shape)} if "basis" in found.stats else {}
+    row |= {"part_s": of["part"], "full_s": of["full"], "times_faster": of["full"] / of["part"]}
+    row |= {"apart": float(apart), "all_s": {"part": part, "full": full}}
+    print(markdown([row], COLUMNS).splitlines()[-1], flush=True)
+    return row
 
 
 def main() -> None:
-    """Measure every spectrum and number of experts; write benchmarks/results/leading.json."""
+    """Measure every case; write benchmarks/results/leading.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=2048, help="side of the matrices")
-    parser.add_argument("--spectra", nargs="+", choices=SPECTRA, default=["power0.7", "gaussian"])
-    parser.add_argument("--experts", nargs="+", type=int, default=[3, 5, 8])
-    parser.add_argument("--largest", type=float, default=0.6, help="share of the side at which a basis is given up")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--spectra", nargs="+", default=["power0.5", "power0.7", "gaussian", "lowrank"])
+    parser.add_argument("--shape", nargs=2, type=int, default=(2048, 2048), metavar=("O", "I"))
+    parser.add_argument("--methods", nargs="+", default=sorted({method for method, _ in CASES}))
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--name", default="leading", help="name of the result file")
     given = parser.parse_args()
     load = os.getloadavg()[0]
     with torch_threads(1), torch.no_grad():
-        rows = [row for spectrum in given.spectra for row in rows_of(spectrum, given)]
+        rows = [
+            row_of(method, experts, tuple(given.shape), spectrum, given.repeats)
+            for method, experts in CASES
+            if method in given.methods
+            for spectrum in given.spectra
+        ]
     print(write_result(given.name, rows, load_before=load, columns=COLUMNS))
 
 

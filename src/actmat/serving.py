@@ -100,7 +100,7 @@ def _class_of(config: Mapping[str, Any]) -> str:
 
 
 def _config_below(adapter: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an adapter without a task tells of its base: PEFT records the base's class then; else a local config.json."""
+    """Of the base of an adapter without a task: the class that PEFT records then, else what its local config says."""
     if recorded := (adapter.get("auto_mapping") or {}).get("base_model_class"):
         return {"architectures": [recorded]}
     beside = Path(str(adapter.get("base_model_name_or_path") or "")) / "config.json"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.linalg import krylov, panels
 from actmat.linalg.inertia import none_above
-from actmat.linalg.krylov import Above, Leading, leading
+from actmat.linalg.krylov import Above, Largest, Leading, leading
 
 N = 600
 BASIS_ROWS = orthogonal(N, 5)
@@ -140,12 +140,75 @@ def test_what_is_not_worth_it_is_refused_after_the_first_look(
     assert looks == [count * krylov.BLOCK for count in blocks]
 
 
+LARGEST = {
+    "steep": (decay(3.0), 60),
+    "slow": (decay(0.8), 40),
+    "slow, on a flat rest": (decay(1.0) + 0.01, 30),
+    "exponential": (torch.exp(-torch.arange(N, dtype=torch.float64) / 30), 75),
+    "one": (decay(1.0), 1),
+    "a crowd at the last": (padded(torch.linspace(1, 0.1, 20), torch.full((4,), 0.05), 0.01 * decay(2)[:300]), 22),
+}
+
+
+@pytest.mark.parametrize("name", list(LARGEST))
+def test_so_many_largest_pairs_are_those_of_a_full_decomposition(name: str) -> None:
+    values, count = LARGEST[name]
+    sym_NN = symmetric(values)
+    found = leading(sym_NN, Largest(count, 1e-12), torch.float64)
+    assert isinstance(found, Leading), found
+    values_N, vectors_NN = torch.linalg.eigh(sym_NN)
+    assert found.values_K.numel() == count
+    assert relative_error(found.values_K, values_N[-count:]) < F64_IDENTITY
+    if name != "a crowd at the last":  # of which any two are right
+        exact = vectors_NN[:, -count:]
+        assert relative_error(found.vectors_NK @ found.vectors_NK.mT, exact @ exact.mT) < F64_ORACLE
+
+
+@pytest.mark.parametrize(("share", "floor", "rank"), [(1e-11, 0.0, 25), (1e-12, 0.5, 13), (0.25, 0.0, 19)])
+def test_no_pair_below_the_share_or_the_floor_is_among_the_largest(share: float, floor: float, rank: int) -> None:
+    """25 eigenvalues from 1 to 0.01, one a 24th below the other, where 40 are asked for."""
+    sym_NN = symmetric(padded(torch.linspace(1, 0.01, 25)))
+    found = leading(sym_NN, Largest(40, share, floor), torch.float64)
+    assert isinstance(found, Leading), found
+    assert found.values_K.numel() == rank
+
+
+@pytest.mark.parametrize(
+    ("values", "count"),
+    [
+        (torch.linspace(1, 0, N, dtype=torch.float64), 30),
+        (torch.ones(N, dtype=torch.float64), 10),
+        (decay(0.1), 80),
+        (padded(torch.linspace(100, 50, 20), torch.linspace(1, 0.1, N - 20)), 60),
+    ],
+    ids=["line", "all alike", "hardly falls", "some large ones on a line"],
+)
+def test_flat_spectra_are_refused_after_the_first_look(
+    values: Tensor, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    ritz = krylov._Basis.ritz
+    monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
+    assert isinstance(leading(symmetric(values), Largest(count, 1e-12), torch.float32), str)
+    assert looks == [krylov.GLANCE * krylov.BLOCK, krylov.FIRST_LOOK * krylov.BLOCK]
+
+
+def test_what_no_proof_tells_from_rounding_is_refused_after_the_first_look() -> None:
+    sym_NN = symmetric(padded(torch.linspace(1, 0.01, 25)))
+    assert leading(sym_NN, Largest(40, 1e-13), torch.float64) == "no proof tells directions so small from none"
+
+
+def test_too_many_largest_are_refused_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(krylov, "_Basis", None)
+    assert leading(symmetric(decay(3.0)), Largest(111, 0.0), torch.float64) == "at least 111 directions are kept"
+
+
 def test_what_is_known_to_be_too_many_is_refused_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 vectors are worth it: 2.2 for each of 110 directions, and the first look."""
     sym_NN = symmetric(decay(3.0))
-    assert isinstance(leading(sym_NN, Above(CUT), torch.float64, at_least=110), Leading)
+    assert isinstance(leading(sym_NN, Above(CUT, 110), torch.float64), Leading)
     monkeypatch.setattr(krylov, "_Basis", None)
-    assert leading(sym_NN, Above(CUT), torch.float64, at_least=111) == "at least 111 directions are kept"
+    assert leading(sym_NN, Above(CUT, 111), torch.float64) == "at least 111 directions are kept"
 
 
 @pytest.mark.parametrize("power", [1.0, 3.0])

@@ -75,7 +75,7 @@ def test_sweeps_find_better_subspaces_and_come_to_rest():
     deltas = random_deltas(4, 16, 14)
 
     def captured(sweeps: int) -> float:
-        left, right, _ = shared_subspaces(deltas, 3, sweeps, torch.float64)
+        left, right, _, _ = shared_subspaces(deltas, 3, sweeps, torch.float64)
         return sum(float((left.T @ d @ right).square().sum()) for d in deltas)
 
     start, later, last, beyond = (captured(s) for s in (0, 5, 200, 201))

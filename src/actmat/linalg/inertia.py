@@ -10,10 +10,15 @@ from torch import Tensor
 
 from actmat.linalg.gram import add_gram
 
-__all__ = ["none_above"]
+__all__ = ["none_above", "provable_level"]
 
 MARGIN = 4
 """Factor on the bounds of rounding."""
+
+
+def provable_level(count: int, trace: float) -> float:
+    """Level below which `none_above` proves nothing, whatever the matrix: the rounding of `K` pairs of this trace."""
+    return MARGIN * torch.finfo(torch.float64).eps * (count + 2) * 2 * trace
 
 
 def none_above(sym_NN: Tensor, values_K: Tensor, vectors_KN: Tensor, level: float) -> bool:

@@ -8,7 +8,8 @@ all before it, so that residuals are those of exact arithmetic.
 
 **Few or many** is estimated from the first blocks: the squared components of the Ritz vectors in `X` are the weights of
 a Gauss quadrature of the spectral density, so `N / BLOCK` times their sum over the values above a bound estimates how
-many eigenvalues lie there, however few of them have been found. Nothing depends on time or on the number of threads.
+many eigenvalues lie there, however few of them have been found; and where a number of pairs is wanted, the density
+tells how large a basis they will take (`linalg.basis_size`). Nothing depends on time or on the number of threads.
 
 **None missed.** A Krylov space holds no more than `BLOCK` copies of a multiple eigenvalue. `none_above` proves that
 nothing was missed; where it cannot, there is no answer.
@@ -27,11 +28,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.inertia import none_above
+from actmat.linalg.basis_size import basis_for, quantile
+from actmat.linalg.inertia import none_above, provable_level
 from actmat.linalg.lapack import eigh
 from actmat.linalg.panels import multiply, row_panels, run_panels
 
-__all__ = ["SMALLEST", "Above", "Leading", "leading"]
+__all__ = ["SMALLEST", "Above", "Largest", "Leading", "leading"]
 
 SMALLEST = 2048
 """Side below which callers decompose all: there the first look is more than 3 % of a full decomposition."""
@@ -48,7 +50,11 @@ GLANCE = 5
 after three or four: the smallest is below a third of the bound then, on power laws of which a fifth is wanted."""
 
 BASIS_PER_PAIR = 2.2
-"""Size of the basis per wanted pair, on top of the blocks of the first look: measured on power laws."""
+"""Size of the basis per wanted pair, on top of the blocks of the first look: measured on power laws. Other spectra take
+more."""
+
+EAGER = 0.9
+"""Share of the expected basis at which the second look is taken: an eighth more was seen, and as much less."""
 
 WORTH = 0.5
 """Share of `N` up to which the expected basis is worth growing: it becomes up to an eighth larger than expected, and is
@@ -76,18 +82,6 @@ INDEPENDENT = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Above:
-    """All eigenvalues above `share` times the largest."""
-
-    share: float
-
-    def of(self, values_J: Tensor) -> tuple[int, float]:
-        """Number of these (descending) that are wanted, and the bound above which they lie."""
-        bound = self.share * float(values_J[0])
-        return int((values_J > bound).sum()), bound
-
-
-@dataclass(frozen=True, slots=True)
 class Leading:
     """The wanted eigenvalues (ascending, float64), their eigenvectors (columns), and the size of the basis used."""
 
@@ -104,6 +98,65 @@ class _Ritz:
     coordinates_JJ: Tensor
     residuals_J: Tensor
     counts_J: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Above:
+    """All eigenvalues above `share` times the largest, of which at least `known` are known to be.
+
+    How large a basis they take was measured on power laws: their number is an estimate itself, so that more than that
+    would be in vain.
+    """
+
+    share: float
+    known: int = 0
+
+    def of(self, values_J: Tensor) -> tuple[int, float]:
+        """Number of these (descending) that are wanted, and the bound above which they lie."""
+        bound = self.share * float(values_J[0])
+        return int((values_J > bound).sum()), bound
+
+    def hopeless(self, ritz: _Ritz) -> bool:
+        """True if a glance shows that too many are wanted: all that were found."""
+        return self.of(ritz.values_J)[0] == len(ritz.values_J)
+
+    def basis(self, ritz: _Ritz, dtype: torch.dtype, limit: float) -> tuple[float, float]:
+        """Expected size of the basis, and the size at which to look again."""
+        count, _ = self.of(ritz.values_J)
+        estimate = float(ritz.counts_J[:count].sum())
+        return _expected(max(estimate, count)), 1.3 * estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The `known` largest eigenvalues, as far as they are above `floor` and above `share` times the largest."""
+
+    known: int
+    share: float
+    floor: float = 0.0
+
+    def of(self, values_J: Tensor) -> tuple[int, float]:
+        """Number of these (descending) that are wanted, and the bound at or above which they lie."""
+        lowest = self._lowest(values_J)
+        above = int((values_J > lowest).sum())
+        return (self.known, float(values_J[self.known - 1])) if above >= self.known else (above, lowest)
+
+    def hopeless(self, ritz: _Ritz) -> bool:
+        """A glance does not show how far the wanted ones reach."""
+        return False
+
+    def basis(self, ritz: _Ritz, dtype: torch.dtype, limit: float) -> tuple[float, float]:
+        """Expected size of the basis (infinity above `limit`), and the size at which to look again."""
+        lowest = self._lowest(ritz.values_J)
+        above = float(ritz.counts_J[ritz.values_J > lowest].sum())
+        count, bound = float(self.known), quantile(ritz.values_J, ritz.counts_J, self.known)
+        if above < count:
+            count, bound = above, lowest
+        expected = basis_for(ritz.values_J, ritz.counts_J, count, _tolerance(ritz, bound, dtype), BLOCK, limit)
+        return expected, EAGER * expected
+
+    def _lowest(self, values_J: Tensor) -> float:
+        return max(self.floor, self.share * float(values_J[0]))
 
 
 class _Basis:
@@ -174,40 +227,38 @@ class _Basis:
         return _Ritz(values_J.flip(-1), coordinates_JJ, residuals_J, counts_J)
 
 
-def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype, at_least: int = 0) -> Leading | str:
+def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Leading | str:
     """The wanted eigenpairs, proven to be all of them, or the reason why they are not computed so.
 
     Args:
         sym_NN: float64, symmetric, positive semidefinite up to rounding.
         dtype: of the entries from which `sym` was widened; residuals are below its rounding at the bound.
-        at_least: so many are known to be wanted.
     """
-    size, eps64 = sym_NN.shape[-1], torch.finfo(torch.float64).eps
-    if _expected(at_least) > WORTH * size:
-        return f"at least {at_least} directions are kept"
+    size = sym_NN.shape[-1]
+    if _expected(wanted.known) > WORTH * size:
+        return f"at least {wanted.known} directions are kept"
     basis = _Basis(sym_NN, int(LIMIT * size) // BLOCK * BLOCK)
     basis.grow(GLANCE * BLOCK)
-    ritz = basis.ritz()
-    if wanted.of(ritz.values_J)[0] == basis.size:
+    if wanted.hopeless(basis.ritz()):
         return "all directions of a first look are kept"
     look, before = FIRST_LOOK * BLOCK, None
     while True:
         basis.grow(look)
         ritz = basis.ritz()
         count, bound = wanted.of(ritz.values_J)
-        tolerance = max(torch.finfo(dtype).eps * bound, ROUNDING * eps64 * float(ritz.values_J[0]))
-        if refused := _refused(ritz, count, tolerance, (WORTH if before is None else LIMIT) * size):
+        tolerance, largest = _tolerance(ritz, bound, dtype), (WORTH if before is None else LIMIT) * size
+        expected, next_look = wanted.basis(ritz, dtype, largest)
+        if refused := _refused(ritz, (count, bound), tolerance, expected, largest):
             return refused
         if (cut := _cut(ritz, count, bound, tolerance)) is not None:
             break
         if basis.size == basis.limit:
             return f"residuals are not exact in a basis of {LIMIT:.0%} of the directions"
-        estimate = float(ritz.counts_J[:count].sum())
         now = basis.size, math.log(max(float(ritz.residuals_J[:count].max()) / tolerance, 1.0))
         needed = math.inf if before is None else _needed(before, now)
-        if before is not None and basis.size > _expected(estimate) and needed > basis.limit:
+        if before is not None and basis.size > expected and needed > basis.limit:
             return "residuals fall too slowly"
-        look = round(1.3 * estimate if before is None else min(needed, GROWTH * basis.size))
+        look = round(next_look if before is None else min(needed, GROWTH * basis.size))
         look, before = max(look, basis.size + BLOCK), now
     taken, level = cut
     vectors_KN = multiply(ritz.coordinates_JJ[:, :taken].mT, basis.rows_JN[: basis.size])
@@ -218,11 +269,20 @@ def leading(sym_NN: Tensor, wanted: Above, dtype: torch.dtype, at_least: int = 0
     return Leading(values_K[:count].flip(0), vectors_KN[:count].flip(0).mT, used)
 
 
-def _refused(ritz: _Ritz, count: int, tolerance: float, largest: float) -> str:
+def _tolerance(ritz: _Ritz, bound: float, dtype: torch.dtype) -> float:
+    """Largest residual of a pair that counts as exact, where the smallest wanted value is at `bound`."""
+    return max(torch.finfo(dtype).eps * bound, ROUNDING * torch.finfo(torch.float64).eps * float(ritz.values_J[0]))
+
+
+def _refused(ritz: _Ritz, wanted: tuple[int, float], tolerance: float, expected: float, largest: float) -> str:
     """Why a Krylov basis is not worth growing, or an empty string; `largest`: the size up to which it is."""
+    count, bound = wanted
     if count == 0:
         return "no direction is kept"
-    if _expected(max(float(ritz.counts_J[:count].sum()), count)) > largest:
+    reached = count < len(ritz.values_J)  # else the bound is not the last one's
+    if reached and 2 * provable_level(count, float(ritz.values_J[:count].sum())) > bound:
+        return "no proof tells directions so small from none"
+    if expected > largest:
         return f"would need a basis of more than {largest:.0f} vectors"
     exact = ritz.residuals_J[:count] <= tolerance
     found, of = int(exact.sum()), float(ritz.counts_J[:count][exact].sum())

@@ -20,31 +20,35 @@ compute dtype does not decide the rank.
   so `s_i` is off by `eps s_1 kappa_i / 2`, and the products `v_i . v_j` of the vectors `A^T u_i / s_i` by about
   `eps kappa_i kappa_j`. An SVD in float32 is off by `2^-24 s_1` and its vectors by `2^-24 kappa_i`; the Gram route is
   the better one while `kappa <= 2^29`, and the numerical range ends at `kappa = 2^20`. Used for float32
-  accuracy: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalisation.
+  accuracy: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalisation. Where
+  few triplets of a large matrix are asked for, only these are computed, and proven to be the largest (`linalg.krylov`).
 
 Source: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 8.6 and 5.4.8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from actmat.linalg.gram import add_gram, mirror
+from actmat.linalg.krylov import SMALLEST, Largest, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 
 __all__ = [
     "RANK_RTOL",
     "ThinSVD",
+    "Way",
     "accuracy_of",
     "column_slices",
     "gram_is_enough",
     "gram_spectrum",
     "numerical_range",
     "orthogonal_svd",
+    "part_stats",
     "row_gram",
     "short_gram",
     "svd_workspace",
@@ -61,12 +65,17 @@ COLUMNS = 2048
 """Columns of the long side that are widened to float64 at a time. Fixed, so that results do not depend on memory."""
 
 
+Way = tuple[int, str]
+"""Size of the Krylov basis that a part of the triplets came from, or 0; why there was none where one was asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class ThinSVD:
     """`A ~ u_OK diag(s_K) v_IK^T`, singular values descending, float64, zeros beyond the numerical rank.
 
-    `rank` (int64, batch shape) is the numerical rank of the whole matrix, not capped at `K`. `retries` names the
-    retries of a decomposition that did not converge at once, see `linalg.lapack`.
+    `rank` (int64, batch shape) is the numerical rank of the whole matrix, capped at `K` where only `K`
+    triplets were computed, which `way` tells. `retries` names the retries of a decomposition that did not converge at
+    once, see `linalg.lapack`.
     """
 
     u_OK: Tensor
@@ -74,15 +83,24 @@ class ThinSVD:
     v_IK: Tensor
     rank: Tensor
     retries: Retries = ()
+    way: Way = (0, "")
 
     def scaled(self, weight: float) -> ThinSVD:
         """Decomposition of `weight * A`; the sign goes into `u`, and a weight of zero leaves nothing."""
         if weight == 1:
             return self
         if weight == 0:
-            return ThinSVD(self.u_OK * 0, self.s_K * 0, self.v_IK * 0, self.rank * 0, self.retries)
-        sign = 1.0 if weight > 0 else -1.0
-        return ThinSVD(self.u_OK * sign, self.s_K * abs(weight), self.v_IK, self.rank, self.retries)
+            return replace(self, u_OK=self.u_OK * 0, s_K=self.s_K * 0, v_IK=self.v_IK * 0, rank=self.rank * 0)
+        return replace(self, u_OK=self.u_OK * (1.0 if weight > 0 else -1.0), s_K=self.s_K * abs(weight))
+
+
+def part_stats(ways: Iterable[Way]) -> dict[str, float | int | str | bool]:
+    """For the record: how many matrices were decomposed in part, the largest basis, and why others were not."""
+    ways = list(ways)
+    sizes = [basis for basis, _ in ways if basis]
+    reasons = sorted({refused for _, refused in ways if refused})
+    stats: dict[str, float | int | str | bool] = {"lanczos": len(sizes), "basis": max(sizes)} if sizes else {}
+    return stats | ({"no_lanczos": " | ".join(reasons)} if reasons else {})
 
 
 def thin_svd(
@@ -192,7 +210,25 @@ def gram_spectrum(gram_SS: Tensor) -> tuple[Tensor, Tensor, Retries]:
 
 def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | float) -> ThinSVD:
     """Eigenvectors of the short side's Gram matrix; the long side's vectors are `A^T e_i / s_i`."""
-    s_S, vectors_SS, retries = gram_spectrum(short_gram(matrix_OI))
+    gram_SS, refused = short_gram(matrix_OI), ""
+    if k is not None and matrix_OI.dim() == 2 and len(gram_SS) >= SMALLEST:
+        found = leading(gram_SS, Largest(k, rtol**2, float(floor) ** 2), torch.float32)
+        if not isinstance(found, str):
+            # zeros beyond the numerical rank, as everywhere
+            missing = min(k, len(gram_SS)) - found.values_K.numel()
+            s_K = torch.nn.functional.pad(found.values_K.flip(0).sqrt(), (0, missing))
+            vectors_SK = torch.nn.functional.pad(found.vectors_NK.flip(-1), (0, missing))
+            return replace(_from_short(matrix_OI, s_K, vectors_SK, rtol, floor), way=(found.basis, ""))
+        refused = found
+    s_S, vectors_SS, retries = gram_spectrum(gram_SS)
+    whole = _from_short(matrix_OI, s_S, vectors_SS, rtol, floor, k)
+    return replace(whole, retries=retries, way=(0, refused))
+
+
+def _from_short(
+    matrix_OI: Tensor, s_S: Tensor, vectors_SS: Tensor, rtol: float, floor: Tensor | float, k: int | None = None
+) -> ThinSVD:
+    """The triplets of singular values (descending) and vectors of the short side, of which `k` are taken."""
     s_S, rank = numerical_range(s_S, rtol, floor)
     s_K = s_S[..., :k]
     on_K = s_K > 0
@@ -202,8 +238,8 @@ def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | flo
     basis_SK = short_SK * inverse_K.unsqueeze(-2)
     long_LK = torch.cat([a_SL[..., p].mT.to(torch.float64) @ basis_SK for p in column_slices(a_SL.shape[-1])], dim=-2)
     if a_SL is matrix_OI:
-        return ThinSVD(short_SK, s_K, long_LK, rank, retries)
-    return ThinSVD(long_LK, s_K, short_SK, rank, retries)
+        return ThinSVD(short_SK, s_K, long_LK, rank)
+    return ThinSVD(long_LK, s_K, short_SK, rank)
 
 
 def _short_by_long(matrix_OI: Tensor) -> Tensor:

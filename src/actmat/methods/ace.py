@@ -26,7 +26,7 @@ from actmat.linalg.lapack import Retries
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, cholesky, cholesky_solve, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
-from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
 
@@ -148,8 +148,10 @@ def _merge(
     value_OI = _solved(left_OI, sum_II, frame.ones_I, row_I)
     if not is_open:
         return OneMatrix(value_OI, numbers)
-    refined_OI, retries = _refinement(value_OI, [deltas[t] for t in used], traces, sum_II, frame, leading, accuracy)
-    return OneMatrix(value_OI + refined_OI, numbers, retries)
+    refined_OI, retries, ways = _refinement(
+        value_OI, [deltas[t] for t in used], traces, sum_II, frame, leading, accuracy
+    )
+    return OneMatrix(value_OI + refined_OI, numbers, retries, ways)
 
 
 def _squares(delta_OI: Tensor, frame: _Frame) -> tuple[float, float]:
@@ -183,11 +185,11 @@ def _refinement(
     frame: _Frame,
     leading: float,
     accuracy: torch.dtype,
-) -> tuple[Tensor, Retries]:
+) -> tuple[Tensor, Retries, Sequence[Way]]:
     """`mean(s_1..K) U_K V_K^T` of `D_0 + sum_t D_t (S_t - sum_u R_u / T)`."""
     kept = int(frame.directions * leading)
     if kept == 0:
-        return torch.zeros_like(value_OI), ()
+        return torch.zeros_like(value_OI), (), ()
     target_OI = value_OI.clone()
     total_OI = torch.zeros_like(value_OI)
     for delta_OI, trace in zip(deltas, traces, strict=True):
@@ -197,7 +199,7 @@ def _refinement(
         total_OI += wide_OI
     target_OI -= total_OI @ sum_II / len(deltas)
     svd = thin_svd(target_OI, k=kept, accuracy=accuracy)
-    return (float(svd.s_K.sum()) / kept) * (svd.u_OK @ svd.v_IK.mT), svd.retries
+    return (float(svd.s_K.sum()) / kept) * (svd.u_OK @ svd.v_IK.mT), svd.retries, (svd.way,)
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

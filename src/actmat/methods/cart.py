@@ -20,7 +20,7 @@ from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
-from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
 
 __all__ = ["CART", "kept_directions", "merge", "merge_lowrank"]
@@ -80,6 +80,7 @@ def _merge(
 ) -> tuple[Tensor, dict[str, float | int | str | bool]]:
     mean_OI = one_pass_sum(deltas, [1 / len(deltas)] * len(deltas))
     out_OI, retries, rank = mean_OI.clone(), Retries(), 0
+    ways: list[Way] = []
     for delta_OI in deltas:
         # The distance of an expert from an average of equal ones is rounding: judge it by the delta, not by itself.
         floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
@@ -87,8 +88,9 @@ def _merge(
         left_OK = (part.u_OK * (scaling * part.s_K).unsqueeze(-2)).to(out_OI.dtype)
         out_OI += left_OK @ part.v_IK.mT.to(out_OI.dtype)
         retries += part.retries
+        ways.append(part.way)
         rank = max(rank, int(part.rank.clamp_max(kept).max())) if part.rank.numel() else rank
-    return out_OI, {"k": kept, "rank_max": rank, **retry_stats(retries)}
+    return out_OI, {"k": kept, "rank_max": rank, **part_stats(ways), **retry_stats(retries)}
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

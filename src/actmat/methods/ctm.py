@@ -24,7 +24,7 @@ from actmat.linalg.masks.election import election_workspace
 from actmat.linalg.masks.threshold import selection_workspace
 from actmat.linalg.operations import Operation, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
-from actmat.linalg.svd import accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.svd import Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods import ties
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
@@ -64,8 +64,8 @@ def merge(
     options = partial(_merge, slots=slots, balance=balance, rule=rule, density=density, sweeps=sweeps)
 
     def dense(each: Sequence[Tensor], _: Tensor | None) -> OneMatrix:
-        left_OR, right_RI, retries = options(each, accuracy=accuracy_of(each[0]))
-        return OneMatrix(left_OR @ right_RI, {"rank_max": _rank(right_RI)}, retries)
+        left_OR, right_RI, retries, ways = options(each, accuracy=accuracy_of(each[0]))
+        return OneMatrix(left_OR @ right_RI, {"rank_max": _rank(right_RI)}, retries, ways)
 
     value, stats = each_matrix(dense, deltas)
     return Merged(value.to(deltas[0].dtype), stats)
@@ -88,10 +88,10 @@ def merge_lowrank(
     rights: list[Tensor] = []
 
     def factored(each: Sequence[Tensor], _: Tensor | None) -> OneMatrix:
-        left_PR, right_RQ, retries = options(each, accuracy=torch.float64)
+        left_PR, right_RQ, retries, ways = options(each, accuracy=torch.float64)
         lefts.append(left_PR)
         rights.append(right_RQ)
-        return OneMatrix(left_PR[:0], {"rank_max": _rank(right_RQ)}, retries)
+        return OneMatrix(left_PR[:0], {"rank_max": _rank(right_RQ)}, retries, ways)
 
     _, stats = each_matrix(factored, bases.cores_PQ)
     batch = bases.p_OP.shape[:-2]
@@ -102,20 +102,20 @@ def merge_lowrank(
 
 def shared_subspaces(
     targets: Sequence[Tensor], rank: int, sweeps: int, accuracy: torch.dtype
-) -> tuple[Tensor, Tensor, Retries]:
-    """`U` (`O x R`), `V` (`I x R`) of large `sum_t ||U^T X_t V||^2`, and retries; zero columns beyond the rank.
+) -> tuple[Tensor, Tensor, Retries, Sequence[Way]]:
+    """`U` (`O x R`), `V` (`I x R`) of large `sum_t ||U^T X_t V||^2`, and how; zero columns beyond the rank.
 
     Every sweep takes the leading left singular vectors of `[X_1 V .. X_T V]`, then those of `[X_1^T U .. X_T^T U]`.
     """
     left = thin_svd(torch.cat(list(targets), dim=-1), k=rank, accuracy=accuracy)
     right = thin_svd(torch.cat([x.mT for x in targets], dim=-1), k=rank, accuracy=accuracy)
-    left_OR, right_IR, retries = left.u_OK, right.u_OK, left.retries + right.retries
+    left_OR, right_IR, retries, ways = left.u_OK, right.u_OK, left.retries + right.retries, (left.way, right.way)
     for _ in range(sweeps):
         left = thin_svd(torch.cat([x.double() @ right_IR for x in targets], dim=-1), k=rank, accuracy=torch.float64)
         left_OR = left.u_OK
         right = thin_svd(torch.cat([x.mT.double() @ left_OR for x in targets], dim=-1), k=rank, accuracy=torch.float64)
         right_IR, retries = right.u_OK, retries + left.retries + right.retries
-    return left_OR, right_IR, retries
+    return left_OR, right_IR, retries, ways
 
 
 def _merge(
@@ -127,13 +127,13 @@ def _merge(
     density: float,
     sweeps: int,
     accuracy: torch.dtype,
-) -> tuple[Tensor, Tensor, Retries]:
+) -> tuple[Tensor, Tensor, Retries, Sequence[Way]]:
     """The factors `U rule(..)` and `V^T` of one matrix, in float64; `deltas` may be small cores."""
     norms = [float(torch.linalg.vector_norm(delta, dtype=torch.float64)) for delta in deltas]
     mean = math.fsum(norms) / len(norms)
     shares = [(balance * norm + (1 - balance) * mean) / norm if norm > 0 else 0.0 for norm in norms]
     targets = [delta * share for delta, share in zip(deltas, shares, strict=True)]
-    left_OR, right_IR, retries = shared_subspaces(targets, slots, sweeps, accuracy)
+    left_OR, right_IR, retries, ways = shared_subspaces(targets, slots, sweeps, accuracy)
     parts = [_without_rounding(left_OR.mT @ delta.double() @ right_IR) for delta in deltas]
     if rule == "ties":
         rows, columns = parts[0].shape  # fewer than the slots where the deltas are small cores
@@ -141,7 +141,7 @@ def _merge(
         merged_RR = ties.merge(padded, density=density).value[:rows, :columns]
     else:
         merged_RR = torch.stack(parts).sum(0) / (len(parts) if rule == "average" else 1)
-    return left_OR @ merged_RR, right_IR.mT, retries
+    return left_OR @ merged_RR, right_IR.mT, retries, ways
 
 
 def _without_rounding(part_RR: Tensor) -> Tensor:

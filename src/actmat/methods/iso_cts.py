@@ -26,7 +26,7 @@ from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, polar_factor, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum
-from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["ISO_CTS", "merge", "merge_lowrank", "split_directions"]
@@ -103,6 +103,7 @@ def _merge(
         "common": n_common,
         "per_expert": n_task,
         "common_rank_min": int(common.rank.min()),
+        **part_stats(p.way for p in (common, *parts)),
         **retry_stats(retries),
     }
     return left_OJ, right_JI, stats

@@ -37,7 +37,7 @@ from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection
 from actmat.linalg.operations import Operation, eigh, entries, gram, polar_factor, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
-from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Survey
 from actmat.methods.dare import drops
 from actmat.methods.ties import kept_entries
@@ -78,14 +78,15 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
         mean: of the singular values in `rule="iso_c"`, see `iso_c`; the other rules ignore it.
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
-    retries = basis.retries
+    retries: Retries = basis.retries
+    ways: tuple[Way, ...] = ()
     if rule in ELEMENTWISE:
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator)
     else:
-        value_RI, found = _by_spectrum(parts_RI, rule, mean, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
+        value_RI, found, ways = _by_spectrum(parts_RI, rule, mean, min(deltas[0].shape[-2:]), accuracy_of(deltas[0]))
         retries += found
     dtype = deltas[0].dtype
-    return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis, retries))
+    return Merged(_outer(basis, order).to(dtype) @ value_RI.to(dtype), _stats(basis, retries, ways))
 
 
 def merge_lowrank(  # noqa: PLR0913 - as above
@@ -107,15 +108,16 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     rotations of the inputs act on `R x Q`; `ties` and `dare` act on the entries of `R x I`.
     """
     bases, basis, parts_RQ = _lowrank_parts(deltas, order, atol, rtol)
-    retries = basis.retries
+    retries: Retries = basis.retries
+    ways: tuple[Way, ...] = ()
     if rule in ELEMENTWISE:
         parts_RI = [_expanded(part_RQ, bases, deltas[0]) for part_RQ in parts_RQ]
         value_RI = _by_entry(parts_RI, basis.on_R, rule, density, trim, survey, generator).to(torch.float64)
     else:
-        value_RQ, found = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
+        value_RQ, found, ways = _by_spectrum(parts_RQ, rule, mean, min(deltas[0].shape[-2:]), torch.float64)
         value_RI, retries = value_RQ @ bases.q_IQ.mT, retries + found
     value = LowRank(bases.p_OP @ _outer(basis, order), value_RI)
-    return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries))
+    return MergedLowRank(value.to(deltas[0].b_OR.dtype), _stats(basis, retries, ways))
 
 
 def _dense_parts(
@@ -179,23 +181,24 @@ def _kept(density: float, total: int) -> int:
 
 def _by_spectrum(
     parts_RI: Sequence[Tensor], rule: Rule, mean: Mean, directions: int, accuracy: torch.dtype
-) -> tuple[Tensor, Retries]:
+) -> tuple[Tensor, Retries, tuple[Way, ...]]:
     """Inner methods on whole coordinates; `directions` is `min(O, I)` of the layer, not of the coordinates."""
     if rule == "tsv":
         slots = slots_per_expert((directions, directions), len(parts_RI))
         triplets = [thin_svd(part, k=slots, accuracy=accuracy) for part in parts_RI]
         left, right, retries = orthogonalised_sum(*join(triplets), accuracy=accuracy)
-        return left @ right, retries + tuple(name for part in triplets for name in part.retries)
+        retries += tuple(name for part in triplets for name in part.retries)
+        return left @ right, retries, tuple(part.way for part in triplets)
     total_RI = torch.stack(list(parts_RI)).sum(0)
     if rule == "iso_c":
         value_RI, polar = isotropic(total_RI, directions, mean=mean, accuracy=accuracy)
-        return value_RI, polar.retries
-    return total_RI, ()
+        return value_RI, polar.retries, ()
+    return total_RI, (), ()
 
 
-def _stats(basis: JointBasis, retries: Retries) -> dict[str, float | int | str | bool]:
+def _stats(basis: JointBasis, retries: Retries, ways: Sequence[Way]) -> dict[str, float | int | str | bool]:
     rank = basis.on_R.sum(-1)
-    return {"rank_min": int(rank.min()), "rank_max": int(rank.max()), **retry_stats(retries)}
+    return {"rank_min": int(rank.min()), "rank_max": int(rank.max()), **part_stats(ways), **retry_stats(retries)}
 
 
 _SurveyState = tuple[StreamedCut, ...]

@@ -24,7 +24,7 @@ from actmat.linalg.lapack import Retries
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
-from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
 
@@ -91,6 +91,7 @@ class _Heads:
     v_IJ: Tensor
     size: int
     retries: Retries
+    ways: Sequence[Way]
 
     def of(self, t: int) -> Tensor:
         """`H_t`."""
@@ -121,14 +122,14 @@ def _merge(
         out_OI.add_(delta_OI, alpha=weight)
     share_J = (add - weights_T).repeat_interleave(heads.size).to(out_OI.device)
     out_OI += (heads.u_OJ * (heads.s_J * share_J)) @ heads.v_IJ.mT
-    return OneMatrix(out_OI, numbers | {"head_agreement_max": agreement}, heads.retries)
+    return OneMatrix(out_OI, numbers | {"head_agreement_max": agreement}, heads.retries, heads.ways)
 
 
 def _heads(deltas: Sequence[Tensor], size: int, accuracy: torch.dtype) -> _Heads:
     parts = [thin_svd(delta, k=size, accuracy=accuracy) for delta in deltas]
     u_OJ, s_J, v_IJ = (torch.cat(side, -1) for side in zip(*((p.u_OK, p.s_K, p.v_IK) for p in parts), strict=True))
     retries = tuple(name for part in parts for name in part.retries)
-    return _Heads(u_OJ, s_J, v_IJ, parts[0].s_K.shape[-1], retries)
+    return _Heads(u_OJ, s_J, v_IJ, parts[0].s_K.shape[-1], retries, [p.way for p in parts])
 
 
 def _residual_gram(deltas: Sequence[Tensor], heads: _Heads, rtol: float) -> Tensor:
@@ -139,7 +140,7 @@ def _residual_gram(deltas: Sequence[Tensor], heads: _Heads, rtol: float) -> Tens
     step = max(1, BLOCK // (count * columns))
     for start in range(0, rows, step):
         block = slice(start, start + step)
-        cut = _Heads(heads.u_OJ[block], heads.s_J, heads.v_IJ, heads.size, ())
+        cut = _Heads(heads.u_OJ[block], heads.s_J, heads.v_IJ, heads.size, (), ())
         wide = [delta[block].double() for delta in deltas]
         squares_T += torch.stack([w.square().sum() for w in wide])
         flat_TN = torch.stack([(w - cut.of(t)).reshape(-1) for t, w in enumerate(wide)])

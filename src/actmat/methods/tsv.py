@@ -22,7 +22,7 @@ from actmat.linalg.operations import Operation, product, repeated
 from actmat.linalg.operations import polar_factor as polar_factor_operations
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
-from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Weights
 
 __all__ = ["TSV", "merge", "merge_lowrank"]
@@ -108,7 +108,8 @@ def _stats(parts: Sequence[ThinSVD], slots: int, retries: Retries) -> dict[str, 
     kept = torch.stack([p.rank.clamp_max(slots) for p in parts])
     for part in parts:
         retries += part.retries
-    return {"k": slots, "rank_min": int(kept.min()), "rank_max": int(kept.max()), **retry_stats(retries)}
+    ranks = {"rank_min": int(kept.min()), "rank_max": int(kept.max())}
+    return {"k": slots, **ranks, **part_stats(p.way for p in parts), **retry_stats(retries)}
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:

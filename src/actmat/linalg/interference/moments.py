@@ -104,7 +104,7 @@ class Reduced:
             return have
         assert self.gram_NN is not None, "the stacked form is made with its spectrum"
         wide_NN, dtype = self.gram_NN.double(), self.gram_NN.dtype
-        found = leading(wide_NN, Above(rtol), dtype, at_least) if self.size >= SMALLEST else ""
+        found = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
         if isinstance(found, str):
             self._spectrum = self._full(wide_NN, found)
         else:

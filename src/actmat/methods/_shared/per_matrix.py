@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, retry_stats
+from actmat.linalg.svd import Way, part_stats
 
 __all__ = ["OneMatrix", "each_matrix"]
 
@@ -20,7 +21,7 @@ Stats = dict[str, float | int | str | bool]
 
 @dataclass(frozen=True, slots=True)
 class OneMatrix:
-    """The merged delta of one matrix, numbers for its record, and retries of decompositions.
+    """The merged delta of one matrix, numbers for its record, retries of decompositions, and which were made in part.
 
     Over a batch, numbers whose names end in `_min` or `_max` give the smallest or largest, others add up.
     """
@@ -28,6 +29,7 @@ class OneMatrix:
     value_OI: Tensor
     numbers: Mapping[str, float | int] = field(default_factory=dict)
     retries: Retries = ()
+    ways: Sequence[Way] = ()
 
 
 def each_matrix(
@@ -56,4 +58,5 @@ def _record(found: Sequence[OneMatrix]) -> Stats:
     for name in found[0].numbers:
         values = [f.numbers[name] for f in found]
         out[name] = min(values) if name.endswith("_min") else max(values) if name.endswith("_max") else sum(values)
-    return out | retry_stats(name for f in found for name in f.retries)
+    ways = part_stats(way for f in found for way in f.ways)
+    return {**out, **ways, **retry_stats(name for f in found for name in f.retries)}

@@ -1,0 +1,57 @@
+"""Methods that keep leading directions only: the same answer from a part of each spectrum as from all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.spectra import with_spectrum
+from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, relative_error
+
+from actmat.linalg import krylov, svd
+from actmat.methods import get_method
+
+SIDE = 256
+METHODS = [
+    ("cart", {}),
+    ("tsv", {"k": 12}),
+    ("iso_cts", {}),
+    ("dc_merge", {"k": 12}),
+    ("resmerge", {"head": 4}),
+    ("ctm", {"sweeps": 2}),
+    ("ace", {"gate": "on", "leading": 0.05}),
+]
+
+
+def deltas(rows: int) -> list[torch.Tensor]:
+    falling = torch.arange(1, SIDE + 1, dtype=torch.float64).pow(-1.2)
+    return [1e-2 * with_spectrum(rows, SIDE, falling, seed).float() for seed in range(3)]
+
+
+@pytest.mark.parametrize("rows", [SIDE, 2 * SIDE])
+@pytest.mark.parametrize(("method", "options"), METHODS, ids=[m for m, _ in METHODS])
+def test_a_part_gives_the_answer_of_the_whole(
+    method: str, options: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = deltas(rows)
+    whole = get_method(method).merge(experts, **options)
+    monkeypatch.setattr(krylov, "BLOCK", 4)
+    monkeypatch.setattr(svd, "SMALLEST", SIDE)
+    part = get_method(method).merge(experts, **options)
+    assert "lanczos" not in whole.stats
+    assert int(part.stats["lanczos"]) >= 1
+    assert int(part.stats["basis"]) < SIDE
+    # the entries that DC-Merge and CtM keep are chosen by size: one that is chosen otherwise is a small one
+    bound = F32_PRODUCT if method in ("dc_merge", "ctm") else F32_ELEMENTWISE
+    assert relative_error(part.value, whole.value) < bound
+
+
+def test_flat_experts_are_decomposed_whole_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = [with_spectrum(SIDE, SIDE, torch.linspace(1, 0.5, SIDE), seed).float() for seed in range(3)]
+    whole = get_method("cart").merge(flat)
+    monkeypatch.setattr(krylov, "BLOCK", 4)
+    monkeypatch.setattr(svd, "SMALLEST", SIDE)
+    part = get_method("cart").merge(flat)
+    assert part.stats["no_lanczos"] == f"would need a basis of more than {SIDE // 2} vectors"
+    assert torch.equal(part.value, whole.value)
