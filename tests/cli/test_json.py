@@ -42,12 +42,16 @@ def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
     spelled = {option for p in commands()[name].params for option in p.opts}
     home = name.split()[0]
     assert {"--json", "--quiet", "-q"} <= spelled
+    (quiet,) = (p for p in commands()[name].params if "--quiet" in p.opts)
+    assert quiet.help == "Print only errors, and what a script reads."
     assert home in SCHEMAS
     assert set(EXITS[home]) == {0, 1}
     page = (ROOT / f"docs/commands/{home}.md").read_text()
     assert f"<!-- generated: exit-codes {home} -->" in page
     for code, meaning in {**EXITS[home], **COMMON}.items():
         assert f"| {code} | {meaning}" in page, f"run python -m docs.generate: {home} {code}"
+    told = " ".join(actmat([*name.split(), "--help"]).out.split())
+    assert f"Exit codes: 0 {EXITS[home][0]}; 1 ".replace("`", "") in told
 
 
 @pytest.fixture(scope="module")
