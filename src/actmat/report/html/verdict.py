@@ -12,12 +12,9 @@ from actmat.report.html.elements import Child, Markup, bullets, caveat, el, join
 from actmat.report.html.explained import next_step
 from actmat.report.html.figures import Bar, bars
 from actmat.report.html.scales import number, residual_text
-from actmat.report.words import plural
+from actmat.report.words import SIZE_CODES, plural
 
-__all__ = ["SIZE_CODES", "rho_words", "size_finding", "summary"]
-
-SIZE_CODES = ("AM402", "AM403")
-"""Checks that find a merge of the wrong size: a residual then says nothing on its own."""
+__all__ = ["rho_words", "size_finding", "summary"]
 
 DONE = {
     "merge": "merged by the rule",
