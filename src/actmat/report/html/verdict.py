@@ -11,7 +11,7 @@ from actmat.errors import format_size
 from actmat.report.html.elements import Child, Markup, bullets, caveat, el, join, listed, section, tiles
 from actmat.report.html.explained import next_step
 from actmat.report.html.figures import Bar, bars
-from actmat.report.html.scales import number, residual_text
+from actmat.report.html.scales import number, residual_sign, residual_text
 from actmat.report.words import SIZE_CODES, plural
 
 __all__ = ["rho_words", "size_finding", "summary"]
@@ -130,8 +130,10 @@ def _worst(diagnosis: Diagnosis) -> Markup | None:
     else:
         meaning = [f"the merged weights are {_nearness(worst)}"]
     rest = f"; best is {best.name} with {residual_text(best.residual)}" if len(ranked) > 1 else ""
+    if len(ranked) > 1 and residual_text(best.residual) == residual_text(worst.residual):
+        rest = "; the others fare alike" if len(ranked) > 2 else f"; {best.name} fares alike"
     what = "Worst expert" if len(ranked) > 1 else "The expert"
-    text = join([el("b", worst.name), f", ρ = {residual_text(worst.residual)}: ", *meaning, rest, "."])
+    text = join([el("b", worst.name), f", ρ {residual_sign(worst.residual)}: ", *meaning, rest, "."])
     return join(
         [el("h3", what), el("p", text), el("p", "ρ is 0 for the expert itself, 1 for the base.", class_="note")]
     )
@@ -140,7 +142,8 @@ def _worst(diagnosis: Diagnosis) -> Markup | None:
 def _nearness(expert: ExpertSummary) -> str:
     if expert.residual >= 1:
         return "no nearer to it than the base is"
-    return f"{residual_text(expert.residual)} of the base's distance away from it"
+    share = residual_text(expert.residual).replace("< ", "less than ")
+    return f"{share} of the base's distance away from it"
 
 
 def _code(check: CheckResult) -> Markup:
