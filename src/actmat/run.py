@@ -79,7 +79,8 @@ class MergeReport:
         return [] if found is None else [f"warning {found[0]}: {found[1]}"]
 
     def _repr_html_(self) -> str:
-        return str(html_table(repr(self), (), ())) + self.plan._repr_html_()
+        found = "" if self.diagnosis is None else self.diagnosis._repr_html_()
+        return str(html_table(repr(self), (), ())) + found + self.plan._repr_html_()
 
     @functools.cached_property
     def manifest(self) -> Mapping[str, Any]:

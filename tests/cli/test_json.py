@@ -91,6 +91,13 @@ def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
     assert broken["problems"]
 
 
+def test_a_command_that_fails_prints_no_json(place: Path) -> None:
+    for arguments, code in ((["-b", "nowhere", "-e", str(place / "base")], 1), (["--no-such-flag"], 2)):
+        failed = actmat(["merge", *arguments, "--out", str(place / "failed"), "--json"])
+        assert (failed.code, failed.out) == (code, "")
+        assert failed.err
+
+
 def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None:
     inputs = ("-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code")
     (plan,) = pinned(said("plan", *inputs, "--json"), "plan")["plans"]

@@ -16,7 +16,7 @@ from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert
 from actmat.methods import METHODS
-from actmat.report import recorded_totals
+from actmat.report import Verification, recorded_totals
 from actmat.report.comparison import compare
 
 
@@ -69,7 +69,11 @@ def test_reports_of_other_kinds_are_short(family: Family) -> None:
     two = actmat.merge(**inputs, method="average", out=family.root / "average")
     check(one, "x the experts' sum", "warning AM40")
     assert "warning" not in repr(two)
-    check(compare(one.out, two.out), "<Comparison: actmat and average", "tensors differ")
+    compared = compare(one.out, two.out)
+    check(compared, "<Comparison: actmat and average", "tensors differ")
+    assert "x a mean expert" in compared._repr_html_()
+    check(actmat.verify(two.out), "<Verification: intact; 51 tensors")
+    check(Verification(300, ("base",), tuple(f"tensor {n}" for n in range(300))), "300 differences")
     check(actmat.merge_in_memory(**inputs, method="ties"), "<MemoryMerge: ties over 2 experts", "tensors")
     lora = actmat.extract(family.base, family.experts[0], rank=2, out=family.root / "lora")
     check(lora, "<ExtractReport", "layers", "relative error", rows=12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from actmat.foreign import html_table, terminal
 from actmat.plan.choose import depth_of
 from actmat.report.totals import Norms
-from actmat.report.words import SIZE_CODES, size_finding
+from actmat.report.words import SIZE_CODES, size_finding, size_ratios
 
 __all__ = ["CheckDifference", "Comparison", "ResidualDifference", "SettingDifference", "TensorDifference"]
 
@@ -121,9 +121,16 @@ class Comparison:
     def _repr_html_(self) -> str:
         first, second = self.names
         settings = [(s.field, s.first, s.second) for s in self.settings]
+        ratios = [size_ratios(norms) for norms in self.totals]
+        sizes = [(f"x {what}", *(f"{r[what]:.3g}" for r in ratios)) for what in ratios[0] if what in ratios[1]]
         residuals = [(r.expert, f"{r.first:.3g}", f"{r.second:.3g}") for r in self.residuals]
         checks = [(f"{c.code} {c.title}", c.first or "-", c.second or "-") for c in self.checks]
-        tables = {"differs in": settings, "residual": residuals, "check": checks}
+        tables: dict[str, Sequence[Sequence[object]]] = {
+            "differs in": settings,
+            "size": sizes,
+            "residual": residuals,
+            "check": checks,
+        }
         return str(html_table(repr(self), (), ())) + "".join(
             str(html_table(title, ("", first, second), rows)) for title, rows in tables.items() if rows
         )
