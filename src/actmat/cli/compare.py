@@ -59,6 +59,7 @@ def compare(
 
 def _print(found: Comparison) -> None:
     from actmat.cli.screen import console, escape
+    from actmat.report.words import IN_PLACES
 
     first, second = found.names
     console.print(f"[bold]{escape(first)}[/bold]  {escape(found.outs[0])}  ({escape(found.methods[0])})")
@@ -73,7 +74,8 @@ def _print(found: Comparison) -> None:
     _rows(["residual rho", first, second], residuals)
     for name, code in zip(found.names, found.size_codes if residuals else (), strict=False):
         if code is not None:
-            console.print(f"rho of {escape(name)} says little: its size is off ({code})\n")
+            where = IN_PLACES.get(code, "")
+            console.print(f"rho of {escape(name)} says little: its size is off{where} ({code})\n")
     checks = [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
     _rows(["check", first, second], checks)
     for note in found.notes:

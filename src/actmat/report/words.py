@@ -14,6 +14,7 @@ from actmat.plan.model import Item, MergePlan, count_actions
 from actmat.report.totals import Norms
 
 __all__ = [
+    "IN_PLACES",
     "SIZE_CODES",
     "ItemGroup",
     "action_counts",
@@ -24,6 +25,9 @@ __all__ = [
     "size_ratios",
     "size_words",
 ]
+
+IN_PLACES = {"AM403": " in places"}
+"""Words after `its size is off` for a check that looks at single matrices."""
 
 SIZE_CODES = ("AM402", "AM403")
 """Checks that find a merge of the wrong size: a residual then says nothing on its own."""

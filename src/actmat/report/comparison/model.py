@@ -125,12 +125,8 @@ class Comparison:
         sizes = [(f"x {what}", *(f"{r[what]:.3g}" for r in ratios)) for what in ratios[0] if what in ratios[1]]
         residuals = [(r.expert, f"{r.first:.3g}", f"{r.second:.3g}") for r in self.residuals]
         checks = [(f"{c.code} {c.title}", c.first or "-", c.second or "-") for c in self.checks]
-        tables: dict[str, Sequence[Sequence[object]]] = {
-            "differs in": settings,
-            "size": sizes,
-            "residual": residuals,
-            "check": checks,
-        }
+        tables: dict[str, Sequence[Sequence[object]]] = {"differs in": settings, "size": sizes}
+        tables |= {"residual": residuals, "check": checks}
         return str(html_table(repr(self), (), ())) + "".join(
             str(html_table(title, ("", first, second), rows)) for title, rows in tables.items() if rows
         )

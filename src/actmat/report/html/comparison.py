@@ -30,7 +30,7 @@ from actmat.report.html.figures import TENTHS, Bar, bars, figure, gauge, heat_le
 from actmat.report.html.layers import kind_of_name
 from actmat.report.html.scales import HeatScale, number, residual_text, spread
 from actmat.report.html.tensors import Column, big_table
-from actmat.report.words import plural, size_words
+from actmat.report.words import IN_PLACES, plural, size_words
 from actmat.version import __version__
 
 __all__ = ["render_comparison", "write_comparison"]
@@ -174,7 +174,12 @@ def _far_off(comparison: Comparison) -> list[Markup]:
     both = zip(comparison.names, comparison.size_codes, strict=True)
     words = "ρ looks at the experts' own directions only, and can be small although the change is far off elsewhere."
     return [
-        el("p", el("strong", f"ρ of {name} says little, because its size is off ({code}). "), words, class_="caveat")
+        el(
+            "p",
+            el("strong", f"ρ of {name} says little, because its size is off{IN_PLACES.get(code, '')} ({code}). "),
+            words,
+            class_="caveat",
+        )
         for name, code in both
         if code is not None
     ]

@@ -14,7 +14,7 @@ from actmat.report.html.figures import Bar, bars
 from actmat.report.html.scales import number, residual_sign, residual_text
 from actmat.report.words import SIZE_CODES, plural
 
-__all__ = ["rho_words", "size_finding", "summary"]
+__all__ = ["off_where", "rho_words", "size_finding", "summary"]
 
 DONE = {
     "merge": "merged by the rule",
@@ -40,6 +40,13 @@ def rho_words(residual: float) -> tuple[str, str]:
 def size_finding(diagnosis: Diagnosis) -> CheckResult | None:
     """The check that found the merge too large or too small, if one did."""
     return next((c for c in findings(diagnosis) if c.code in SIZE_CODES), None)
+
+
+def off_where(diagnosis: Diagnosis, found: CheckResult) -> str:
+    """` in 1 tensor`, where the size of few tensors is off and that of the whole merge is not; else empty."""
+    measured = len({m.name for m in diagnosis.measures})
+    is_whole = any(c.code == "AM402" for c in findings(diagnosis)) or found.count >= measured
+    return "" if is_whole else f" in {plural(found.count, 'tensor')}"
 
 
 def findings(diagnosis: Diagnosis) -> list[CheckResult]:
@@ -72,7 +79,9 @@ def summary(diagnosis: Diagnosis) -> Markup:
     found = findings(diagnosis)
     kind = "bad" if any(c.severity == "issue" for c in found) else "tip" if found else "good"
     sizes = _Sizes.of(diagnosis) if diagnosis.measures else None
-    reasons = [_size(sizes, kind=kind, far=size_finding(diagnosis) is not None)] if sizes is not None else []
+    off = size_finding(diagnosis)
+    far = off is not None and not off_where(diagnosis, off)
+    reasons = [_size(sizes, kind=kind, far=far)] if sizes is not None else []
     lists = el("div", _worst(diagnosis), _checks(diagnosis, found), _next(found))
     return section(
         "summary",
@@ -126,7 +135,11 @@ def _worst(diagnosis: Diagnosis) -> Markup | None:
     best, worst = ranked[0], ranked[-1]
     far = size_finding(diagnosis)
     if far is not None:
-        meaning: list[Child] = ["ρ says little here, because the size is off (", _code(far), ")"]
+        meaning: list[Child] = [
+            f"ρ says little here, because the size is off{off_where(diagnosis, far)} (",
+            _code(far),
+            ")",
+        ]
     else:
         meaning = [f"the merged weights are {_nearness(worst)}"]
     rest = f"; best is {best.name} with {residual_text(best.residual)}" if len(ranked) > 1 else ""
