@@ -37,6 +37,8 @@ ELSEWHERE = {
 }
 """Path in the repository -> path in the site, for what does not keep its place below docs/."""
 IMAGES = (".png", ".svg")
+AS_IS = (*IMAGES, ".css")
+"""Files that are copied."""
 LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)")
 NOT_MARKS = re.compile(r"^<!-- (?:not run|file|generated|end generated|table|end table)\b.*?-->\n", re.MULTILINE)
 
@@ -45,7 +47,7 @@ def places() -> dict[Path, str]:
     """Files of the repository -> places in the site."""
     found = {ROOT / name: place for name, place in ELSEWHERE.items()}
     for path in sorted(DOCS.rglob("*")):
-        if path.suffix in (".md", *IMAGES) and path not in found:
+        if path.suffix in (".md", *AS_IS) and path not in found:
             found[path] = path.relative_to(DOCS).as_posix()
     return found
 
@@ -138,14 +140,14 @@ def _pages_of(items: Iterable[Any]) -> list[str]:
 
 
 def stage(folder: Path) -> list[str]:
-    """Copy the pages and images to a folder; returns the pages."""
+    """Copy the pages, images and styles to a folder; returns the pages."""
     sites = places()
     shutil.rmtree(folder, ignore_errors=True)
     pages = []
     for path, place in sites.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix in IMAGES:
+        if path.suffix in AS_IS:
             shutil.copyfile(path, target)
             continue
         text = path.read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat.experts.base import Source
 from actmat.experts.remembered import KeptSum, KeptSums, RememberedExpert
+from actmat.foreign import html_table
 from actmat.inputs import Earlier
 from actmat.plan.model import SUMS
 from actmat.plan.sums import weights_of
@@ -42,6 +43,13 @@ class GrowthReport:
     merged: MergeReport
     from_sums: bool
     why_read: str = ""
+
+    def __repr__(self) -> str:
+        how = "earlier experts not read" if self.from_sums else "all experts read"
+        return f"<GrowthReport: {how}; {self.merged!r}>"
+
+    def _repr_html_(self) -> str:
+        return str(html_table(repr(self), (), ())) + self.merged.plan._repr_html_()
 
 
 def add_experts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from actmat.checkpoints.raw import empty_tensor, raw_bytes
 from actmat.engine.executors import computes_here
 from actmat.engine.memory import available_memory
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
+from actmat.foreign import html_table, terminal
 from actmat.inputs import Problems, check_values, is_extraction, opened_inputs, plans_of
 from actmat.output import StagedOutput
 from actmat.places import checked_room, executor_of, resources_of
@@ -55,7 +56,7 @@ class _MemoryWriter:
         return _Sink(tensor)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryMerge:
     """A merge that is only in memory.
 
@@ -67,9 +68,17 @@ class MemoryMerge:
     """
 
     plan: MergePlan
-    tensors: Mapping[str, Tensor] = field(repr=False)
-    config: Mapping[str, Any] = field(repr=False)
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any]
     seconds: float
+
+    def __repr__(self) -> str:
+        size = format_size(sum(t.nbytes for t in {id(t): t for t in self.tensors.values()}.values()))
+        of = f"{self.plan.recipe.method} over {len(self.plan.experts)} experts"
+        return terminal(f"<MemoryMerge: {of}; {len(self.tensors)} tensors, {size}; {self.seconds:.1f} s>")
+
+    def _repr_html_(self) -> str:
+        return str(html_table(repr(self), (), ())) + self.plan._repr_html_()
 
     @property
     def base(self) -> str:

@@ -32,7 +32,8 @@ from actmat.plan.placement import HOST
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.reference import with_reference, with_references
-from actmat.report import Totals, read_manifest, sum_records
+from actmat.report import Totals, read_manifest, recorded_totals, sum_records
+from actmat.report.words import size_finding, size_words
 from actmat.settings import RunSettings
 
 __all__ = [
@@ -55,7 +56,7 @@ class MergeReport:
         resumed: items taken over from an interrupted run.
         diagnosis: contents of `report.json`, where one was asked for.
         was_finished: an earlier call finished the output; it was only verified.
-        totals: sums over all tensors; zeros where `was_finished`.
+        totals: sums over all tensors.
     """
 
     out: Path | str
@@ -68,10 +69,18 @@ class MergeReport:
 
     def __repr__(self) -> str:
         how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
-        return terminal(f"<MergeReport {self.out}: {how}; {len(self.plan.items)} items by {self.plan.recipe.method}>")
+        what = f"{len(self.plan.items)} items by {self.plan.recipe.method}"
+        said = [size_words(self.totals.norms), *self._warning()]
+        return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
+
+    def _warning(self) -> list[str]:
+        """The code of the check that finds the size far off, and what is wrong."""
+        found = size_finding(self.totals.norms, self.plan.recipe.mute)
+        return [] if found is None else [f"warning {found[0]}: {found[1]}"]
 
     def _repr_html_(self) -> str:
-        return str(html_table(repr(self), (), ())) + self.plan._repr_html_()
+        found = "" if self.diagnosis is None else self.diagnosis._repr_html_()
+        return str(html_table(repr(self), (), ())) + found + self.plan._repr_html_()
 
     @functools.cached_property
     def manifest(self) -> Mapping[str, Any]:
@@ -160,9 +169,10 @@ def _finished(plan: MergePlan, out: Path | str, settings: RunSettings) -> MergeR
     began = time.perf_counter()
     with present_output(out) as folder:
         check_finished(plan, out, folder, settings)
+        totals = recorded_totals(read_manifest(folder))
         diagnosis = read_diagnosis(folder) if settings.diagnose else None
     items = sum(i.action != "tie" for i in plan.items)
-    return MergeReport(out, plan, time.perf_counter() - began, items, diagnosis, was_finished=True)
+    return MergeReport(out, plan, time.perf_counter() - began, items, diagnosis, was_finished=True, totals=totals)
 
 
 def _merge(

@@ -67,6 +67,9 @@ def test_out_is_a_file_or_a_directory(family: Family, tmp_path: Path) -> None:
     one, other = read_diagnosis(tmp_path / "mine.json"), read_diagnosis(tmp_path / "folder")
     assert one.measures == other.measures
     assert actmat(family.argv("--quiet", "--out", str(tmp_path / "mine.html"), command="diagnose")).code == 0
+    told = actmat(family.argv("--out", str(tmp_path / "new" / "folder"), command="diagnose")).out  # is made
+    assert told.count("report: ") == 2
+    assert {p.name for p in (tmp_path / "new" / "folder").iterdir()} == {"report.json", "report.html"}
     assert sorted(p.name for p in tmp_path.glob("mine*")) == ["mine.html", "mine.json"]
     for page in (tmp_path / "mine.html", tmp_path / "folder" / "report.html"):
         assert page.read_text().startswith("<!DOCTYPE html>")

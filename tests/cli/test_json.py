@@ -42,12 +42,16 @@ def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
     spelled = {option for p in commands()[name].params for option in p.opts}
     home = name.split()[0]
     assert {"--json", "--quiet", "-q"} <= spelled
+    (quiet,) = (p for p in commands()[name].params if "--quiet" in p.opts)
+    assert quiet.help == "Print only errors, and what a script reads."
     assert home in SCHEMAS
     assert set(EXITS[home]) == {0, 1}
     page = (ROOT / f"docs/commands/{home}.md").read_text()
     assert f"<!-- generated: exit-codes {home} -->" in page
     for code, meaning in {**EXITS[home], **COMMON}.items():
         assert f"| {code} | {meaning}" in page, f"run python -m docs.generate: {home} {code}"
+    told = " ".join(actmat([*name.split(), "--help"]).out.split())
+    assert f"Exit codes: 0 {EXITS[home][0]}; 1 ".replace("`", "") in told
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +89,13 @@ def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
     broken = pinned(said("verify", ties, "--json", "--no-inputs", code=1), "verify")
     assert not broken["ok"]
     assert broken["problems"]
+
+
+def test_a_command_that_fails_prints_no_json(place: Path) -> None:
+    for arguments, code in ((["-b", "nowhere", "-e", str(place / "base")], 1), (["--no-such-flag"], 2)):
+        failed = actmat(["merge", *arguments, "--out", str(place / "failed"), "--json"])
+        assert (failed.code, failed.out) == (code, "")
+        assert failed.err
 
 
 def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None:

@@ -71,6 +71,31 @@ def test_a_comparison_fits_80_columns(family: Family) -> None:
                   "residual rho actmat ties", "expert0", "expert1"):  # fmt: skip
         assert words in text
     assert sum("proj " in line for line in lines) <= 10
+    assert "x the experts' sum" in text
+
+
+def test_a_merge_of_the_wrong_size_is_not_praised_for_its_residual(family: Family, tmp_path: Path) -> None:
+    """Nor does the reader have to guess where things are: page, report and the command that explains a warning."""
+    far = tmp_path / "far away"
+    inputs = family.argv(command="plan")[1:]
+    merge = ["merge", *inputs, "-m", "ties", "--scale", "20", "--out", str(far)]
+    lines = actmat(merge).out.splitlines()
+    warned = next(n for n, line in enumerate(lines) if "warning AM403: the merged delta exploded; see" in line)
+    assert lines[warned + 1] == f"    actmat diagnose '{far}'"  # in one line, to be copied
+    again = " ".join(actmat(merge).out.split())
+    assert "is complete: an earlier run" in again
+    assert "size: " in again
+    assert "warning AM403" in again
+    told = actmat([*merge, "--overwrite", "--diagnose"]).out
+    assert told.splitlines()[-1] == f"report: {far}/report.html"
+    page = tmp_path / "page.html"
+    done = actmat(["compare", str(far), str(family.root / "ties"), "--out", str(page)])
+    text = " ".join(done.out.split())
+    assert "rho of far away says little: its size is off" in text
+    assert text.endswith("page.html")
+    shown = Page(page.read_text(encoding="utf-8"))
+    assert "says little, because its size is off" in shown.one("section", id="experts").text
+    assert "Size of far away: " in shown.one("section", id="summary").text
 
 
 def test_a_comparison_as_json_and_as_a_page(family: Family, tmp_path: Path) -> None:

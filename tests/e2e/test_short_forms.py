@@ -13,8 +13,11 @@ from tests.helpers.merging import actmat as command_line
 
 import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert
 from actmat.methods import METHODS
+from actmat.report import Verification, recorded_totals
+from actmat.report.comparison import compare
 
 
 class Tags(HTMLParser):
@@ -57,6 +60,43 @@ def test_a_plan_and_a_report_are_short(family: Family) -> None:
     check(report.diagnosis, "<Diagnosis", "ties over 2 experts", "matrices")
     again = actmat.merge(family.base, family.experts, method="ties", out=family.out, diagnose=True)
     check(again, "was finished before")
+
+
+def test_reports_of_other_kinds_are_short(family: Family) -> None:
+    """However many layers: an extraction has a row for each, a comparison one for each tensor."""
+    inputs = {"base": family.base, "experts": family.experts}
+    one = actmat.merge(**inputs, method="actmat", scale=20, out=family.root / "actmat")
+    two = actmat.merge(**inputs, method="average", out=family.root / "average")
+    check(one, "x the experts' sum", "warning AM40")
+    assert "warning" not in repr(two)
+    compared = compare(one.out, two.out)
+    check(compared, "<Comparison: actmat and average", "tensors differ")
+    assert "x a mean expert" in compared._repr_html_()
+    check(actmat.verify(two.out), "<Verification: intact; 51 tensors")
+    check(Verification(300, ("base",), tuple(f"tensor {n}" for n in range(300))), "300 differences")
+    check(actmat.merge_in_memory(**inputs, method="ties"), "<MemoryMerge: ties over 2 experts", "tensors")
+    lora = actmat.extract(family.base, family.experts[0], rank=2, out=family.root / "lora")
+    check(lora, "<ExtractReport", "layers", "relative error", rows=12)
+    kept = actmat.merge(family.base, family.experts[:1], method="average", out=family.root / "kept", keep_sums=True)
+    check(actmat.add_experts(kept.out, family.experts[1:]), "<GrowthReport: earlier experts not read", "x a mean")
+
+
+def test_a_finished_output_tells_its_size_again(family: Family, tmp_path: Path) -> None:
+    """From the manifest: models, where sizes are sampled, and adapters, where they are exact."""
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, seed=seed)
+    merges: list[tuple[Any, list[Path], Path]] = [
+        (family.base, family.experts, tmp_path / "model"),
+        (None, [tmp_path / "one", tmp_path / "two"], tmp_path / "adapter"),
+    ]
+    for base, experts, out in merges:
+        first, again = (actmat.merge(base, experts, method="actmat", out=out) for _ in range(2))
+        assert again.was_finished
+        assert first.totals.norms is not None
+        assert again.totals == first.totals
+    damaged = dict(first.manifest) | {"modules": [{**m, "stats": {"sum_norm": "x"}} for m in first.manifest["modules"]]}
+    with pytest.raises(CheckpointError, match="no sizes that can be read"):
+        recorded_totals(damaged)
 
 
 def test_checkpoints_and_experts_are_short(family: Family) -> None:

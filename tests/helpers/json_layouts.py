@@ -49,7 +49,7 @@ PINNED: dict[str, set[str]] = {
     },
     "compare": {
         "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "residuals",
-        "checks", "notes", "differing", "names", "left_out",
+        "checks", "notes", "totals", "differing", "names", "left_out",
     },
     "report": {"html", "experts", "tensors"},
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},

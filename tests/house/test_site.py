@@ -39,6 +39,15 @@ def test_the_notebook_is_a_page_with_what_it_showed(site: tuple[Path, list[str]]
     assert "experts/parity" in text
 
 
+def test_copying_a_console_block_takes_its_commands_only(site: tuple[Path, list[str]]) -> None:
+    """By a style sheet, on the marks that pages give to prompts and outputs."""
+    text = (site[0] / "cookbook.html").read_text()
+    assert 'href="site.css"' in text
+    assert '<span class="gp">$ </span>' in text
+    assert '<span class="go">' in text
+    assert ".gp, [data-md-copying] .go { display: none; }" in (site[0] / "site.css").read_text()
+
+
 def test_code_and_marks_stay_out_of_the_text(site: tuple[Path, list[str]]) -> None:
     text = (site[0] / "install.html").read_text()
     assert "<!-- not run" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.tolerances import F64_IDENTITY
 
 from actmat.diagnostics.model import Spectrum
 from actmat.foreign import terminal
+from actmat.report.html import render_html
 from actmat.report.html.charts import Cell, Line, Strip, curve, largest_strips, layer_lines, scree, strips
 from actmat.report.html.elements import Markup, columns_table, data_block, el, join
 from actmat.report.html.layers import kind_of_name, kinds, layers_of, overall_cosine, overall_share, residual_over
@@ -26,6 +28,7 @@ from actmat.report.html.scales import (
     percent,
     positive_axis,
     residual_level,
+    residual_sign,
     residual_text,
     sequential,
     tick_indices,
@@ -196,6 +199,27 @@ def test_a_spectrum_falls_from_the_largest_to_the_smallest() -> None:
     assert drawn.attributes["d"] == ("M0 0.0000L0.25 0.2500L0.5 0.5000L0.5 0.7500L1 1.0000")
     assert page.one("path", class_="stop").attributes["d"] == "M0.5000 0.5000h0"
     assert drawn.attributes["data-tip"] == "layer 0: 4 of 8 directions kept"
+
+
+def test_where_few_directions_carry_anything_the_axis_ends_with_them() -> None:
+    """As in merges of adapters: the null directions would take the whole width."""
+    few = Spectrum((-8.0, -2.0, -1.0, 0.0), (760, 4, 4))
+    fewer = Spectrum((-8.0, -2.0, -1.0, 0.0), (764, 2, 2))
+    page = Page(str(scree([("d0", "layer 0", few, 8), ("d1", "layer 1", fewer, 8)], label="x")))
+    first, second = (e.attributes["d"] for e in page.all("path") if "data-tip" in e.attributes)
+    assert first == "M0 0.0000L0.5 0.1250L1 0.2500"
+    assert second == "M0 0.0000L0.25 0.1250L0.5 0.2500"
+    assert [e.attributes["d"] for e in page.all("path", class_="stop")] == ["M1.0000 0.2500h0", "M1.0000 0.2500h0"]
+    assert page.one("div", class_="x-axis").text == "00.52 %1 %"
+
+
+def test_a_residual_near_zero_reads_as_a_sentence() -> None:
+    assert (residual_sign(0.25), residual_sign(0.001), residual_sign(0.0)) == ("= 0.25", "< 0.01", "= 0.00")
+    alike = replace(diagnosis(2, 2), checks=())
+    near = replace(alike, experts_summary=tuple(replace(e, residual=0.001) for e in alike.experts_summary))
+    text = Page(render_html(near)).one("section", id="summary").text
+    assert ", ρ < 0.01: the merged weights are less than 0.01 of the base's distance away from it; " in text
+    assert "fares alike." in text
 
 
 def test_strips_leave_holes_where_there_is_no_matrix() -> None:

@@ -46,6 +46,15 @@ def test_a_merge_of_the_wrong_size_is_met_nowhere() -> None:
     assert "size is off" not in fine
 
 
+def test_few_tensors_of_the_wrong_size_do_not_make_the_whole_merge_long() -> None:
+    page = page_of(checks=[{**SIZE, "code": "AM403", "tensors": ["a"], "count": 1}])
+    text = page.one("section", id="experts").text + page.one("section", id="summary").text
+    assert "because the size is off in 1 tensor (AM403)" in text
+    assert "size is off in 1 tensor: AM403" in text
+    assert not re.search(r"\b(mostly |partly |not )?met\b", text)
+    assert page.all("rect", class_="far") == []
+
+
 @pytest.mark.parametrize(
     ("checks", "kind", "words"),
     [
@@ -101,7 +110,8 @@ def test_a_map_whose_cells_are_all_alike_is_one_sentence() -> None:
 
 
 def test_names_break_between_words_only() -> None:
-    assert str(el("i", *dotted("layers.0.self_attn/q"))) == "<i>layers.0.<wbr>self_<wbr>attn/<wbr>q</i>"
+    assert str(el("i", *dotted("layers.0.self_attn/q"))) == "<i>layers.0.<wbr>self_attn/<wbr>q</i>"
+    assert dotted("a.vector_to_single_lstm")[2::2] == ["vector_", "to_", "single_", "lstm"]
     assert dotted("plain") == ["plain"]
 
 

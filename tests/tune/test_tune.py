@@ -62,6 +62,13 @@ def test_the_written_model_is_the_candidate_that_was_scored(report: TuneReport, 
             assert loss_of(found, "divergence") == pytest.approx(wanted[name], rel=1e-4)
 
 
+def test_a_search_is_short_in_a_notebook(report: TuneReport) -> None:
+    assert repr(report).startswith(f"<TuneReport {report.out}: ")
+    assert f"of {len(report.trials)} tried" in repr(report)
+    assert len(repr(report)) < 300
+    assert report._repr_html_().count("<tr>") == 1 + len(report.finals)
+
+
 def test_the_recipe_makes_the_model_again(report: TuneReport, tmp_path: Path) -> None:
     place = Path(f"{report.out}.tune")
     recipe = load_recipe(place / "recipe.yaml", {"out": str(tmp_path / "again")})

@@ -9,6 +9,7 @@ from typing import Any
 
 from actmat.errors import RecipeError
 from actmat.experts.resolve import has_factors, open_base
+from actmat.foreign import html_table, terminal
 from actmat.notebook import usual_progress
 from actmat.progress import Progress
 from actmat.recipe import Recipe, make_recipe
@@ -20,8 +21,11 @@ __all__ = ["ExtractReport", "extract", "extract_recipe", "extracted_rows"]
 LABEL = "model"
 """Name of the fine-tuned model in plans and records."""
 
+SHOWN_LAYERS = 10
+"""Layers that a notebook shows of an extraction."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class ExtractReport:
     """Result of an extraction.
 
@@ -32,6 +36,16 @@ class ExtractReport:
 
     merge: MergeReport
     record: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        layers = sum(row["kind"] == "factored" for row in self.record["tensors"])
+        return terminal(f"<ExtractReport {self.out}: {layers} layers; relative error {self.relative_error:.3g}>")
+
+    def _repr_html_(self) -> str:
+        rows = [r for r in self.record["tensors"] if r["kind"] == "factored"]
+        worst = sorted(rows, key=lambda r: -float(r["relative_error"]))[:SHOWN_LAYERS]
+        cells = [(r["name"], r["rank"], f"{r['relative_error']:.3g}") for r in worst]
+        return str(html_table(repr(self), ("layers of largest error", "rank", "relative error"), cells))
 
     @property
     def out(self) -> Path | str:

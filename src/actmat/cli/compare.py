@@ -37,7 +37,7 @@ def compare(
     differences are listed and the exit code is 1.
     """
     from actmat.cli.results import print_result
-    from actmat.cli.screen import counting
+    from actmat.cli.screen import console, counting, escape
     from actmat.report.comparison import compare as compare_outputs
 
     with counting("comparing", quiet=quiet) as seen:
@@ -53,10 +53,13 @@ def compare(
         print_result("compare", data, long=("tensors",), full=full)
     elif not quiet:
         _print(found)
+        if out is not None:
+            console.print(f"page: {escape(out)}", soft_wrap=True)
 
 
 def _print(found: Comparison) -> None:
     from actmat.cli.screen import console, escape
+    from actmat.report.words import IN_PLACES
 
     first, second = found.names
     console.print(f"[bold]{escape(first)}[/bold]  {escape(found.outs[0])}  ({escape(found.methods[0])})")
@@ -65,13 +68,27 @@ def _print(found: Comparison) -> None:
     onto = f" of {found.base}" if found.base else ""
     console.print(f"{len(found.experts)} experts{escape(onto)}: {escape(names)}\n")
     _rows(["differs in", first, second], [[s.field, _short(s.first), _short(s.second)] for s in found.settings])
+    _print_sizes(found)
     _print_tensors(found)
     residuals = [[r.expert, f"{r.first:.2f}", f"{r.second:.2f}"] for r in found.residuals]
     _rows(["residual rho", first, second], residuals)
+    for name, code in zip(found.names, found.size_codes if residuals else (), strict=False):
+        if code is not None:
+            where = IN_PLACES.get(code, "")
+            console.print(f"rho of {escape(name)} says little: its size is off{where} ({code})\n")
     checks = [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
     _rows(["check", first, second], checks)
     for note in found.notes:
         console.print(f"note: {escape(note)}")
+
+
+def _print_sizes(found: Comparison) -> None:
+    """Size of each merge, where both manifests have it."""
+    from actmat.report.words import size_ratios
+
+    first, second = map(size_ratios, found.totals)
+    rows = [[f"x {what}", f"{first[what]:.3g}", f"{second[what]:.3g}"] for what in first if what in second]
+    _rows(["size", *found.names], rows)
 
 
 def _print_tensors(found: Comparison) -> None:

@@ -37,7 +37,7 @@ def diagnose(
     strict: flags.Strict = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Write the report: both forms into a directory, or to FILE.json or FILE.html."),
+        typer.Option("--out", help="Write the report: to FILE.html, to FILE.json, or both into a directory."),
     ] = None,
     shown: flags.OutputFlags,
     data: DataFlags,
@@ -61,13 +61,13 @@ def diagnose(
         raise typer.BadParameter("--data goes with a merged model that exists: actmat diagnose MERGED --data DATA")
     else:
         found = _of_recipe(recipe, given, run, quiet=shown.quiet)
-    _write(found, out)
+    files = _write(found, out)
     if shown.json:
         _print_json(found, full=shown.full)
     elif not shown.quiet:
         from actmat.cli.diagnosis import print_diagnosis
 
-        print_diagnosis(found)
+        print_diagnosis(found, files)
     if strict and found.issues:
         raise typer.Exit(1)
 
@@ -99,13 +99,15 @@ def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet
         return diagnose_recipe(recipes[0], run, progress)
 
 
-def _write(found: Diagnosis, out: Path | None) -> None:
-    if out is not None:
-        from actmat.checkpoints.writing.staging import disk_errors
-        from actmat.report.write import write_report
+def _write(found: Diagnosis, out: Path | None) -> list[Path]:
+    """Write the report if that was asked for; the files."""
+    if out is None:
+        return []
+    from actmat.checkpoints.writing.staging import disk_errors
+    from actmat.report.write import write_report
 
-        with disk_errors(out.parent):
-            write_report(found, out)
+    with disk_errors(out.parent):
+        return write_report(found, out)
 
 
 def _print_json(found: Diagnosis, *, full: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -16,8 +17,8 @@ CONTESTED = 10
 """Largest number of matrices listed."""
 
 
-def print_diagnosis(found: Diagnosis) -> None:
-    """Print the experts, the checks, and the matrices on which the experts disagree most."""
+def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
+    """Print the experts, the checks, the matrices on which the experts disagree most, and the files of the report."""
     totals = found.totals
     console.print(
         f"[bold]{escape(found.method)}[/bold] over {len(found.experts)} experts"
@@ -38,6 +39,8 @@ def print_diagnosis(found: Diagnosis) -> None:
     if found.measures:
         console.print("\nmost contested matrices: rho of the expert that is met worst")
         console.print(_contested(found))
+    for file in files:
+        console.print(f"report: {escape(file)}", soft_wrap=True)
 
 
 def print_checks(checks: Sequence[CheckResult]) -> None:

@@ -55,7 +55,7 @@ def finish(
             console.print(f"{escape(out)} is complete: all its {report.tensors} tensors, and its inputs, are intact")
             return
         console.print(f"[bold]{escape(out)}[/bold]: {report.tensors} tensors of {report.parts} parts")
-        print_size(report.totals.norms, warn=True)
+        print_size(report.totals.norms, out, warn=True)
         for note in report.notes:
             console.print(f"  note: {escape(note)}")
         if report.totals.nonfinite:

@@ -22,7 +22,9 @@ PartOption = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of words.")]
 Full = Annotated[bool, typer.Option("--full", help="With --json: also the lists with a row per tensor.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors (and JSON with --json).")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and what a script reads.")]
+"""The same everywhere: no words for people. A script reads JSON (with --json), and what a command is asked to print:
+the recipe of `import`, the command of `serve-command`, the answers of `try`, the address of `ui`."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ def import_(
     file: Annotated[Path, typer.Argument(metavar="MERGEKIT.yml", help="A configuration of mergekit.")],
     *,
     json: flags.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No notes on stderr.")] = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Print the recipe that does the same as a configuration of mergekit.
 
@@ -24,8 +24,7 @@ def import_(
     actmat merge mergekit.yml --out MERGED   (the same without a new file)
 
     No model is opened. What has no counterpart is an error that lists all of it;
-    notes on what was decided are in the recipe and on stderr. Exit code 0: the
-    recipe is printed; 1: it cannot be converted.
+    notes on what was decided are in the recipe and on stderr.
     """
     from actmat.cli.streams import say
     from actmat.recipe import import_recipe as read

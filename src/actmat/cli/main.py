@@ -16,6 +16,7 @@ from typing import Any
 import typer
 import typer.main
 
+from actmat.cli.exits import EXITS
 from actmat.cli.extensions import ExtensibleGroup
 from actmat.cli.signals import Stopped, stopped_by_signals
 from actmat.cli.signature import deferred, resolved
@@ -79,7 +80,7 @@ class _Commands(ExtensibleGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if name in LONG:
             starting(name, rest)
-        return name, resolved(command), rest
+        return name, _with_exit_codes(name, resolved(command)), rest
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with checked_stdout(), _printable_usage_errors():  # --help prints here
@@ -107,6 +108,15 @@ def _imported(name: str) -> Any:
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
     alone.command(name)(deferred(found) if name in FROM_RECIPES else found)
     return typer.main.get_command(alone)
+
+
+def _with_exit_codes(name: str, command: Any) -> Any:
+    """The command, or a group and all its commands, with its exit codes below its help."""
+    if name in EXITS:
+        codes = "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning in EXITS[name].items())
+        for each in (command, *getattr(command, "commands", {}).values()):
+            each.epilog = f"Exit codes: {codes}. Others: see 'actmat --help'."
+    return command
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:

@@ -89,10 +89,10 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
 
 def size_data(norms: Norms | None, muted: Collection[str] = ()) -> dict[str, Any] | None:
     """Norms of a merge, and the code of the check that finds them far off; None where nothing was merged."""
-    from actmat.diagnostics.checks.size import size_warning
+    from actmat.report.words import size_finding
 
     if norms is None:
         return None
-    found = size_warning(norms.merged, norms.total, norms.experts)
-    code = None if found is None or found[0] in muted else found[0]
+    found = size_finding(norms, muted)
+    code = None if found is None else found[0]
     return {"merged": norms.merged, "sum": norms.total, "experts": list(norms.experts), "warning": code}

@@ -40,8 +40,9 @@ class SafeConsole(Console):
             yield Segment(text if control else terminal(text, keep="\n"), style, control)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; what does not fit on a line is continued with an indentation."""
-        super().print(*(Hanging(o) if isinstance(o, str) else o for o in objects), **options)
+        """Print; what does not fit on a line is continued with an indentation, unless `soft_wrap` keeps it in one."""
+        wraps = not options.get("soft_wrap")
+        super().print(*(Hanging(o) if wraps and isinstance(o, str) else o for o in objects), **options)
 
     def on_broken_pipe(self) -> None:
         """Raise the error that is being handled: the command line decides what a broken pipe means."""

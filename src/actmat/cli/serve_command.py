@@ -15,13 +15,15 @@ __all__ = ["serve_command"]
 def serve_command(
     out: Annotated[str, typer.Argument(help="Directory of a merged model or adapter, or hf://org/name.")],
     json: flags.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the command of vLLM.")] = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Print the commands that load a merged model: vLLM's, and transformers'.
 
     An adapter is loaded on its base: with PEFT, and in vLLM with --enable-lora
-    and the rank that it needs. Exit code 1 with --quiet if vLLM cannot serve it.
+    and the rank that it needs. With --quiet only the command of vLLM is printed,
+    or the reason why vLLM cannot serve the model, with exit code 1.
     """
+    from actmat.cli.streams import say
     from actmat.foreign import terminal
     from actmat.serving import serving_commands
 
@@ -32,8 +34,11 @@ def serve_command(
         print_result("serve-command", dataclasses.asdict(found))
         return
     if quiet:
-        typer.echo(terminal(found.vllm), nl=bool(found.vllm))
-        raise typer.Exit(0 if found.vllm else 1)
+        if not found.vllm:
+            say("\n".join(f"actmat: {terminal(note)}" for note in found.notes))
+            raise typer.Exit(1)
+        typer.echo(terminal(found.vllm))
+        return
     if found.vllm:
         typer.echo(f"# vLLM\n{terminal(found.vllm)}\n")
     typer.echo("\n".join(["# Python", *map(terminal, found.python)]))

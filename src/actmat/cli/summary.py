@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -138,14 +139,15 @@ def print_summary(report: MergeReport) -> None:
         if isinstance(report.out, str):
             checked = "its files have their sizes ('actmat verify' reads them)"
         console.print(f"  is complete: an earlier run of the same command finished it; {checked}")
+        _print_report_size(report)
+        _print_findings(report)
         return
     if plan.is_extracted:
         print_extracted(report)
     else:
         for line in _adapter_lines(report) if from_adapters else _model_lines(report):
             console.print(f"  {line}")
-    if len(plan.experts) > 1 or not plan.is_extracted:
-        print_size(report.totals.norms, warn=report.diagnosis is None, muted=plan.recipe.mute)
+    _print_report_size(report)
     console.print(
         f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
         "all hashes in actmat_manifest.json"
@@ -155,10 +157,24 @@ def print_summary(report: MergeReport) -> None:
             console.print(f"  note: {escape(note)}")
     if not from_adapters and report.totals.nonfinite:
         console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
+    _print_findings(report)
+
+
+def _print_report_size(report: MergeReport) -> None:
+    """Size of the merged delta; of an extraction from one model it says nothing."""
+    if len(report.plan.experts) > 1 or not report.plan.is_extracted:
+        warn, muted = report.diagnosis is None, report.plan.recipe.mute
+        print_size(report.totals.norms, report.out, warn=warn, muted=muted)
+
+
+def _print_findings(report: MergeReport) -> None:
+    """Findings, and the page that shows them, where they were asked for."""
     if report.diagnosis is not None:
         from actmat.cli.diagnosis import print_checks
+        from actmat.cli.screen import console, escape
 
         print_checks(report.diagnosis.checks)
+        console.print(f"report: {escape(report.out)}/report.html", soft_wrap=True)
 
 
 def print_extracted(report: MergeReport) -> None:
@@ -187,26 +203,27 @@ def print_extracted(report: MergeReport) -> None:
         console.print(f"  {same} tensors are the same as in the base")
 
 
-def print_size(norms: Norms | None, *, warn: bool, muted: Sequence[str] = ()) -> None:
+def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Sequence[str] = ()) -> None:
     """Size of a merged delta against the sum of the experts' and a mean expert's; nothing where nothing was merged.
 
     Args:
         norms: of a finished merge.
+        out: where it is.
         warn: warn where it is far off; a diagnosis says more.
         muted: codes of checks that shall not count.
     """
-    from actmat.cli.screen import console
-    from actmat.diagnostics.checks.size import size_warning
+    from actmat.cli.screen import console, escape
+    from actmat.report.words import size_finding, size_words
 
-    if norms is None or not any(norms.experts):
+    if norms is None or not (words := size_words(norms)):
         return
-    mean = math.sqrt(math.fsum(n**2 for n in norms.experts) / len(norms.experts))
-    of_sum = f"{norms.merged / norms.total:.3g} x the experts' sum, " if norms.total else ""
-    console.print(f"  size: {of_sum}{norms.merged / mean:.3g} x a mean expert (norm {norms.merged:.3g})")
-    found = size_warning(norms.merged, norms.total, norms.experts)
-    if warn and found is not None and found[0] not in muted:
-        code, words = found
-        console.print(f"  [red]warning {code}[/red]: {words}: see 'actmat diagnose'")
+    console.print(f"  size: {words} (norm {norms.merged:.3g})")
+    found = size_finding(norms, muted)
+    if warn and found is not None:
+        code, wrong = found
+        where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # what is at a URL is diagnosed by recipe
+        console.print(f"  [red]warning {code}[/red]: {wrong}; see")
+        console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
 
 
 def _model_lines(report: MergeReport) -> list[str]:

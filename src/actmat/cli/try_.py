@@ -92,7 +92,7 @@ def try_(
     run: Annotated[RunSettings, Fields(only=("device", "device_memory", "max_memory", "threads"))],
     question: QuestionFlags,
     json: flags.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, only the answers.")] = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Merge into memory and ask the result something; nothing is written.
 

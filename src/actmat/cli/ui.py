@@ -9,14 +9,16 @@ from typing import Annotated
 
 import typer
 
+from actmat.cli import flags
+
 __all__ = ["ui"]
 
 
 def ui(
     port: Annotated[int, typer.Option("--port", help="Port on this machine; 0: one that is free.", min=0)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the address.")] = False,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Open a page to choose models, see the plan as you type, merge, watch and compare.
 

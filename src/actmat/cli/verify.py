@@ -19,8 +19,7 @@ def verify(
 ) -> None:
     """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
 
-    Exit code 0: everything matches; 1: something differs or cannot be found.
-    All differences are listed, and what could not be checked.
+    All differences are listed, and what could not be checked or found.
     """
     from actmat.cli.screen import console, escape
     from actmat.report.verify import verify as check

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.engine.task import Record
+from actmat.errors import CheckpointError
 from actmat.plan.model import MergePlan
 
-__all__ = ["Norms", "Totals", "sum_records"]
+__all__ = ["Norms", "Totals", "recorded_totals", "sum_records"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +47,72 @@ class Totals:
     norms: Norms | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Contribution of one item to the totals."""
+
+    unchanged: bool
+    nonfinite: int
+    stats: Mapping[str, Any]
+    size: Mapping[str, Any] | None
+
+
 def sum_records(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
     """Totals of a finished output; every record is read once."""
+
+    def rows() -> Iterable[_Row]:
+        for item in plan.items:
+            if item.tied_to is not None and item.tied_to in records:
+                yield _Row(False, records[item.tied_to].nonfinite, {}, None)
+                continue
+            record = records[item.name]
+            unchanged = record.unchanged and item.action in ("merge", "average")
+            yield _row(plan.output == "model", unchanged, record.nonfinite, record.stats, record.size)
+
+    return _summed(rows())
+
+
+def recorded_totals(manifest: Mapping[str, Any]) -> Totals:
+    """Totals of an output that an earlier run finished, from its manifest.
+
+    Raises:
+        CheckpointError: a number in it is missing, or none.
+    """
+    is_model = manifest.get("kind") != "adapter"
+
+    def rows() -> Iterable[_Row]:
+        for row in manifest["tensors" if is_model else "modules"]:
+            if row.get("tied_to") is not None:
+                yield _Row(False, row["nonfinite"], {}, None)
+                continue
+            unchanged = row.get("unchanged", False) and row["action"] in ("merge", "average")
+            yield _row(is_model, unchanged, row.get("nonfinite", 0), row.get("stats", {}), row.get("size"))
+
+    try:
+        return _summed(rows())
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{MANIFEST_NAME} has no sizes that can be read ({error!r}).") from None
+
+
+def _row(
+    is_model: bool, unchanged: bool, nonfinite: int, stats: Mapping[str, Any], size: Mapping[str, Any] | None
+) -> _Row:
+    """Sizes are measured on a sample, those of merged factors exactly: `stats` has them then."""
+    exact = not is_model and "sum_norm" in stats
+    return _Row(unchanged, nonfinite, {} if is_model else stats, stats if exact else size)
+
+
+def _summed(rows: Iterable[_Row]) -> Totals:
     unchanged = nonfinite = 0
     errors: list[tuple[float, float]] = []
     squares: list[list[float]] = []
-    for item in plan.items:
-        if item.tied_to is not None and item.tied_to in records:
-            nonfinite += records[item.tied_to].nonfinite
-            continue
-        record = records[item.name]
-        unchanged += record.unchanged and item.action in ("merge", "average")
-        nonfinite += record.nonfinite
-        stats = record.stats if plan.output == "adapter" else {}
-        if "error_norm" in stats:
-            errors.append((stats["error_norm"] ** 2, stats["norm"] ** 2))
-        by_sample = plan.output == "model" or plan.is_extracted
-        size = record.size if by_sample else stats if "norm" in stats else None
-        if size is not None:
-            squares.append([x**2 for x in (size["norm"], size["sum_norm"], *size["expert_norms"])])
+    for row in rows:
+        unchanged += row.unchanged
+        nonfinite += row.nonfinite
+        if "error_norm" in row.stats:
+            errors.append((row.stats["error_norm"] ** 2, row.stats["norm"] ** 2))
+        if row.size is not None:
+            squares.append([x**2 for x in (row.size["norm"], row.size["sum_norm"], *row.size["expert_norms"])])
     return Totals(unchanged, nonfinite, _relative(errors), _norms(squares) if squares else None)
 
 

@@ -18,11 +18,13 @@ from actmat.experts.base import Expert
 from actmat.experts.diffusion import is_in_other_layout, may_be_converted, open_converted
 from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.experts.vocabulary import align_vocabularies
+from actmat.foreign import html_table
 from actmat.plan.model import SUMS
 from actmat.plan.sums import SAMPLE
 from actmat.recipe.vocabulary import Vocabulary
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
+from actmat.report.words import plural
 from actmat.statistics.header import header_hash
 from actmat.statistics.store import open_statistics
 
@@ -34,6 +36,10 @@ VERSIONING = frozenset({".git", ".gitattributes", ".gitignore", ".cache", ".hugg
 """Files and folders at the top of the output that git and clients of hubs add and change."""
 
 Progress = Callable[[str, int], None]
+
+
+SHOWN = 25
+"""Differences that a notebook shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,15 @@ class Verification:
     problems: tuple[str, ...]
     unchecked: tuple[str, ...] = ()
     files: int = 0
+
+    def __repr__(self) -> str:
+        found = "intact" if self.ok else plural(len(self.problems), "difference")
+        return f"<Verification: {found}; {self.tensors} tensors, {self.files} files, {len(self.inputs)} inputs>"
+
+    def _repr_html_(self) -> str:
+        rows = [("differs", p) for p in self.problems] + [("not checked", u) for u in self.unchecked]
+        more = [("...", f"{len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
+        return str(html_table(repr(self), ("", "what"), [*rows[:SHOWN], *more]))
 
     @property
     def ok(self) -> bool:

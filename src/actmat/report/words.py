@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from actmat.diagnostics.checks.size import size_warning
 from actmat.errors import format_size
 from actmat.plan.model import Item, MergePlan, count_actions
+from actmat.report.totals import Norms
 
-__all__ = ["ItemGroup", "action_counts", "item_groups", "plan_traffic", "plural"]
+__all__ = [
+    "IN_PLACES",
+    "SIZE_CODES",
+    "ItemGroup",
+    "action_counts",
+    "item_groups",
+    "plan_traffic",
+    "plural",
+    "size_finding",
+    "size_ratios",
+    "size_words",
+]
+
+IN_PLACES = {"AM403": " in places"}
+"""Words after `its size is off` for a check that looks at single matrices."""
+
+SIZE_CODES = ("AM402", "AM403")
+"""Checks that find a merge of the wrong size: a residual then says nothing on its own."""
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A layer's or an expert's number in a name."""
@@ -67,3 +87,27 @@ def plan_traffic(plan: MergePlan) -> str:
         f"read {format_size(plan.read_bytes)}, write {most}{format_size(plan.write_bytes)}{files}; peak memory "
         f"{format_size(plan.peak_bytes(1))} with one worker, {format_size(plan.peak_bytes(2))} with two"
     )
+
+
+def size_ratios(norms: Norms | None) -> dict[str, float]:
+    """Norm of a merged delta over that of the experts' sum and of a mean expert; empty where nothing was merged.
+
+    >>> size_ratios(Norms(merged=3.0, total=2.0, experts=(1.0, 1.0)))
+    {"the experts' sum": 1.5, 'a mean expert': 3.0}
+    """
+    if norms is None or not any(norms.experts):
+        return {}
+    of_sum = {"the experts' sum": norms.merged / norms.total} if norms.total else {}
+    mean = math.sqrt(math.fsum(n**2 for n in norms.experts) / len(norms.experts))
+    return {**of_sum, "a mean expert": norms.merged / mean}
+
+
+def size_words(norms: Norms | None) -> str:
+    """`1.5 x the experts' sum, 3 x a mean expert`; empty where nothing was merged."""
+    return ", ".join(f"{ratio:.3g} x {what}" for what, ratio in size_ratios(norms).items())
+
+
+def size_finding(norms: Norms | None, muted: Collection[str] = ()) -> tuple[str, str] | None:
+    """Code and words of what is wrong with the size of a merge; None where nothing is, or its code is muted."""
+    found = None if norms is None else size_warning(norms.merged, norms.total, norms.experts)
+    return None if found is None or found[0] in muted else found

@@ -11,13 +11,14 @@ __all__ = ["write_report"]
 
 
 def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
-    """Write both files into a directory, or one file: the page if its name ends in .html, else the JSON.
+    """Write one file if its name ends in .html (the page) or .json, else both into a directory, which is made.
 
     Returns the written files; each is whole or not there. Raises OSError.
     """
     from actmat.report.html import write_html
 
     file = Path(path)
-    if os.path.isdir(file):
+    if os.path.isdir(file) or file.suffix not in (".html", ".json"):
+        file.mkdir(parents=True, exist_ok=True)
         return [write_diagnosis(diagnosis, file), write_html(diagnosis, file / "report.html")]
     return [write_html(diagnosis, path) if file.suffix == ".html" else write_diagnosis(diagnosis, path)]

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from actmat.foreign import html_table, terminal
 from actmat.recipe import Recipe
 from actmat.run import MergeReport
 from actmat.tune.answers import Comparison
@@ -79,6 +80,14 @@ class TuneReport:
     seconds: float
     memory: MemoryPlan
     merged: MergeReport
+
+    def __repr__(self) -> str:
+        chosen, tried = self.finals[0].name, len(self.trials)
+        return terminal(f"<TuneReport {self.out}: {chosen}, of {tried} tried; {self.seconds:.0f} s>")
+
+    def _repr_html_(self) -> str:
+        rows = [(f.name, f.verdict) for f in self.finals]
+        return str(html_table(repr(self), ("final comparison", "verdict"), rows))
 
     @property
     def compared(self) -> str:

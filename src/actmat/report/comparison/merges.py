@@ -23,6 +23,7 @@ from actmat.report.comparison.model import (
 from actmat.report.comparison.outputs import Output, open_output
 from actmat.report.comparison.tensors import difference, factored_sums, stored_sums
 from actmat.report.manifest import input_location, read_manifest
+from actmat.report.totals import Norms, recorded_totals
 
 __all__ = ["compare"]
 
@@ -62,7 +63,16 @@ def compare(
         residuals=_residual_differences(report_one, report_two, experts) if report_one and report_two else (),
         checks=_check_differences(report_one, report_two) if report_one and report_two else (),
         notes=tuple(notes),
+        totals=(_norms(manifests[0]), _norms(manifests[1])),
     )
+
+
+def _norms(manifest: Mapping[str, Any]) -> Norms | None:
+    """Norms on record; None where an earlier version, or somebody else, wrote none."""
+    try:
+        return recorded_totals(manifest).norms
+    except CheckpointError:
+        return None
 
 
 def _tensors(

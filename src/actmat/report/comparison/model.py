@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from actmat.foreign import html_table, terminal
 from actmat.plan.choose import depth_of
+from actmat.report.totals import Norms
+from actmat.report.words import SIZE_CODES, size_finding, size_ratios
 
 __all__ = ["CheckDifference", "Comparison", "ResidualDifference", "SettingDifference", "TensorDifference"]
 
@@ -72,7 +76,14 @@ class TensorDifference:
         return depth_of(self.name)
 
 
-@dataclass(frozen=True, slots=True)
+_SIDES: tuple[Callable[[CheckDifference], str | None], ...] = (lambda c: c.first, lambda c: c.second)
+
+
+def _is_issue(verdict: str | None) -> bool:
+    return (verdict or "").startswith("issue")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """Differences between two merges.
 
@@ -84,6 +95,7 @@ class Comparison:
         settings: fields of recipes, versions and device that differ.
         tensors: every tensor (of adapters, every module), in the order of the output, without ties.
         diagnosed: which of the two have a report.
+        totals: norms of each merge, of its sum and of its experts, over what a method merged; None: not on record.
         residuals, checks: where both have one.
         notes: what could not be compared, and why.
     """
@@ -98,6 +110,26 @@ class Comparison:
     residuals: tuple[ResidualDifference, ...] = ()
     checks: tuple[CheckDifference, ...] = ()
     notes: tuple[str, ...] = ()
+    totals: tuple[Norms | None, Norms | None] = (None, None)
+
+    def __repr__(self) -> str:
+        first, second = self.names
+        apart = "" if self.relative is None else f"; relative distance {self.relative:.3g}"
+        counted = f"{len(self.differing)} of {len(self.tensors)} tensors differ"
+        return terminal(f"<Comparison: {first} and {second}; {counted}{apart}>")
+
+    def _repr_html_(self) -> str:
+        first, second = self.names
+        settings = [(s.field, s.first, s.second) for s in self.settings]
+        ratios = [size_ratios(norms) for norms in self.totals]
+        sizes = [(f"x {what}", *(f"{r[what]:.3g}" for r in ratios)) for what in ratios[0] if what in ratios[1]]
+        residuals = [(r.expert, f"{r.first:.3g}", f"{r.second:.3g}") for r in self.residuals]
+        checks = [(f"{c.code} {c.title}", c.first or "-", c.second or "-") for c in self.checks]
+        tables: dict[str, Sequence[Sequence[object]]] = {"differs in": settings, "size": sizes}
+        tables |= {"residual": residuals, "check": checks}
+        return str(html_table(repr(self), (), ())) + "".join(
+            str(html_table(title, ("", first, second), rows)) for title, rows in tables.items() if rows
+        )
 
     @property
     def names(self) -> tuple[str, str]:
@@ -107,6 +139,16 @@ class Comparison:
             if first != second:
                 return first, second
         return "first", "second"
+
+    @property
+    def size_codes(self) -> tuple[str | None, str | None]:
+        """Of each merge the check that finds its size far off; a residual says little then. None: none does."""
+        by_check = ([c.code for c in self.checks if c.code in SIZE_CODES and _is_issue(v(c))] for v in _SIDES)
+        whole = (size_finding(norms) for norms in self.totals)
+        first, second = (
+            codes[0] if codes else found[0] if found else None for codes, found in zip(by_check, whole, strict=True)
+        )
+        return first, second
 
     @property
     def sizes(self) -> tuple[float, float] | None:
@@ -143,5 +185,5 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Plain data, as `actmat compare --json` prints it."""
         fields = dataclasses.asdict(self)
-        after = {name: fields.pop(name) for name in ("diagnosed", "residuals", "checks", "notes")}
+        after = {name: fields.pop(name) for name in ("diagnosed", "residuals", "checks", "notes", "totals")}
         return {"format": FORMAT, "kind": "comparison", **fields, "relative": self.relative, **after}

@@ -76,6 +76,8 @@ def curve(points: Sequence[tuple[float, float] | None]) -> str:
 def scree(spectra: Sequence[tuple[str, str, Spectrum, int | None]], *, label: str) -> Markup:
     """Falling eigenvalues: share of the directions (right) against size relative to the largest (down, log10).
 
+    Where few directions carry anything, as in merges of adapters, the axis ends with the last of them.
+
     Args:
         spectra: class, name, spectrum and rank kept of each curve; a dot marks where the method stopped.
         label: for screen readers.
@@ -84,32 +86,46 @@ def scree(spectra: Sequence[tuple[str, str, Spectrum, int | None]], *, label: st
     step = 2.0 if low >= -8 else 3.0
     axis = Axis(low, 0.0, tuple(-step * k for k in range(int(-low / step) + 1)))
     shapes: list[Child] = [el("path", d=f"M0 {axis.top(t):.4f}H1", class_="grid") for t in axis.ticks]
+    end = _last_share([s for _, _, s, _ in spectra])
     for style, name, spectrum, kept in spectra:
-        fall = _fall(spectrum)
-        points: list[tuple[float, float] | None] = [(x, axis.top(y)) for x, y in fall]
+        fall = _fall(spectrum, end)
+        points: list[tuple[float, float] | None] = [(x / end, axis.top(y)) for x, y in fall]
         total = sum(spectrum.counts)
         tip = name if kept is None else f"{name}: {kept} of {total} directions kept"
         shapes.append(el("path", d=curve(points), class_=f"line {style}", data_tip=tip))
         if kept is not None and total > 0:
             stop = axis.top(_height(fall, kept / total))
-            shapes.append(el("path", d=f"M{kept / total:.4f} {stop:.4f}h0", class_=f"stop {style}"))
+            shapes.append(el("path", d=f"M{min(kept / total / end, 1):.4f} {stop:.4f}h0", class_=f"stop {style}"))
     area = plot(shapes, width=1, height=1, label=label)
     text = ["1" if not t else f"1e{t:g}" for t in axis.ticks]
-    below = x_labels([(0, "0"), (0.5, "50 %"), (1, "100 %")])
-    ends = [(style, name, axis.position(fall[-1][1])) for style, name, s, _ in spectra if (fall := _fall(s))]
+    below = x_labels(
+        [(0, "0"), *((at, f"{100 * at * end:.2g} %" if end < 1 else f"{100 * at:g} %") for at in (0.5, 1))]
+    )
+    ends = [(style, name, axis.position(fall[-1][1])) for style, name, s, _ in spectra if (fall := _fall(s, end))]
     right = end_labels(ends, height=PANEL_HEIGHT)
     return frame(area, y_labels(axis, text), below, x_title="share of directions", right=right)
 
 
-def _fall(spectrum: Spectrum) -> list[tuple[float, float]]:
-    """Points (share of eigenvalues above, log10 of size) from the largest to the smallest."""
+FEW = 0.5
+"""Share of directions that carry something, below which the axis ends with them."""
+
+
+def _last_share(spectra: Sequence[Spectrum]) -> float:
+    """Share of directions at which the axis ends: 1, or where the last of few that are above the smallest size lies."""
+    shares = [1 - s.counts[0] / sum(s.counts) for s in spectra if sum(s.counts)]
+    return longest if 0 < (longest := max(shares, default=1.0)) < FEW else 1.0
+
+
+def _fall(spectrum: Spectrum, end: float) -> list[tuple[float, float]]:
+    """Points (share of eigenvalues above, log10 of size), falling; without null directions if `end` < 1."""
     total = sum(spectrum.counts)
     if not total:
         return []
     above = [0, *accumulate(reversed(spectrum.counts))]
     points = [(n / total, edge) for n, edge in zip(above, reversed(spectrum.edges), strict=True)]
     first = next(i for i, n in enumerate(above) if n) - 1  # bins above the largest eigenvalue hold nothing
-    last = next(i for i, n in enumerate(above) if n == total)
+    shown = total if end == 1 else total - spectrum.counts[0]
+    last = next(i for i, n in enumerate(above) if n >= shown)
     return points[first : last + 1]
 
 

@@ -30,7 +30,7 @@ from actmat.report.html.figures import TENTHS, Bar, bars, figure, gauge, heat_le
 from actmat.report.html.layers import kind_of_name
 from actmat.report.html.scales import HeatScale, number, residual_text, spread
 from actmat.report.html.tensors import Column, big_table
-from actmat.report.words import plural
+from actmat.report.words import IN_PLACES, plural, size_words
 from actmat.version import __version__
 
 __all__ = ["render_comparison", "write_comparison"]
@@ -86,6 +86,9 @@ def _summary(comparison: Comparison) -> Markup:
         (f"{len(differing):,}", "differ", ""),
         (number(comparison.relative), "relative distance", ""),
     ]
+    for name, norms in zip(comparison.names, comparison.totals, strict=True):
+        if words := size_words(norms):
+            said.append(f"Size of {name}: {words}.")
     notes = [el("p", f"{n[:1].upper()}{n[1:]}.", class_="caveat") for n in comparison.notes]
     kind = "tip" if differing else "good"
     banner = el("div", el("strong", _headline(comparison)), _apart(comparison), class_=f"banner {kind}")
@@ -159,10 +162,27 @@ def _residuals(comparison: Comparison) -> Markup | None:
         "experts",
         "Residuals",
         table,
+        *_far_off(comparison),
         caveat(),
         lead="How near each merge comes to each expert, on the directions that the expert changed: ρ = 0 is as the "
         "expert, ρ = 1 as the base.",
     )
+
+
+def _far_off(comparison: Comparison) -> list[Markup]:
+    """A sentence for each merge of the wrong size: its residuals are no praise."""
+    both = zip(comparison.names, comparison.size_codes, strict=True)
+    words = "ρ looks at the experts' own directions only, and can be small although the change is far off elsewhere."
+    return [
+        el(
+            "p",
+            el("strong", f"ρ of {name} says little, because its size is off{IN_PLACES.get(code, '')} ({code}). "),
+            words,
+            class_="caveat",
+        )
+        for name, code in both
+        if code is not None
+    ]
 
 
 def _checks(comparison: Comparison) -> Markup | None:

@@ -139,9 +139,17 @@ def tensor_link(name: str, shown: str | None = None) -> Markup:
     return el("a", el("code", *dotted(shown or name)), href="#tensors", data_find=name, class_="find")
 
 
+LONG_WORD = 20
+"""Characters of a name without a dot that a narrow column still holds."""
+
+
 def dotted(name: str) -> list[Child]:
-    """A name that a narrow page breaks after a dot, a slash or an underscore, and not within a word."""
-    words = re.split(r"(?<=[._/])(?=[^._/\d])", name)
+    """A name that a narrow page breaks after a dot or a slash; in long words also after an underscore."""
+    words = [
+        piece
+        for word in re.split(r"(?<=[./])(?=[^._/\d])", name)
+        for piece in (re.split(r"(?<=_)(?=[^_\d])", word) if len(word) > LONG_WORD else [word])
+    ]
     return [c for w in words[:-1] for c in (w, el("wbr"))] + [words[-1]]
 
 

@@ -17,6 +17,7 @@ from actmat.report.html.scales import (
     number,
     percent,
     positive_axis,
+    residual_sign,
     residual_text,
     spread,
 )
@@ -36,9 +37,7 @@ def residuals(diagnosis: Diagnosis) -> Markup:
     scale, rows = HeatScale.over(values), []
     for t, expert in enumerate(diagnosis.experts_summary):
         cells = [
-            Cell(scale.level(v[t]), f"{x.title}, {expert.name}: ρ = {residual_text(v[t])}")
-            if v[t] is not None
-            else None
+            Cell(scale.level(v[t]), f"{x.title}, {expert.name}: ρ {residual_sign(v[t])}") if v[t] is not None else None
             for x, v in zip(layers, by_layer, strict=True)
         ]
         rows.append(Strip(expert.name, expert.name, cells, residual_text(expert.residual)))
@@ -93,7 +92,8 @@ def _residual_map(
     """A heat map on the scale of its numbers; one sentence in its place where these are all alike."""
     values, scale = scaled
     if (ends := spread(values)) is not None:
-        said = f"All alike: ρ is {residual_text(ends[0])} to {residual_text(ends[1])} {alike}."
+        low, high = map(residual_text, ends)
+        said = f"All alike: ρ is {f'{low} to {high}' if low != high else low} {alike}."
         return figure(title, el("p", said), table)
     beyond = [("h0", "above 1"), ("h1", "above 1.25")][: 1 + (max(values) >= 1.25)] if max(values) >= 1 else []
     legend = heat_legend(TENTHS, f"{scale.low:.1f}", f"{scale.high:.1f}", *beyond)
@@ -102,7 +102,7 @@ def _residual_map(
 
 def _worst_cell(diagnosis: Diagnosis, m: Measure, scale: HeatScale) -> Cell:
     expert = diagnosis.experts[m.residual.index(m.contested)].name
-    return Cell(scale.level(m.contested), f"{m.label}: {expert}, ρ = {residual_text(m.contested)}")
+    return Cell(scale.level(m.contested), f"{m.label}: {expert}, ρ {residual_sign(m.contested)}")
 
 
 UPRIGHT = 4
@@ -209,7 +209,8 @@ def spectra(diagnosis: Diagnosis) -> Markup:
         el("div", *panels, class_="panels"),
         numbers(head, rows, caption="Spectra of S = Σ DᵀD"),
         lead="How fast the eigenvalues of S = Σ DᵀD fall, relative to the largest: a steep curve means that few input "
-        f"directions carry most of the change. A dot marks where the rule stopped, if it cuts.{also}",
+        "directions carry most of the change. Where only few carry any, as in adapters, the axis ends with them. A dot "
+        f"marks where the rule stopped, if it cuts.{also}",
     )
 
 

@@ -40,6 +40,12 @@ def residual_text(value: float | None) -> str:
     return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}"
 
 
+def residual_sign(value: float | None) -> str:
+    """`= 0.25`, `< 0.01`: what follows the symbol of a residual."""
+    text = residual_text(value)
+    return text if text.startswith("<") else f"= {text}"
+
+
 def residual_level(value: float | None) -> str:
     """Class of a residual: tenths from 0 to 1, then two levels of 'further away than the base'."""
     if value is None:

@@ -12,8 +12,10 @@
     return node;
   };
 
-  // A name breaks after a dot, a slash or an underscore.
-  const dotted = (name) => name.split(/(?<=[._/])(?=[^._/\d])/).flatMap((word, i) => (i ? [make("wbr"), word] : [word]));
+  // A name breaks after a dot or a slash; in long words also after an underscore.
+  const dotted = (name) => name.split(/(?<=[./])(?=[^._/\d])/)
+    .flatMap((word) => (word.length > 20 ? word.split(/(?<=_)(?=[^_\d])/) : [word]))
+    .flatMap((word, i) => (i ? [make("wbr"), word] : [word]));
 
   // Three significant digits, as the page is written.
   const number = (value) => {

@@ -11,13 +11,10 @@ from actmat.errors import format_size
 from actmat.report.html.elements import Child, Markup, bullets, caveat, el, join, listed, section, tiles
 from actmat.report.html.explained import next_step
 from actmat.report.html.figures import Bar, bars
-from actmat.report.html.scales import number, residual_text
-from actmat.report.words import plural
+from actmat.report.html.scales import number, residual_sign, residual_text
+from actmat.report.words import SIZE_CODES, plural
 
-__all__ = ["SIZE_CODES", "rho_words", "size_finding", "summary"]
-
-SIZE_CODES = ("AM402", "AM403")
-"""Checks that find a merge of the wrong size: a residual then says nothing on its own."""
+__all__ = ["off_where", "rho_words", "size_finding", "summary"]
 
 DONE = {
     "merge": "merged by the rule",
@@ -43,6 +40,13 @@ def rho_words(residual: float) -> tuple[str, str]:
 def size_finding(diagnosis: Diagnosis) -> CheckResult | None:
     """The check that found the merge too large or too small, if one did."""
     return next((c for c in findings(diagnosis) if c.code in SIZE_CODES), None)
+
+
+def off_where(diagnosis: Diagnosis, found: CheckResult) -> str:
+    """` in 1 tensor`, where the size of few tensors is off and that of the whole merge is not; else empty."""
+    measured = len({m.name for m in diagnosis.measures})
+    is_whole = any(c.code == "AM402" for c in findings(diagnosis)) or found.count >= measured
+    return "" if is_whole else f" in {plural(found.count, 'tensor')}"
 
 
 def findings(diagnosis: Diagnosis) -> list[CheckResult]:
@@ -75,7 +79,9 @@ def summary(diagnosis: Diagnosis) -> Markup:
     found = findings(diagnosis)
     kind = "bad" if any(c.severity == "issue" for c in found) else "tip" if found else "good"
     sizes = _Sizes.of(diagnosis) if diagnosis.measures else None
-    reasons = [_size(sizes, kind=kind, far=size_finding(diagnosis) is not None)] if sizes is not None else []
+    off = size_finding(diagnosis)
+    far = off is not None and not off_where(diagnosis, off)
+    reasons = [_size(sizes, kind=kind, far=far)] if sizes is not None else []
     lists = el("div", _worst(diagnosis), _checks(diagnosis, found), _next(found))
     return section(
         "summary",
@@ -129,12 +135,18 @@ def _worst(diagnosis: Diagnosis) -> Markup | None:
     best, worst = ranked[0], ranked[-1]
     far = size_finding(diagnosis)
     if far is not None:
-        meaning: list[Child] = ["ρ says little here, because the size is off (", _code(far), ")"]
+        meaning: list[Child] = [
+            f"ρ says little here, because the size is off{off_where(diagnosis, far)} (",
+            _code(far),
+            ")",
+        ]
     else:
         meaning = [f"the merged weights are {_nearness(worst)}"]
     rest = f"; best is {best.name} with {residual_text(best.residual)}" if len(ranked) > 1 else ""
+    if len(ranked) > 1 and residual_text(best.residual) == residual_text(worst.residual):
+        rest = "; the others fare alike" if len(ranked) > 2 else f"; {best.name} fares alike"
     what = "Worst expert" if len(ranked) > 1 else "The expert"
-    text = join([el("b", worst.name), f", ρ = {residual_text(worst.residual)}: ", *meaning, rest, "."])
+    text = join([el("b", worst.name), f", ρ {residual_sign(worst.residual)}: ", *meaning, rest, "."])
     return join(
         [el("h3", what), el("p", text), el("p", "ρ is 0 for the expert itself, 1 for the base.", class_="note")]
     )
@@ -143,7 +155,8 @@ def _worst(diagnosis: Diagnosis) -> Markup | None:
 def _nearness(expert: ExpertSummary) -> str:
     if expert.residual >= 1:
         return "no nearer to it than the base is"
-    return f"{residual_text(expert.residual)} of the base's distance away from it"
+    share = residual_text(expert.residual).replace("< ", "less than ")
+    return f"{share} of the base's distance away from it"
 
 
 def _code(check: CheckResult) -> Markup:

@@ -19,7 +19,7 @@ from actmat.report.html.elements import (
 from actmat.report.html.explained import explanation
 from actmat.report.html.figures import expert_class, gauge, line_legend
 from actmat.report.html.scales import number, percent, residual_level, residual_text
-from actmat.report.html.verdict import findings, rho_words, size_finding
+from actmat.report.html.verdict import findings, off_where, rho_words, size_finding
 from actmat.report.words import plural
 
 __all__ = ["checks", "experts"]
@@ -76,7 +76,7 @@ def _verdict(diagnosis: Diagnosis, row: ExpertSummary) -> tuple[Child, Child]:
     if far is None:
         return rho_words(row.residual)
     link = el("a", el("code", far.code), href=f"#check-{far.code}")
-    return join(["size is off: ", link]), "ρ looks at this expert's own directions only"
+    return join([f"size is off{off_where(diagnosis, far)}: ", link]), "ρ looks at this expert's own directions only"
 
 
 def _label(name: str, part: str) -> str:
