@@ -222,7 +222,7 @@ def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Seque
     if warn and found is not None:
         code, wrong = found
         where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # what is at a URL is diagnosed by recipe
-        console.print(f"  [red]warning {code}[/red]: {wrong}; see")
+        console.print(f"  [{'yellow' if code == 'AM402' else 'red'}]warning {code}[/]: {wrong}; see")
         console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
 
 

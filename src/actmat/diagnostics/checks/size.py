@@ -61,9 +61,10 @@ def _far_out(facts: Facts) -> Outcome:
     words = f"{merged / mean:.3g} times the mean expert's norm, {merged / total:.3g} times the sum's" if total else ""
     if merged > FAR * mean:
         return found(
-            f"The merged delta has {words}: the model is moved farther than any expert was. Compare, on validation "
-            "data, with a lower scale, a cap (postprocess: norm_cap: average), or actmat_bounded, which is never "
-            "longer than the average",
+            f"The merged delta has {words}: the model is moved farther than any expert was. That is where the best "
+            "merges of fully fine-tuned experts of a strong base lie, and the worst of a weak one. Compare, on inputs "
+            "of the tasks ('actmat tune', no labels needed), with a lower scale, a cap (postprocess: norm_cap: "
+            "average), or actmat_bounded, which is never longer than the average",
             [m.name for m in facts.measures if m.merged_norm > FAR * _mean_norm(m)],
         )
     return clear(f"the merged delta has {words}" if words else "the deltas cancel in the sum")
@@ -125,6 +126,6 @@ def size_warning(merged: float, total: float, experts: Sequence[float]) -> tuple
 
 SIZE_CHECKS = (
     Check("AM401", "Merge of low-rank experts is about their sum", "issue", _plain_sum),
-    Check("AM402", "Merged delta is much larger than the experts'", "issue", _far_out),
+    Check("AM402", "Merged delta is much larger than the experts'", "tip", _far_out),
     Check("AM403", "Merged delta collapsed or exploded", "issue", _out_of_bounds),
 )

@@ -79,8 +79,8 @@ class TensorDifference:
 _SIDES: tuple[Callable[[CheckDifference], str | None], ...] = (lambda c: c.first, lambda c: c.second)
 
 
-def _is_issue(verdict: str | None) -> bool:
-    return (verdict or "").startswith("issue")
+def _is_found(verdict: str | None) -> bool:
+    return " found" in (verdict or "")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -143,7 +143,7 @@ class Comparison:
     @property
     def size_codes(self) -> tuple[str | None, str | None]:
         """Of each merge the check that finds its size far off; a residual says little then. None: none does."""
-        by_check = ([c.code for c in self.checks if c.code in SIZE_CODES and _is_issue(v(c))] for v in _SIDES)
+        by_check = ([c.code for c in self.checks if c.code in SIZE_CODES and _is_found(v(c))] for v in _SIDES)
         whole = (size_finding(norms) for norms in self.totals)
         first, second = (
             codes[0] if codes else found[0] if found else None for codes, found in zip(by_check, whole, strict=True)
