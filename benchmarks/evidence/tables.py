@@ -84,6 +84,20 @@ def method_rows(group: Group) -> list[list[str]]:
     return found
 
 
+def seed_rows(group: Group) -> list[list[str]]:
+    """Every merge less the average, by seed, with an interval over seeds for these tasks alone."""
+    average = group.points("average")
+    found = []
+    for name in group.rows():
+        own = group.points(name)
+        gaps = {s: mean(own[s][k] - average[s][k] for k in group.tasks) for s in own if s in average}
+        if name != "average" and len(gaps) > 1:
+            alone = interval({s: {"all": gap} for s, gap in gaps.items()})
+            found.append([f"`{name}`", *(f"{gaps[s]:+.1f}" if s in gaps else "" for s in group.seeds)])
+            found[-1].append(alone.text(sign=True))
+    return found
+
+
 def variant_rows(group: Group) -> list[list[str]]:
     """Variants of methods, by method; each less the method itself, at the default scale of both and tuned."""
     found = []
@@ -153,7 +167,8 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown: `references`, `summary`, `pairs`, `choice`, `gram`, `checks`, `sweep`, `subsets`,
-    or `methods_SUITE_REGIME`, `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision" or "text", "full" or "lora".
+    or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision", "text"
+    or "llm", "full" or "lora".
     """
     some = groups(folder)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
@@ -189,6 +204,8 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
 def _group_table(what: str, group: Group, table: Table) -> str:
     if what == "tasks":
         text = table(["row", *group.tasks], task_rows(group))
+    elif what == "seeds":
+        text = table(["- average", *(f"seed {s}" for s in group.seeds), "for these tasks"], seed_rows(group))
     elif what == "variants":
         if not (rows := variant_rows(group)):
             return ""

@@ -93,6 +93,15 @@ def test_variants_stand_apart_and_are_compared_with_their_method(folder):
     assert {c.name for c in group.candidates(0)} == {"average", "tsv", "ties"}
 
 
+def test_differences_by_seed_have_an_interval_over_seeds_for_these_tasks(folder):
+    scores = read_scores(folder / "vision-vits14.jsonl")
+    again = [replace(s, seed=1, correct=s.correct + (s.method == "tsv")) for s in scores]
+    write(folder, [*scores, *again])
+    found = cells(evidence_table("seeds_vision_full", table, folder), "`tsv`")
+    assert found == ["`tsv`", "+5.0", "+6.0", f"+5.5 ±{t.ppf(0.975, 1) * 0.5:.1f}"]
+    assert "`average`" not in evidence_table("seeds_vision_full", table, folder)
+
+
 def test_references_and_the_choice_by_divergence(folder):
     (row,) = [x for x in evidence_table("references", table, folder).splitlines() if "vision-vits14" in x]
     assert "| 3 | 0 | 100 |" in row
