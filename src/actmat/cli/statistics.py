@@ -140,7 +140,6 @@ def collect(
     settings = measuring.options(options)
     counts = "{task.completed} samples, {task.fields[tokens]} tokens"
     if getattr(loaded.model, "main_input_name", "") == "pixel_values":
-        settings["details"] = {**options.details(), "inputs": "images"}
         counts = "{task.completed} images"
     with progress_bar("measuring", BarColumn(24), counts, TimeRemainingColumn(), quiet=shown.quiet) as bar:
         task = bar.add_task("measuring", total=reading.samples, tokens=0)

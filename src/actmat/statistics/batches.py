@@ -45,11 +45,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class DataSeen:
-    """Samples and tokens of all batches so far, and the hash of their names, shapes and values."""
+    """Samples and tokens of all batches so far, whether all are images, and the hash of names, shapes and values."""
 
     def __init__(self) -> None:
         self.samples = 0
         self.tokens = 0
+        self.of_images = True
         self._hash = ContentHash()
 
     def add(self, batch: Batch) -> None:
@@ -65,6 +66,7 @@ class DataSeen:
         samples = next(iter(tensors.values())).shape[0]
         self.samples += samples
         mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
+        self.of_images &= "pixel_values" in tensors and ids is None
         if mask is not None and mask.ndim == 2:
             self.tokens += int(mask.bool().sum())
         else:

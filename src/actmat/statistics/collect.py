@@ -167,7 +167,7 @@ def _result(run: Run, seen: DataSeen, measured: Sequence[tuple[Kind[Any], Any]])
         fingerprint=seen.fingerprint(),
         samples=seen.samples,
         tokens=seen.tokens,
-        details=dict(run.settings.details or {}),
+        details={**(run.settings.details or {}), **({"inputs": "images"} if seen.of_images else {})},
     )
     out = StoredTensors(run.settings.dtype)
     fields = added_fields([kind.store(accumulator, run, out) for kind, accumulator in measured])
