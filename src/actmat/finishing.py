@@ -23,7 +23,7 @@ from actmat.inputs import opened_inputs
 from actmat.output import JournalRecords, StagedOutput, intact_items
 from actmat.parts import PartStage
 from actmat.plan import MergePlan
-from actmat.report import Totals, sum_records, verify
+from actmat.report import Totals, read_manifest, recorded_totals, sum_records, verify
 from actmat.system import usable_cores
 
 __all__ = ["FinishReport", "finish_parts"]
@@ -42,7 +42,7 @@ class FinishReport:
         seconds: wall time.
         parts: that it was made of; 0 where `was_finished`.
         was_finished: an earlier call finished it; it was verified.
-        totals: sums over all tensors; zeros where `was_finished`.
+        totals: sums over all tensors.
         notes: of the plan.
     """
 
@@ -140,7 +140,8 @@ def _verified(stage: SharedStage, began: float) -> FinishReport:
     if not result.ok:
         raise OutputError(f"{out} is finished, but is not as it was written.", result.problems)
     stage.sweep()
-    return FinishReport(out, result.tensors, time.perf_counter() - began, was_finished=True)
+    totals = recorded_totals(read_manifest(out))
+    return FinishReport(out, result.tensors, time.perf_counter() - began, was_finished=True, totals=totals)
 
 
 Gathered = dict[str, Journal]

@@ -122,6 +122,9 @@ def test_parts_and_finish(place: Path) -> None:
     done = pinned(said("finish", place / "parts", "--json"), "finish")
     assert (done["parts"], done["tensors"], done["was_finished"]) == (2, 21, False)
     assert set(done["size"]) == PINNED["merge size"]
+    again = said("finish", place / "parts", "--json")
+    assert (again["was_finished"], again["size"]) == (True, done["size"])
+    assert "  size: " in actmat(["finish", str(place / "parts")]).out
 
 
 def test_methods_and_import(place: Path) -> None:

@@ -53,6 +53,7 @@ def finish(
             return
         if report.was_finished:
             console.print(f"{escape(out)} is complete: all its {report.tensors} tensors, and its inputs, are intact")
+            print_size(report.totals.norms, out, warn=True)
             return
         console.print(f"[bold]{escape(out)}[/bold]: {report.tensors} tensors of {report.parts} parts")
         print_size(report.totals.norms, out, warn=True)
