@@ -248,3 +248,12 @@ def test_what_is_decomposed_whole_says_why():
         "basis": 72,
         "no_lanczos": "would need a basis of more than 150 vectors",
     }
+
+
+@pytest.mark.usefixtures("in_part")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_part_of_what_is_not_finite_is_an_error_that_names_the_whole_shape(bad):
+    matrix = falling(300, 300)
+    matrix[3, 4] = bad
+    with pytest.raises(NumericalError, match=r"shape \(300, 300\) holds NaN or infinity"):
+        thin_svd(matrix, k=20)

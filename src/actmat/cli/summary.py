@@ -213,6 +213,7 @@ def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Seque
         muted: codes of checks that shall not count.
     """
     from actmat.cli.screen import console, escape
+    from actmat.diagnostics.checks.size import SIZE_CHECKS
     from actmat.report.words import size_finding, size_words
 
     if norms is None or not (words := size_words(norms)):
@@ -222,7 +223,8 @@ def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Seque
     if warn and found is not None:
         code, wrong = found
         where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # what is at a URL is diagnosed by recipe
-        console.print(f"  [{'yellow' if code == 'AM402' else 'red'}]warning {code}[/]: {wrong}; see")
+        severity = next(check.severity for check in SIZE_CHECKS if check.code == code)
+        console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {code}[/]: {wrong}; see")
         console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
 
 

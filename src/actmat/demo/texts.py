@@ -215,9 +215,16 @@ def _posed(tokenizer: Any, how: TextDemo) -> dict[str, Posed]:
 def load_encoder(folder: Path) -> Any:
     """The BERT of a checkpoint in float32, without its pooler, in evaluation mode."""
     from transformers import BertModel
+    from transformers.utils import logging
 
     with _LOADING:
-        return BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32).eval()
+        # the encoder's pooling layer is left out on purpose, which transformers would report at length
+        before = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            return BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32).eval()
+        finally:
+            logging.set_verbosity(before)
 
 
 def pooled(encoder: Any, ids_NL: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 __all__ = ["basis_for", "quantile"]
 
 BLOCKS_MORE = 1.15
-"""Need of a block above that of a single vector, for the same share: 1.0 to 1.4, measured on eleven spectra."""
+"""Need of a block above that of a single vector, for the same share, about (`benchmarks/basis_size.py`)."""
 
 SMALLEST_VALUE = 1e-18
 """Relative size below which eigenvalues are rounding; they take part as this."""
