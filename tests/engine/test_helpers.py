@@ -43,12 +43,12 @@ class Helped:
             assert not thread.is_alive(), "helpers go home when the last unit has ended"
 
 
-@pytest.mark.parametrize("width", [1, 511, 512, 4095, 4096, 5632])
+@pytest.mark.parametrize("width", [1, 511, 512, 1279, 1280, 5632])
 def test_gram_panels_cover_the_columns_once(width: int) -> None:
     found = gram_panels(width)
     assert [p.start for p in found] == [0, *(p.stop for p in found[:-1])]
     assert found[-1].stop == width
-    assert len(found) == (1 if width < 512 else 4 if width < 4096 else width // 512)
+    assert len(found) == (1 if width < 512 else max(4, width // 256))
 
 
 def test_small_matrices_are_one_panel() -> None:
@@ -163,7 +163,7 @@ def test_one_wide_matrix_uses_all_workers_with_the_same_bytes(
     method: str, wide: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With panels as small as these matrices need, to be fast; sizes alone decide where the cuts are."""
-    for name, value in {"SPLIT_ENTRIES": 1, "PANEL_ROWS": 16, "WIDE": 64, "PANELLED_FROM": 64}.items():
+    for name, value in {"SPLIT_ENTRIES": 1, "PANEL_ROWS": 16, "GRAM_COLUMNS": 16, "PANELLED_FROM": 64}.items():
         monkeypatch.setattr(panels, name, value)
     monkeypatch.setattr("actmat.linalg.interference.spectral_solve.PANEL_ROWS", 16)
     helped = 0

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import actmat
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan.reading import Reading, reading_of
+from actmat.plan.reading import Access, Reading, reading_of
 from actmat.plan.regions import CHUNK, HELD_BYTES, Region
 
 SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
@@ -21,8 +21,7 @@ SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
 def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | None = None, **how: bool) -> Reading:
     method = get_method(name)
     region = Region(0, numel, (numel,), TensorLayout(Role.VECTOR, ""))
-    settings = {"chunkable": True, "observed": False} | how
-    return reading_of(method, method.resolve_options(options or {}), region, experts, 4, **settings)
+    return reading_of(method, method.resolve_options(options or {}), region, experts, 4, Access(**how))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +51,22 @@ def test_observers_are_given_whole_deltas() -> None:
         assert not read(name, LARGE).base_held
     assert read("average", SMALL, observed=True) == Reading("held")
     assert read("ties", LARGE, options={"trim": "global"}) == Reading("held")
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "times"),
+    [((6000, 2048), 3, 2), ((2048, 5632), 3, 2), ((2048, 2048), 4, 2), ((2048, 2048), 5, 1), ((6000, 2048), 8, 1)],
+)
+def test_deltas_that_are_asked_for_twice_are_held_where_reading_is_costly(
+    shape: tuple[int, int], experts: int, times: int
+) -> None:
+    method, numel = get_method("actmat"), shape[0] * shape[1]
+    region = Region(0, numel, shape, TensorLayout(Role.LINEAR, "OI"))
+    given = (method, method.resolve_options({}), region, experts, 4)
+    assert reading_of(*given, Access()) == Reading("each", times=times)
+    costly = reading_of(*given, Access(costly=True))
+    assert costly == (Reading("held") if times == 2 else Reading("each"))
+    assert reading_of(*given, Access(observed=True)) == Reading("held")
 
 
 def test_deltas_in_memory() -> None:

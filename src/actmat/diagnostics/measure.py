@@ -173,7 +173,7 @@ def _energy(rows_RI: Tensor, rule: Reduced, rank: int) -> float:
     """Share of the rows' energy in the `rank` leading directions of the method's `S`."""
     if rank >= rule.size:
         return 1.0
-    inside = torch.linalg.vector_norm(rule.coordinates(rows_RI.to(rule.left_ON.dtype), rank), dtype=torch.float64)
+    inside = torch.linalg.vector_norm(rule.coordinates(rows_RI.to(rule.dtype), rank), dtype=torch.float64)
     whole = torch.linalg.vector_norm(rows_RI, dtype=torch.float64)
     return _share(float(inside) ** 2, float(whole) ** 2)
 

@@ -44,11 +44,13 @@ def merge_pool(
     items = [t.item for t in variants[0]]
     regions = [Region(0, i.numel, i.shape, i.layout) for i in items]
     base_raw = [r.read_base(p) for r, p in zip(readers, regions, strict=True)]
-    members = [Deltas(r, p, b) for r, p, b in zip(readers, regions, base_raw, strict=True)]
     rows = pooled(items)
     whole = Region(0, rows.numel, rows.shape, rows.layout)
-    first = variants[0][0]
+    first, inputs = variants[0][0], readers[0].inputs
+    again = first.method.reads_again(whole.shape, len(inputs.experts), first.call.options)
+    members = [Deltas(r, p, b, times=2 if again else 1) for r, p, b in zip(readers, regions, base_raw, strict=True)]
     once = len(variants) == 1 and first.method.one_pass and not first.looks_again and first.observer is None
+    once = once and not (again and inputs.are_costly)
     with readers[0].computing():
         deltas: Sequence[Tensor] = stacked(members) if once else list(stacked(members))
     flat = torch.cat([b.reshape(-1) for b in base_raw])

@@ -139,7 +139,7 @@ class TensorReader:
 
     @property
     def chunkable(self) -> bool:
-        """See `plan.reading.reading_of`."""
+        """See `plan.reading.Access`."""
         return self.device.type == "cpu" and self.item.is_chunkable
 
     @property

@@ -31,7 +31,7 @@ from actmat.engine.sums import RunningSum
 from actmat.engine.task import Record, Task
 from actmat.engine.writing import write_region
 from actmat.plan.model import Item
-from actmat.plan.reading import Reading, reading_of
+from actmat.plan.reading import Access, Reading, reading_of
 from actmat.plan.regions import CHUNK, Region, cut
 
 __all__ = ["TensorMerge", "record_of", "surroundings_of"]
@@ -130,23 +130,21 @@ class TensorMerge:
         (task,) = self._merging
         if task.item.form == "factored":  # no dense delta is formed
             return Reading("each")
-        return reading_of(
-            task.method,
-            task.call.options,
-            region,
-            self.reader.n_experts,
-            self.reader.compute_dtype.itemsize,
+        access = Access(
             chunkable=self.reader.chunkable,
+            costly=self.reader.inputs.are_costly,
             observed=task.looks_again or task.observer is not None,
             copied=len(self.tasks) > 1,
         )
+        width = self.reader.compute_dtype.itemsize
+        return reading_of(task.method, task.call.options, region, self.reader.n_experts, width, access)
 
     def _merge(self, region: Region, base_raw: Tensor | StreamedBase, how: Reading) -> None:
         if how.strategy == "combine" and not self._is_futile:
             self._changed |= merge_combined(self._merging[0], region, base_raw, self.reader)
             return
         lazily = self._is_futile or how.strategy == "combine"
-        deltas = Deltas(self.reader, region, base_raw, "each" if lazily else how.strategy)
+        deltas = Deltas(self.reader, region, base_raw, "each" if lazily else how.strategy, how.times)
         if self._is_futile:  # read on to find the other bad values
             unread = (deltas[t] for t in range(self.reader.known, len(deltas)))
             for _ in unread if how.base_held else deltas.walk():

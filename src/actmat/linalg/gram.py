@@ -15,7 +15,7 @@ __all__ = ["add_gram", "mirror"]
 def add_gram(out_II: Tensor, a_RI: Tensor, alpha: float = 1.0) -> None:
     """`out += alpha A^T A` in the blocks on and above the diagonal only; `mirror` fills the rest.
 
-    With four column panels this is 5/8 of the full product, with eleven 6/11.
+    With four column panels this is 5/8 of the full product, with 22 of them 23/44.
 
     >>> import torch
     >>> out = torch.zeros(2, 2)

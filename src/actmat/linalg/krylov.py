@@ -33,7 +33,7 @@ from actmat.linalg.inertia import none_above, provable_level
 from actmat.linalg.lapack import eigh
 from actmat.linalg.panels import multiply, row_panels, run_panels
 
-__all__ = ["SMALLEST", "Above", "Largest", "Leading", "leading"]
+__all__ = ["SMALLEST", "Above", "Largest", "Leading", "leading", "planned_basis"]
 
 SMALLEST = 2048
 """Side below which callers decompose all: there the first look is more than 3 % of a full decomposition."""
@@ -157,6 +157,12 @@ class Largest:
 
     def _lowest(self, values_J: Tensor) -> float:
         return max(self.floor, self.share * float(values_J[0]))
+
+
+def planned_basis(size: int, wanted: int) -> int:
+    """Size of the basis that the `wanted` largest of a falling spectrum usually take; 0 where all are decomposed."""
+    expected = _expected(wanted)
+    return math.ceil(expected) if size >= SMALLEST and expected <= WORTH * size else 0
 
 
 class _Basis:

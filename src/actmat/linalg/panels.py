@@ -31,8 +31,9 @@ each panel."""
 PANELLED_FROM = 512
 """Smallest side at which a symmetric product is cut into column panels (below, calls cost more than they save)."""
 
-WIDE = 4096
-"""Side from which a symmetric product has more than four column panels."""
+GRAM_COLUMNS = 256
+"""Columns of a panel of a symmetric product, of which there are four at least: half of a diagonal block is computed in
+vain, and narrower panels run further below full speed."""
 
 
 class Helpers(Protocol):
@@ -82,7 +83,7 @@ def row_panels(rows: int, width: int) -> list[slice]:
 
 def gram_panels(width: int) -> list[slice]:
     """Columns of a symmetric `I x I` matrix in panels; each is computed from its diagonal block to the right."""
-    count = 1 if width < PANELLED_FROM else 4 if width < WIDE else width // PANEL_ROWS
+    count = 1 if width < PANELLED_FROM else max(4, width // GRAM_COLUMNS)
     return [slice(*cut) for cut in pairwise(width * i // count for i in range(count + 1))]
 
 

@@ -8,7 +8,8 @@ A merge function has the form
     def merge(deltas: Sequence[Tensor], *, <needs>, <options>) -> Merged
 
 * `deltas[t]` is `D_t = W_t - W_0` in the compute dtype. The sequence may read lazily: an item that is requested
-  twice may be read twice, so a method declared `one_pass` iterates over it once, with one delta alive at a time.
+  twice may be read twice, so a method declared `one_pass` iterates over it once, with one delta alive at a time
+  (twice where `reads_again_when` says so).
 * Needs are the keyword-only parameters named in `NEEDS`; every other keyword-only parameter is an option. Names,
   defaults, types and bounds of options are read from the signature (`Annotated[float, Bounds(0, 1)]`), and their
   documentation from the annotation (`Annotated[float, "what it does"]`) or from `Args:` in the docstring.
@@ -137,7 +138,8 @@ class Stages:
     """A method in two stages, `merge = finish(prepare(deltas, **opts), **opts)`, so that variants share the first.
 
     `prepare` depends on the options only through `key(options)`: variants with equal keys share one `prepare`.
-    `finish` must not change the state. Both take all needs and options of the method.
+    `finish` must not change the state. Both take all needs and options of the method. A state may keep the sequence of
+    deltas, though none of them, for a method that reads again.
     """
 
     key: Callable[[Mapping[str, Any]], Hashable]
@@ -211,6 +213,9 @@ class MergeMethod:
             rows of `D_t` and is thus near the plain sum; plans for adapters then say so.
         one_pass: iterates over the deltas once, one at a time, and keeps no reference to a delta when it requests the
             next: an engine reads each delta into the memory of the one before it.
+        reads_again_when: `(shape, n_experts, options) -> bool`: deltas `*batch O I` over which a method declared
+            `one_pass` iterates a second time, in the same way; from memory, or where that costs little, from storage.
+            None: none.
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
             peak, on top of the given deltas and including its result. `shape` ends in `O, I` for matrices.
         operations: `(shape, n_experts, options, double) -> operations` of a call by class, from which times are
@@ -245,6 +250,7 @@ class MergeMethod:
     keeps_row_space: bool = True
     meets_every_expert: bool = False
     one_pass: bool = False
+    reads_again_when: Callable[[Sequence[int], int, Mapping[str, Any]], bool] | None = None
     needs_statistics: tuple[str, ...] = ()  # kinds without which it cannot merge
     workspace: Callable[[Sequence[int], int, Mapping[str, Any]], int] | None = None
     operations: Callable[[Sequence[int], int, Mapping[str, Any], bool], Sequence[Operation]] | None = None
@@ -295,6 +301,10 @@ class MergeMethod:
     def uses_base(self, options: Mapping[str, Any]) -> bool:
         """True if a call with these options reads the base and so must be given it."""
         return self.needs_base and (self.base_when is None or self.base_when(options))
+
+    def reads_again(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> bool:
+        """True if a call iterates twice over deltas of this shape."""
+        return self.reads_again_when is not None and self.reads_again_when(shape, n_experts, options)
 
     def moves_base(self, options: Mapping[str, Any]) -> bool:
         """True if a call with these options may change the base although all deltas are zero."""

@@ -28,7 +28,7 @@ from actmat.linalg.operations import Operation, entries, repeated
 from actmat.linalg.svd import svd_workspace
 from actmat.methods.contract import MergeMethod
 from actmat.methods.spaces import Space
-from actmat.plan.reading import reading_of
+from actmat.plan.reading import Access, reading_of
 from actmat.plan.regions import CHUNK, Region
 from actmat.recipe import Postprocess
 
@@ -67,7 +67,7 @@ class CallShape:
         base_itemsize: bytes per entry of the base as stored.
         compute_dtype: dtype of the deltas.
         caps: limits on the result, which look at the deltas again and may decompose the result.
-        chunkable: see `plan.reading.reading_of`.
+        chunkable, costly: see `plan.reading.Access`.
         post: whether steps of post-processing follow, which decompose the result.
         space: in which the method works.
     """
@@ -81,6 +81,7 @@ class CallShape:
     chunkable: bool = True
     post: bool = False
     space: Space = "full"
+    costly: bool = False
 
     @property
     def observed(self) -> bool:
@@ -100,7 +101,8 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
     by_matrix = method.acts_on == "matrix"
     matrices = region.layout.matrix_shapes(region.shape) if by_matrix else [region.shape]
     single = len(matrices) == 1 and region.layout.orientation == "OI"
-    how = reading_of(method, call.options, region, n_experts, width, chunkable=call.chunkable, observed=call.observed)
+    access = Access(chunkable=call.chunkable, costly=call.costly, observed=call.observed)
+    how = reading_of(method, call.options, region, n_experts, width, access)
     entries = how.whole_deltas(n_experts) * region.numel or n_experts * min(region.numel, CHUNK_ENTRIES)
     workspace = max(_workspace(method, shape, n_experts, call.options) for shape in matrices)
     if how.strategy == "combine":

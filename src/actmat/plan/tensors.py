@@ -292,6 +292,7 @@ class _TensorPlanner:
                 chunkable=chunkable,
                 post=bool(item.call.post),
                 space=item.call.space,
+                costly=any(e.buffer_bytes for e in self.experts),
             )
             acts_on = granularity(call.method, self.recipe.postprocess, space=call.space, post=call.post)
             regions = cut(item.shape, item.layout, acts_on)

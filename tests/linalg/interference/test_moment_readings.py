@@ -11,7 +11,7 @@ from tests.tolerances import F64_ORACLE, relative_error
 from actmat.errors import NumericalError
 from actmat.linalg.interference.moments import PrimalMoments, Reduced, StackedMoments, gram_of_rows
 from actmat.linalg.lapack import only_eigenvalues
-from actmat.linalg.panels import PANELLED_FROM, WIDE
+from actmat.linalg.panels import GRAM_COLUMNS, PANELLED_FROM
 
 
 def factors(count: int, rows: int, width: int) -> list[torch.Tensor]:
@@ -19,7 +19,7 @@ def factors(count: int, rows: int, width: int) -> list[torch.Tensor]:
     return [torch.randn(rows, width, generator=rng, dtype=torch.float64) for _ in range(count)]
 
 
-@pytest.mark.parametrize("width", [7, PANELLED_FROM + 3, WIDE + 5])
+@pytest.mark.parametrize("width", [7, PANELLED_FROM + 3, 8 * GRAM_COLUMNS + 5])
 def test_gram_of_rows_is_the_sum_of_grams(width: int) -> None:
     given = factors(3, 5, width)
     stacked = torch.cat(given)

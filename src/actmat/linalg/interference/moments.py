@@ -56,20 +56,17 @@ class Reduced:
     """`D* = N + (left - N right^T) G right` with `G` a function of the symmetric `gram`; `right` None: the identity.
 
     Primal: left = B, gram = S. Dual: left = M, gram = A A^T, right = A. Stacked (A = U s V^T): left = M U,
-    gram = diag(s^2), right = diag(s) V^T. One state belongs to one thread: the spectrum is computed when first used,
-    and kept.
+    gram = diag(s^2), right = diag(s) V^T. Primal with `left` None: `B G` is computed from the deltas (`rereading`).
+    One state belongs to one thread: the spectrum is computed when first used, and kept.
     """
 
-    left_ON: Tensor
+    left_ON: Tensor | None
     gram_NN: Tensor | None
     right_NI: Tensor | None
     form: Form
+    size: int  # side `N` of the reduced Gram matrix
+    dtype: torch.dtype  # in which deltas are computed with
     _spectrum: Spectrum | None = field(default=None, repr=False)
-
-    @property
-    def size(self) -> int:
-        """Side `N` of the reduced Gram matrix."""
-        return int(self.left_ON.shape[-1])
 
     @property
     def has_spectrum(self) -> bool:
@@ -114,7 +111,7 @@ class Reduced:
 
     def _full(self, wide_NN: Tensor, refused: str) -> Spectrum:
         values_N, vectors_NN, retries = eigh(wide_NN)
-        return Spectrum(values_N, vectors_NN.to(self.left_ON.dtype), retries, refused=refused)
+        return Spectrum(values_N, vectors_NN.to(self.dtype), retries, refused=refused)
 
     def coordinates(self, rows_XI: Tensor, count: int) -> Tensor:
         """Rows in the `count` leading eigenvectors of `S`, `X K`: their component in the space that a cut-off keeps."""
@@ -203,7 +200,7 @@ class PrimalMoments:
         assert form == "primal", "the other forms have accumulators of their own"
         self._term_II = None
         mirror(self.gram_II)
-        return Reduced(self.left_OI, self.gram_II, None, "primal")
+        return Reduced(self.left_OI, self.gram_II, None, "primal", len(self.gram_II), self.gram_II.dtype)
 
 
 class StackedMoments:
@@ -231,11 +228,12 @@ class StackedMoments:
     def reduced(self, form: Form) -> Reduced:
         """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
+        dtype = self.a_NI.dtype
         if form == "dual":
-            return Reduced(self.m_ON, gram_of_rows([self.a_NI.mT]), self.a_NI, "dual")
+            return Reduced(self.m_ON, gram_of_rows([self.a_NI.mT]), self.a_NI, "dual", len(self.a_NI), dtype)
         svd = economy_svd(self.a_NI)
         order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)
         s = svd.s_R[order]
         left = self.m_ON @ svd.u_MR[:, order]
         right = s.unsqueeze(-1) * svd.vh_RN[order]
-        return Reduced(left, None, right, "stacked", Spectrum(s.square(), None, svd.retries))
+        return Reduced(left, None, right, "stacked", len(s), dtype, Spectrum(s.square(), None, svd.retries))

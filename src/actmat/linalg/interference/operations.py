@@ -11,8 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from actmat.linalg.interference.descent import Adam
+from actmat.linalg.interference.gains import EigenPairs, Inverse
 from actmat.linalg.interference.moments import PrimalMoments
+from actmat.linalg.interference.rereading import Second, products, second_reading
 from actmat.linalg.interference.rule import Rule
 from actmat.linalg.interference.spectral_solve import PANEL_ROWS
 from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
@@ -32,6 +36,8 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
     """
     rows, width = shape[-2:]
     factor_rows = rule.estimator.rows(rows, width)
+    if second := second_reading(rule, shape, n_experts, has_grams=has_grams):
+        return _read_twice((rows, width), n_experts, rule, second)
     form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
     added = _estimate(rows, width, rule, has_grams=has_grams)
     if form == "primal":
@@ -64,6 +70,17 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
     return repeated(done, math.prod(shape[:-2]))
 
 
+def _read_twice(shape: tuple[int, int], n_experts: int, rule: Rule, second: Second) -> list[Operation]:
+    """Two readings of one matrix: the sum of the Gram matrices, one problem, and the products with its gain."""
+    rows, width = shape
+    first = [*_estimate(rows, width, rule, has_grams=False), gram(rule.estimator.rows(rows, width), width)]
+    solved, gain = _found(width, rule)
+    by_way = products(second, shape, n_experts, gain)
+    again = Operation("product", 2 * min(by_way.values()), min(shape), panels=len(row_panels(rows, width)))
+    passes = entries((4 * width * width if second == "grams" else 0) + rows * width)
+    return [*repeated([*first, passes], n_experts), *solved, again, entries(4 * rows * width)]
+
+
 def descent_operations(shape: Sequence[int], n_experts: int, adam: Adam) -> list[Operation]:
     """Operations of `descend(accumulate(...))`: three products per expert, one and ten passes per step."""
     rows, width = shape[-2:]
@@ -85,17 +102,25 @@ def _estimate(rows: int, width: int, rule: Rule, *, has_grams: bool) -> list[Ope
 
 def _solving(rows: int, size: int, rule: Rule) -> list[Operation]:
     """One reduced problem, by triangular factors or by its spectrum."""
-    if rule.solver == "auto" and rule.spectral.kind == "tikhonov":
+    solved, gain = _found(size, rule)
+    if isinstance(gain, Inverse):
         if rows > size:
-            return [cholesky(size, inverse=True), _in_panels(product(rows, size, size), rows)]
+            return [*solved, _in_panels(product(rows, size, size), rows)]
         return [cholesky(size), _in_panels(cholesky_solve(size, rows), rows)]
+    kept = gain.vectors_NK.shape[1]
+    if size * size * kept + rows * size * size < 2 * rows * size * kept:
+        return [*solved, _by_rows(size, size, kept), _in_panels(product(rows, size, size), rows)]
+    return [*solved, *repeated([_in_panels(product(rows, kept, size), rows)], 2)]
+
+
+def _found(size: int, rule: Rule) -> tuple[list[Operation], Inverse | EigenPairs]:
+    """Operations that find the gain of one reduced problem, and a gain of its size that holds no data."""
+    if rule.solver == "auto" and rule.spectral.kind == "tikhonov":
+        return [cholesky(size, inverse=True)], Inverse(torch.empty(size, size, device="meta"), torch.float32)
     tried = [cholesky(size)] if rule.solver == "auto" and rule.spectral.kind == "hard" else []
     kept = size if rule.spectral.kind in ("tikhonov", "exponential") else max(1, int(KEPT_SHARE * size))
-    if size * size * kept + rows * size * size < 2 * rows * size * kept:
-        applied = [_by_rows(size, size, kept), _in_panels(product(rows, size, size), rows)]
-    else:
-        applied = repeated([_in_panels(product(rows, kept, size), rows)], 2)
-    return [*tried, eigh(size), *applied, entries(4 * size * size)]
+    vectors_NK = torch.empty(size, kept, device="meta")
+    return [*tried, eigh(size), entries(4 * size * size)], EigenPairs(vectors_NK, vectors_NK)
 
 
 def _by_rows(rows: int, columns: int, inner: int) -> Operation:

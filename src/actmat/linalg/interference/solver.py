@@ -33,10 +33,13 @@ from torch import Tensor
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, StackedMoments
+from actmat.linalg.interference.rereading import GramMoments, Rereading, Second, second_reading
 from actmat.linalg.interference.rule import ZERO_MEAN, Rule, weights_problem
-from actmat.linalg.interference.spectral_solve import Stats, solve
+from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.scaling import exponent_of, scaled
+
+Moments = PrimalMoments | StackedMoments | GramMoments
 
 __all__ = ["State", "batch_items", "checked_deltas", "checked_weight", "finish", "prepare"]
 
@@ -56,6 +59,7 @@ class State:
     exponents: list[int]  # per batch item: its sums are those of `D_t 2^-exponent`
     largest: list[float]  # per batch item: the largest `||D_t||_F` so far
     retries: Retries
+    rereading: Rereading | None = None  # of the deltas of the only item, where its numerator was not accumulated
 
 
 def prepare(
@@ -68,6 +72,8 @@ def prepare(
     width: int | None = None,
 ) -> State:
     """Accumulate the sums of one tensor: one pass over the deltas, one alive at a time.
+
+    `finish` makes a second pass where `second_reading` says so: the state then keeps the sequence.
 
     Args:
         deltas: `*batch O I` each, float32 or float64.
@@ -84,12 +90,14 @@ def prepare(
     if grams is not None and len(grams) != len(deltas):
         raise StatisticsError(f"expected one Gram matrix per expert ({len(deltas)}), found {len(grams)}")
     state: State | None = None
-    moments: list[PrimalMoments | StackedMoments] = []
+    moments: Sequence[Moments] = ()
     for index, (delta, share, squared_norms) in enumerate(checked_deltas(deltas, weights)):
         if state is None:
             factor_rows = rule.estimator.rows(*(delta if factors is None else factors[0]).shape[-2:])
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
-            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None)
+            given = grams is not None or factors is not None or delta.device.type != "cpu"
+            second = None if given else second_reading(rule, delta.shape, len(deltas))
+            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None, second)
             state.width = width or state.width
         gram_BII = None if grams is None else _checked_gram(grams, delta, index)
         factor_BRI = None if factors is None else batch_items(factors[index])
@@ -99,6 +107,8 @@ def prepare(
     assert state is not None
     del delta  # frees it before Gram matrices are formed of what was stacked
     state.items = [accumulator.reduced(form) for accumulator in moments]
+    if isinstance(moments[0], GramMoments):
+        state.rereading = moments[0].rereading(deltas, -state.exponents[0])
     return state
 
 
@@ -114,18 +124,24 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
         NumericalError: the result is not finite, or an eigensolver did not converge.
         ValueError: a fill with the mean, of weights that sum to zero.
     """
-    rows, columns = state.shape[-2:]
     fill = _fill(state, rule)
     out_BOI = state.left_BOI if consume else None
-    if out_BOI is None:
-        out_BOI = state.like.new_empty(len(state.items), rows, columns)
     records: list[Stats] = []
     retries = state.retries
     for item, reduced in enumerate(state.items):
+        gain, record, new = solve(reduced, rule.spectral, state.width, allow_shortcuts=rule.solver == "auto")
+        retries += new
+        if out_BOI is None:
+            out_BOI = state.like.new_empty(len(state.items), *state.shape[-2:])
         fill_OI = None if fill is None else (batch_items(fill[0])[item], fill[1])
-        spent = consume and rule.null != "minus_base"  # which needs the eigenvectors, and so the Gram matrix, again
-        shortcuts = rule.solver == "auto"
-        record, new = solve(reduced, rule.spectral, state.width, out_BOI[item], fill_OI, shortcuts, spent=spent)
+        if consume and not _takes_gram_again(rule, reduced):
+            reduced.gram_NN = None
+        if state.rereading is not None and gain is not None:
+            record["second_reading"] = state.rereading.merged(gain, out_BOI[item], spent=consume)
+        else:
+            apply = None if gain is None else gain.applier(state.shape[-2])
+            del gain  # only what is applied stays
+            apply_gain(reduced, apply, out_BOI[item], fill_OI)
         if rule.bounded and fill_OI is not None:
             record |= _bound(out_BOI[item], fill_OI[1] * frobenius_norm64(fill_OI[0]))
         if exponent := state.exponents[item]:
@@ -135,22 +151,29 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
             assert base is not None, "a rule that fills with the base is given it"
             remove_outside(out_BOI[item], batch_items(base)[item], reduced, int(record["rank"]))
         records.append(record)
-        retries += new
         if consume:  # frees the item's Gram matrix and spectrum before the next item makes its own
-            state.items[item] = Reduced(reduced.left_ON[:0], None, None, reduced.form)
+            state.items[item] = Reduced(None, None, None, reduced.form, reduced.size, reduced.dtype)
+    assert out_BOI is not None, "a tensor has at least one matrix"
     value = out_BOI.view(state.shape)
     return value, {**_summary(records, state, value), **retry_stats(retries)}
 
 
+def _takes_gram_again(rule: Rule, reduced: Reduced) -> bool:
+    """True if a fill takes the Gram matrix of a problem whose gain is known: for its eigenvectors, or as `right`."""
+    return rule.null == "minus_base" or (rule.needs_sum and reduced.right_NI is None)
+
+
 def _start(
-    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], has_grams: bool
-) -> tuple[State, list[PrimalMoments | StackedMoments]]:
+    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], has_grams: bool, second: Second | None
+) -> tuple[State, Sequence[Moments]]:
     """An empty state, and one accumulator per batch item (`stack`: experts, rows of each factor)."""
     rows, columns = delta.shape[-2:]
     count = math.prod(delta.shape[:-2])
-    moments: list[PrimalMoments | StackedMoments]
+    moments: Sequence[Moments]
     left_BOI = None
-    if form == "primal":
+    if second is not None:
+        moments = [GramMoments(second, delta)]
+    elif form == "primal":
         left_BOI = delta.new_empty(count, rows, columns)
         needs_term = has_grams or PrimalMoments.needs_term(stack[1], columns)
         term_II = delta.new_empty(columns, columns) if needs_term else None
@@ -177,7 +200,7 @@ def _start(
 def _add_expert(
     state: State,
     rule: Rule,
-    moments: Sequence[PrimalMoments | StackedMoments],
+    moments: Sequence[Moments],
     delta: Tensor,
     share: float,
     squared_norms: Sequence[float],
@@ -201,7 +224,7 @@ def _add_expert(
 def _add(
     state: State,
     rule: Rule,
-    accumulator: PrimalMoments | StackedMoments,
+    accumulator: Moments,
     item: int,
     delta_OI: Tensor,
     share: float,

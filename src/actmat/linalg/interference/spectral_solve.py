@@ -1,14 +1,13 @@
-"""`D* = N + (left - N right^T) G right`, with `G = V (f(l)/l) V^T`, for one reduced problem.
+"""The gain `G = V (f(l)/l) V^T` of one reduced problem, and `D* = N + (left - N right^T) G right` with it.
 
-The gain `G` is applied in the cheapest exact way:
+The gain is found in the cheapest exact way:
 
 * Cholesky instead of eigenvectors for a ridge, and for a hard cut-off that is proven to remove nothing;
 * only the eigenvectors that are kept, where they are few (`linalg.krylov`);
-* `(X V g) V^T` or `X (V g V^T)`, whichever has fewer products, with only the kept columns of `V`;
-* in panels of rows, so that the result can overwrite the numerator.
 
-Shapes: `O` out_features, `I` in_features, `N` side of the reduced Gram matrix, `K` kept directions,
-`X` rows of a panel.
+and applied in panels of rows, so that the result can overwrite the numerator.
+
+Shapes: `O` out_features, `I` in_features, `N` side of the reduced Gram matrix, `K` kept directions.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from actmat.linalg.interference.gains import Apply, Diagonal, EigenPairs, Gain, Inverse
 from actmat.linalg.interference.moments import Reduced, Spectrum
 from actmat.linalg.interference.rule import Filter, gain
 from actmat.linalg.lapack import Retries
-from actmat.linalg.panels import multiply, run_panels
+from actmat.linalg.panels import run_panels
 
-__all__ = ["Stats", "certified_cholesky", "shifted_cholesky", "solve"]
+__all__ = ["Stats", "apply_gain", "apply_in_panels", "certified_cholesky", "shifted_cholesky", "solve"]
 
 Stats = dict[str, float | int | str | bool]
-Apply = Callable[[Tensor], Tensor]
-"""`X N -> X N`: right-multiplication by `G`."""
 
 FLOAT32_CONDITION = 1e5
 """Largest condition number at which a ridge system is factorised in float32; beyond it, float64."""
@@ -39,46 +37,74 @@ PANEL_ROWS = 1024
 """Rows of a panel: enough for the products to run at full speed."""
 
 
-def solve(
-    reduced: Reduced,
-    spectral: Filter,
-    width: int,
-    out_OI: Tensor,
-    fill_OI: tuple[Tensor, float] | None,
-    allow_shortcuts: bool,
-    *,
-    spent: bool = False,
-) -> tuple[Stats, Retries]:
-    """Write `D*` to `out_OI` (which may be the primal `left_ON` of the problem); return the record and the retries.
+def solve(reduced: Reduced, spectral: Filter, width: int, allow_shortcuts: bool) -> tuple[Gain | None, Stats, Retries]:
+    """The gain, its record and the retries; None where no expert moved, so that the filter keeps no direction.
 
     Args:
         width: in_features `I` of the layer, for the default cut-off and the mean eigenvalue.
-        fill_OI: `(X, a)` for `N = a X`, or None for `N = 0`.
         allow_shortcuts: let a solve, or a part of the spectrum, replace the whole where both give the same answer.
-        spent: the problem is not needed afterwards: its Gram matrix is freed when the gain is known.
     """
     trace = reduced.trace()
-    if trace == 0.0:  # no expert moved: the filter keeps no direction
+    if trace == 0.0:
+        return None, {"rank": 0, "solver": f"{reduced.form}/none"}, ()
+    rtol = spectral.resolved_rtol(reduced.size, width, reduced.dtype)
+    found = _by_cholesky(reduced, spectral, rtol, trace / width) if allow_shortcuts else 0
+    if not isinstance(found, int):
+        return *found, ()
+    cuts = spectral.kind in ("hard", "adaptive")
+    spectrum = reduced.spectrum_above(rtol, found) if allow_shortcuts and cuts else reduced.spectrum()
+    return *_by_spectrum(reduced, spectrum, spectral, rtol, trace / width), spectrum.retries
+
+
+def apply_gain(reduced: Reduced, apply: Apply | None, out_OI: Tensor, fill_OI: tuple[Tensor, float] | None) -> None:
+    """Write `D*` to `out_OI` (which may be the primal `left_ON`): rows are independent, and a panel is read first.
+
+    Args:
+        apply: the gain for all rows; None keeps no direction.
+        fill_OI: `(X, a)` for `N = a X`, or None for `N = 0`.
+    """
+    if apply is None:
         if fill_OI is None:
             out_OI.zero_()
         else:
             torch.mul(fill_OI[0], fill_OI[1], out=out_OI)
-        return {"rank": 0, "solver": f"{reduced.form}/none"}, ()
-    rtol = spectral.resolved_rtol(reduced.size, width, reduced.left_ON.dtype)
-    retries: Retries = ()
-    found = _by_cholesky(reduced, spectral, rtol, trace / width) if allow_shortcuts else 0
-    if isinstance(found, int):
-        cuts = spectral.kind in ("hard", "adaptive")
-        spectrum = reduced.spectrum_above(rtol, found) if allow_shortcuts and cuts else reduced.spectrum()
-        found, retries = _by_spectrum(reduced, spectrum, spectral, rtol, trace / width), spectrum.retries
-    apply, stats = found
-    if spent and (fill_OI is None or reduced.right_NI is not None):
-        reduced.gram_NN = None
-    _apply_in_panels(reduced, apply, out_OI, fill_OI)
-    return stats, retries
+        return
+    left_ON, to_left, from_right = reduced.left_ON, reduced.gram_NN, reduced.right_NI
+    assert left_ON is not None, "the numerator was accumulated"
+    if from_right is not None:
+        to_left = from_right.mT
+
+    def finished(left_XN: Tensor, here: slice) -> Tensor:
+        if fill_OI is not None:
+            assert to_left is not None, "the primal form keeps its Gram matrix"
+            left_XN = torch.addmm(left_XN, fill_OI[0][here], to_left, alpha=-fill_OI[1])
+        value = apply(left_XN)
+        if from_right is not None:
+            value = value @ from_right
+        return value if fill_OI is None else torch.add(value, fill_OI[0][here], alpha=fill_OI[1])
+
+    apply_in_panels(finished, left_ON, out_OI, copies=3 if fill_OI is None else 4)
 
 
-def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Apply, Stats] | int:
+def apply_in_panels(
+    apply: Callable[[Tensor, slice], Tensor], left_ON: Tensor, out_OI: Tensor, *, copies: int = 3
+) -> None:
+    """`out = apply(left, rows)` in panels of rows; the result may overwrite what it is made of.
+
+    Args:
+        copies: of a panel that a call holds.
+    """
+
+    def apply_to(here: slice) -> None:
+        out_OI[here] = apply(left_ON[here], here)
+
+    rows = len(out_OI)
+    panels = [slice(start, min(start + PANEL_ROWS, rows)) for start in range(0, rows, PANEL_ROWS)]
+    widest = max(out_OI.shape[-1], left_ON.shape[-1])
+    run_panels(apply_to, panels, PANEL_ROWS * widest * copies * out_OI.itemsize)
+
+
+def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Gain, Stats] | int:
     """Gain by a triangular solve; where the spectrum is needed, a number of directions that are known to be kept."""
     if reduced.gram_NN is None:
         return 0
@@ -90,31 +116,22 @@ def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -
     if isinstance(certified, int):
         return certified
     stats: Stats = {"rank": reduced.size, "cutoff": certified[1], "rtol": rtol, "solver": f"{reduced.form}/cholesky"}
-    return _solver(certified[0], reduced), stats
+    return Inverse(certified[0], reduced.dtype), stats
 
 
-def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float) -> tuple[Apply, Stats] | None:
+def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float) -> tuple[Gain, Stats] | None:
     """`G = (gram + ridge I)^-1`, factorised in float64 where float32 would lose the ridge in its rounding."""
     condition = float(torch.linalg.matrix_norm(gram_NN, "fro")) / ridge
     dtype = gram_NN.dtype if condition < FLOAT32_CONDITION else torch.float64
     factor = shifted_cholesky(gram_NN, ridge, dtype)
     if factor is None:
         return None
-    return _solver(factor, reduced), {"ridge": ridge, "solver": f"{reduced.form}/cholesky"}
-
-
-def _solver(factor_NN: Tensor, reduced: Reduced) -> Apply:
-    """Two triangular solves per panel, or the inverse once where there are more rows than columns."""
-    dtype = reduced.left_ON.dtype
-    if reduced.left_ON.shape[-2] > reduced.size:
-        inverse = torch.cholesky_inverse(factor_NN).to(dtype)
-        return lambda left_XN: left_XN @ inverse
-    return lambda left_XN: torch.cholesky_solve(left_XN.to(factor_NN.dtype).mT, factor_NN).mT.to(dtype)
+    return Inverse(factor, reduced.dtype), {"ridge": ridge, "solver": f"{reduced.form}/cholesky"}
 
 
 def _by_spectrum(
     reduced: Reduced, spectrum: Spectrum, spectral: Filter, rtol: float, mean: float
-) -> tuple[Apply, Stats]:
+) -> tuple[Gain, Stats]:
     gain_K, stats = gain(spectrum.values_N, spectral, rtol=rtol, mean=mean)
     name = "svd" if spectrum.vectors_NN is None else "eigh" if spectrum.above is None else "lanczos"
     record: Stats = {**stats, "solver": f"{reduced.form}/{name}"}
@@ -122,44 +139,15 @@ def _by_spectrum(
         record["basis"] = spectrum.basis
     if spectrum.refused:
         record["no_lanczos"] = spectrum.refused
-    return _gain_applier(spectrum, gain_K, reduced), record
+    return _gain(spectrum, gain_K, reduced.size), record
 
 
-def _gain_applier(spectrum: Spectrum, gain_K: Tensor, reduced: Reduced) -> Apply:
-    size, rows, known, kept = reduced.size, reduced.left_ON.shape[-2], spectrum.values_N.numel(), gain_K.numel()
+def _gain(spectrum: Spectrum, gain_K: Tensor, size: int) -> Gain:
+    known, kept = spectrum.values_N.numel(), gain_K.numel()
     if spectrum.vectors_NN is None:
-        full = torch.cat([gain_K.new_zeros(size - kept), gain_K])
-        return lambda left_XN: left_XN * full
+        return Diagonal(torch.cat([gain_K.new_zeros(size - kept), gain_K]))
     vectors = spectrum.vectors_NN[:, known - kept :]
-    scaled = vectors * gain_K.to(vectors.dtype)
-    # forming the product costs N^2 K and then O N^2; keeping it in two factors costs 2 O N K
-    if size * size * kept + rows * size * size < 2 * rows * size * kept:
-        product = multiply(scaled, vectors.mT)
-        return lambda left_XN: left_XN @ product
-    return lambda left_XN: (left_XN @ scaled) @ vectors.mT
-
-
-def _apply_in_panels(reduced: Reduced, apply: Apply, out_OI: Tensor, fill_OI: tuple[Tensor, float] | None) -> None:
-    """Apply the gain panel by panel: rows are independent, and a panel is read before its result overwrites it."""
-
-    def apply_to(here: slice) -> None:
-        left = reduced.left_ON[here]
-        if fill_OI is not None:
-            fill, scale = fill_OI
-            to_left = reduced.gram_NN if reduced.right_NI is None else reduced.right_NI.mT
-            assert to_left is not None, "the primal form keeps its Gram matrix"
-            left = torch.addmm(left, fill[here], to_left, alpha=-scale)
-        value = apply(left)
-        if reduced.right_NI is not None:
-            value = value @ reduced.right_NI
-        if fill_OI is not None:
-            value = torch.add(value, fill_OI[0][here], alpha=fill_OI[1])
-        out_OI[here] = value
-
-    rows, width = out_OI.shape[-2:]
-    panels = [slice(start, min(start + PANEL_ROWS, rows)) for start in range(0, rows, PANEL_ROWS)]
-    held = PANEL_ROWS * max(width, reduced.size) * (3 if fill_OI is None else 4)
-    run_panels(apply_to, panels, held * out_OI.itemsize)
+    return EigenPairs(vectors * gain_K.to(vectors.dtype), vectors)
 
 
 def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from actmat.linalg.interference.moments import PrimalMoments
+from actmat.linalg.interference.rereading import Second, second_reading
 from actmat.linalg.interference.rule import Estimator, Rule
 from actmat.linalg.interference.spectral_solve import PANEL_ROWS
 from actmat.linalg.masks.threshold import selection_workspace
@@ -20,7 +21,28 @@ __all__ = ["workspace"]
 
 
 def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool = False) -> int:
-    """Peak of `finish(prepare(...), consume=True)` for deltas `*batch O I`, in elements."""
+    """Peak of `finish(prepare(...), consume=True)` for deltas `*batch O I`, in elements.
+
+    Where deltas are read twice on the CPU and once elsewhere, the larger peak of both.
+    """
+    once = _read_once(shape, n_experts, rule, has_grams=has_grams)
+    second = second_reading(rule, shape, n_experts, has_grams=has_grams)
+    return once if second is None else max(once, _read_twice(shape, n_experts, rule, second))
+
+
+def _read_twice(shape: Sequence[int], n_experts: int, rule: Rule, second: Second) -> int:
+    rows, width = shape[-2:]
+    square, panel = width * width, min(rows, PANEL_ROWS) * width * 2
+    kept_grams = n_experts * square if second == "grams" else 0
+    estimate = _estimate(rows, width, rule.estimator) + _scaled_copies(rows, width, rule.estimator)
+    solving = square + _solving(rows, width, rule, panel)
+    # the eigenvectors, with and without gains, or a gain that is formed; and the product of one expert
+    inner = max(square, rows * width, rows * rows) if second == "deltas" else square
+    applying = rows * width + 3 * square + max(inner, panel)
+    return kept_grams + max(square + estimate, solving, applying)
+
+
+def _read_once(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool) -> int:
     rows, width = shape[-2:]
     batch = math.prod(shape[:-2])
     factor_rows = rule.estimator.rows(rows, width)

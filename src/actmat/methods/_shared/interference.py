@@ -17,6 +17,7 @@ from actmat.errors import StatisticsError
 from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend, descent_workspace
 from actmat.linalg.interference.lowrank import TRIM_NEEDS_ENTRIES, solve_lowrank, solve_lowrank_with_grams
 from actmat.linalg.interference.operations import descent_operations, operations
+from actmat.linalg.interference.rereading import second_reading
 from actmat.linalg.interference.rule import Estimator, Null, Rule, Solver
 from actmat.linalg.interference.solver import State, finish, prepare
 from actmat.linalg.interference.workspace import workspace
@@ -87,6 +88,7 @@ def member(
         lowrank_when=family.lowrank_problem if has_lowrank else None,
         acts_on="matrix",
         one_pass=True,
+        reads_again_when=family.reads_again,
         needs_statistics=("gram",) if has_grams else (),
         workspace=family.workspace,
         operations=family.operations,
@@ -108,7 +110,7 @@ class _Family:
         return self.rule_of(**{name: value for name, value in given.items() if name not in NEEDS})
 
     def merge(self, deltas: Sequence[Tensor], **given: Any) -> Merged:
-        """One pass over the deltas, the result written over the accumulated numerator."""
+        """Both stages, the result written over the accumulated numerator."""
         return self._solved(self.prepare(deltas, **given), given, consume=True)
 
     def merge_lowrank(self, deltas: Sequence[LowRank], **given: Any) -> MergedLowRank:
@@ -163,6 +165,11 @@ class _Family:
         if isinstance(rule, Adam):
             return descent_operations(shape, n_experts, rule)
         return operations(shape, n_experts, rule, has_grams=self.has_grams, double=double)
+
+    def reads_again(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> bool:
+        """See `MergeMethod.reads_again_when`."""
+        rule = self.rule_of(**options)
+        return isinstance(rule, Rule) and second_reading(rule, shape, n_experts, has_grams=self.has_grams) is not None
 
     def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
         """See `MergeMethod.sums_own_grams_when`."""

@@ -1,0 +1,196 @@
+"""`sum_t w_t D_t K_t G` from the deltas themselves, which are read a second time when the gain `G` is known.
+
+    factors      (sum_t w_t D_t (K_t V g)) V^T      with the kept eigenvectors `V` only
+    grams        sum_t w_t D_t (K_t G)
+    numerator    (sum_t w_t D_t K_t) G
+
+The first reading accumulates `S` alone. `numerator` makes the products that accumulating `B` in the first reading would
+have made; the others make fewer where directions are cut off, or where a matrix is tall. Which way is taken follows
+from the sizes and from the number of directions that are kept.
+
+A square or tall matrix keeps every `K_t` from the first reading, where these take little more memory than `B`. Of a
+wide one the delta itself gives both factors, `K_t X = D_t^T (D_t X)` or `D_t K_t X = (D_t D_t^T) (D_t X)`.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, `K` kept directions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from actmat.linalg.gram import add_gram, mirror
+from actmat.linalg.interference.gains import EigenPairs, Gain
+from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, gram_of_rows
+from actmat.linalg.interference.rule import Rule
+from actmat.linalg.interference.spectral_solve import apply_in_panels
+from actmat.linalg.operations import gram
+from actmat.linalg.panels import multiply
+from actmat.linalg.scaling import scaled
+
+__all__ = ["GramMoments", "Rereading", "Second", "Way", "products", "second_reading"]
+
+Second = Literal["grams", "deltas"]
+"""Source of `K_t` in the second reading: those kept from the first, or the delta."""
+
+Way = Literal["factors", "grams", "numerator"]
+
+SMALLEST = 2048
+"""In_features below which `B` is accumulated at once: there a second reading of a delta takes more than 3 % of the time
+of its products, which is all that is lost where every direction is kept."""
+
+SQUARES = 3
+"""Matrices of `I x I` that all `K_t` may take beyond the numerator that one reading holds: beside the eight of a
+decomposition, up to three tenths more memory for a square matrix."""
+
+
+def second_reading(rule: Rule, shape: Sequence[int], n_experts: int, *, has_grams: bool = False) -> Second | None:
+    """Source of `K_t` in the second reading of deltas `*batch O I`; None: they are read once.
+
+    Args:
+        has_grams: Gram matrices are given.
+    """
+    rows, width = shape[-2:]
+    factor_rows = rule.estimator.rows(rows, width)
+    if has_grams or rule.solver != "auto" or rule.null != "zero" or width < SMALLEST or math.prod(shape[:-2]) != 1:
+        return None
+    if rule.form(factor_rows, width, n_experts) != "primal":
+        return None
+    cuts = rule.spectral.kind in ("hard", "adaptive")  # else every direction is kept, which pays in very tall matrices
+    if PrimalMoments.needs_term(factor_rows, width):
+        return "grams" if (n_experts - SQUARES if cuts else n_experts) * width <= rows else None
+    return "deltas" if cuts and rule.estimator.is_delta and rule.estimator.normalise == "none" else None
+
+
+def products(second: Second, shape: Sequence[int], n_experts: int, gain: Gain) -> dict[Way, int]:
+    """Multiplications of one entry by another in the second reading of deltas `O I`, by way."""
+    rows, width = shape[-2:]
+    found: dict[Way, int] = {}
+    if isinstance(gain, EigenPairs):
+        kept = gain.vectors_NK.shape[1]
+        own = width * width * kept if second == "grams" else _products_by_delta(rows, width, kept)[0]
+        found["factors"] = n_experts * (rows * width * kept + own) + rows * width * kept
+    if second == "grams":
+        found["grams"] = gain.products(n_experts * width) + n_experts * rows * width * width
+        target = rows * width * width
+    else:
+        target = gram(width, rows).flops // 2 + rows * rows * width
+    found["numerator"] = n_experts * target + gain.products(rows)
+    return found
+
+
+def _products_by_delta(rows: int, width: int, kept: int) -> tuple[int, bool]:
+    """Multiplications for `D_t D_t^T X_OK`, and whether `D_t D_t^T` is formed for them."""
+    formed, factored = gram(width, rows).flops // 2 + rows * rows * kept, 2 * rows * width * kept
+    return min(formed, factored), formed < factored
+
+
+class GramMoments:
+    """`S` alone, accumulated in place, and what a second reading needs besides the gain."""
+
+    def __init__(self, second: Second, like: Tensor) -> None:
+        self._second = second
+        self._gram_II = like.new_zeros(like.shape[-1], like.shape[-1])
+        self._weights: list[float] = []
+        self._grams: list[Tensor] = []
+
+    def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
+        """Add one expert with `K_t = A_t^T A_t`."""
+        self._weights.append(weight)
+        if self._second == "deltas":
+            add_gram(self._gram_II, factor_RI, weight)
+            return
+        self._grams.append(gram_of_rows([factor_RI]))
+        self._gram_II.add_(self._grams[-1], alpha=weight)
+
+    def rescale(self, exponent: float, gram_exponent: float) -> None:
+        """As `PrimalMoments.rescale`. A kept `K_t` stays, its weight changes; of the others the delta will."""
+        scaled(self._gram_II, gram_exponent, out=self._gram_II)
+        if self._second == "grams":
+            self._weights = [w * 2.0**gram_exponent for w in self._weights]
+
+    def reduced(self, form: Form = "primal") -> Reduced:
+        """The problem without its numerator; the accumulator must not be used afterwards."""
+        assert form == "primal", "the other forms have accumulators of their own"
+        if self._second == "deltas":
+            mirror(self._gram_II)
+        return Reduced(None, self._gram_II, None, form, len(self._gram_II), self._gram_II.dtype)
+
+    def rereading(self, deltas: Sequence[Tensor], unit: int) -> Rereading:
+        """The second reading of these deltas, times `2^unit`, in which the last of the first reading were taken."""
+        return Rereading(deltas, unit, self._weights, list(self._grams) or None)
+
+
+@dataclass(slots=True)
+class Rereading:
+    """Second reading of the deltas of one problem: all that it needs besides the gain.
+
+    Args:
+        deltas: `O I` each, or with batch axes of one item; each is asked for once more.
+        unit: exponent of the power of two that they are multiplied by.
+        weights: `w_t`.
+        grams: every `K_t`, or None where the deltas give it.
+    """
+
+    deltas: Sequence[Tensor]
+    unit: int
+    weights: list[float]
+    grams: list[Tensor] | None
+
+    def merged(self, gain: Gain, out_OI: Tensor, *, spent: bool) -> Way:
+        """Write `sum_t w_t D_t K_t G` to `out_OI`; returns the way that was taken.
+
+        Args:
+            spent: nothing is merged by these moments afterwards: each `K_t` is freed when it has been used.
+        """
+        second: Second = "deltas" if self.grams is None else "grams"
+        costs = products(second, out_OI.shape, len(self.weights), gain)
+        way = min(costs, key=lambda w: costs[w])
+        out_OI.zero_()
+        if isinstance(gain, EigenPairs) and way == "factors":
+            self._by_factors(gain, out_OI, spent=spent)
+            return way
+        by_gram = gain.applier(len(self.weights) * out_OI.shape[-1]) if way == "grams" else None
+        for t, weight in enumerate(self.weights):
+            delta_OI = self._delta(t)
+            if self.grams is None:
+                multiply(gram_of_rows([delta_OI.mT]), delta_OI, out_OI, alpha=weight)
+            else:
+                gram_II = self._taken_gram(t, spent=spent)
+                multiply(delta_OI, gram_II if by_gram is None else by_gram(gram_II), out_OI, alpha=weight)
+        if way == "numerator":
+            apply = gain.applier(len(out_OI))
+            apply_in_panels(lambda panel_XI, _: apply(panel_XI), out_OI, out_OI)
+        return way
+
+    def _by_factors(self, gain: EigenPairs, out_OI: Tensor, *, spent: bool) -> None:
+        kept = gain.vectors_NK.shape[1]
+        sum_OK = out_OI[:, :kept]  # the result takes its place, panel by panel
+        _, forms_square = _products_by_delta(out_OI.shape[0], out_OI.shape[1], kept)
+        for t, weight in enumerate(self.weights):
+            delta_OI = self._delta(t)
+            if self.grams is not None:
+                right_IK = multiply(self._taken_gram(t, spent=spent), gain.scaled_NK)
+                multiply(delta_OI, right_IK, sum_OK, alpha=weight)
+                continue
+            own_OK = multiply(delta_OI, gain.scaled_NK)
+            if forms_square:
+                multiply(gram_of_rows([delta_OI.mT]), own_OK, sum_OK, alpha=weight)
+            else:
+                multiply(delta_OI, multiply(delta_OI.mT, own_OK), sum_OK, alpha=weight)
+        apply_in_panels(lambda panel_XK, _: panel_XK @ gain.vectors_NK.mT, sum_OK, out_OI)
+
+    def _delta(self, t: int) -> Tensor:
+        delta = self.deltas[t]
+        return scaled(delta.view(delta.shape[-2:]), self.unit)
+
+    def _taken_gram(self, t: int, *, spent: bool) -> Tensor:
+        assert self.grams is not None
+        gram_II = self.grams[t]
+        if spent:
+            self.grams[t] = gram_II.new_empty(0)
+        return gram_II
