@@ -20,7 +20,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from actmat.engine import tensor as engine_tensor
 from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
 from actmat.linalg import operations
-from actmat.linalg.interference import moments, solver, spectral_solve
+from actmat.linalg.interference import gains, moments, rereading, solver, spectral_solve
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
 from benchmarks.make_llama import INITIAL_RMS, noise
 from benchmarks.matrix import make_deltas
@@ -45,9 +45,9 @@ MATRIX_COLUMNS = ("matrix", "shape", "count", "measured", "solver", "kept", "bas
 SPECTRUM, EXPERTS, PEAK_SIDE = "power0.7", 3, 2048
 
 READ, NORMS = "read, hash, subtract", "norms and checks"
-GRAM, TARGET = "symmetric products: D^T D, D D^T", "products: D (D^T D), (D D^T) D"
+GRAM, TARGET = "symmetric products: D^T D, D D^T", "products with a delta"
 PROOF, PART, WHOLE = "proof that all is kept", "part of the spectrum", "whole spectrum"
-APPLY, WRITE, OTHER = "apply the inverse", "add, round, hash, write", "other"
+APPLY, WRITE, OTHER = "products with the inverse or its factors", "add, round, hash, write", "other"
 DOUBLE = {PART, WHOLE}
 PASSES = {READ, NORMS, WRITE, OTHER}
 """Stages whose time grows with the entries of a matrix; that of the others grows with the cube of its sides."""
@@ -137,17 +137,24 @@ def _part_flops(found: Any, sym_NN: Tensor, *_: Any) -> float:
     if isinstance(found, str):
         return 0.0
     n, j, k = sym_NN.shape[0], found.basis, len(found.values_K)
-    return 2.0 * n * n * j + 4.0 * n * j * j + 2.0 * j * k * n + operations.gram(k, n).flops + n**3 / 3
+    return 2.0 * n * n * j + 2.0 * n * j * j + 2.0 * j * k * n + operations.gram(k, n).flops + n**3 / 3
 
 
 def _whole_flops(found: Any, sym_NN: Tensor) -> float:
     return operations.eigh(sym_NN.shape[0]).flops
 
 
-def _apply_flops(found: Any, spectrum: Any, gain_K: Tensor, reduced: Any) -> float:
-    n, rows, kept = reduced.size, reduced.left_ON.shape[-2], gain_K.numel()
-    right = 0 if reduced.right_NI is None else 2.0 * rows * n * reduced.right_NI.shape[-1]
-    return min(2.0 * n * n * (kept + rows), 4.0 * rows * n * kept) + right
+def _gain_flops(found: Any, gain: gains.Gain, rows: int) -> float:
+    return 2.0 * gain.products(rows)
+
+
+def _right_flops(found: None, reduced: moments.Reduced, apply: Any, out_OI: Tensor, *_: Any) -> float:
+    return 0.0 if reduced.right_NI is None else 2.0 * out_OI.shape[0] * reduced.right_NI.numel()
+
+
+def _factor_flops(found: None, apply: Any, left: Tensor, out_OI: Tensor) -> float:
+    """Of the last product where a second reading gave coordinates; a numerator is counted with its gain."""
+    return 0.0 if left is out_OI else 2.0 * left.shape[0] * left.shape[1] * out_OI.shape[1]
 
 
 @contextlib.contextmanager
@@ -161,11 +168,17 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (moments, "add_gram", GRAM, _gram_flops),
         (moments, "gram_of_rows", TARGET, None),
         (moments, "multiply", TARGET, _product_flops),
+        (rereading, "add_gram", GRAM, _gram_flops),
+        (rereading, "gram_of_rows", TARGET, None),
+        (rereading, "multiply", TARGET, _product_flops),
+        (rereading.Rereading, "merged", TARGET, None),
+        (rereading, "apply_in_panels", APPLY, _factor_flops),
         (spectral_solve, "certified_cholesky", PROOF, None),
         (moments, "leading", PART, _part_flops),
         (moments, "eigh", WHOLE, _whole_flops),
-        (spectral_solve, "_gain_applier", APPLY, _apply_flops),
-        (spectral_solve, "_apply_in_panels", APPLY, None),
+        (gains.EigenPairs, "applier", APPLY, _gain_flops),
+        (gains.Inverse, "applier", APPLY, _gain_flops),
+        (solver, "apply_gain", APPLY, _right_flops),
         (engine_tensor, "write_region", WRITE, None),
     ]
     with contextlib.ExitStack() as stack:
@@ -174,11 +187,10 @@ def instrumented(stages: Stages) -> Iterator[None]:
         yield
 
 
-def make_inputs(folder: Path, name: str, shape: tuple[int, int]) -> list[Path]:
+def make_inputs(folder: Path, name: str, deltas: Sequence[Tensor]) -> list[Path]:
     """A base and experts that hold one tensor."""
     places = [folder / "base", *(folder / f"expert-{t}" for t in range(EXPERTS))]
-    base = noise(name, shape, 0).mul_(INITIAL_RMS).bfloat16()
-    deltas = make_deltas(EXPERTS, *shape, SPECTRUM)
+    base = noise(name, tuple(deltas[0].shape), 0).mul_(INITIAL_RMS).bfloat16()
     for place, stored in zip(places, [base, *((base.float() + d).bfloat16() for d in deltas)], strict=True):
         fresh(place).mkdir(parents=True)
         save_file({name: stored}, place / "model.safetensors", {"format": "pt"})
@@ -188,7 +200,7 @@ def make_inputs(folder: Path, name: str, shape: tuple[int, int]) -> list[Path]:
 
 def measured(name: str, shape: tuple[int, int], repeats: int) -> tuple[Stages, dict[str, Any]]:
     """Stages of one merge (of the median time), and what the record says."""
-    places = make_inputs(WORK / "stages", name, shape)
+    places = make_inputs(WORK / "stages", name, make_deltas(EXPERTS, *shape, SPECTRUM))
     runs: list[tuple[float, Stages, dict[str, Any]]] = []
     for _ in range(repeats):
         stages, out = Stages(), fresh(WORK / "out" / "stages")
