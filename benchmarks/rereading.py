@@ -3,9 +3,10 @@
     python -m benchmarks.rereading
     python -m benchmarks.rereading --shapes 512x128 128x300 --smallest 64 --repeats 1
 
-Three experts in bfloat16, one worker, processor seconds of the whole merge, medians of runs in turn. `way` is what the
-second reading computed (`actmat/linalg/interference/rereading.py`). `from f64` is the distance of the merged delta, in
-float32, from the published formula in float64.
+Three experts in bfloat16, one worker, processor seconds of the whole merge, medians of runs in turn. `times_faster` is
+the geometric mean over the pairs of runs, `low` and `high` its 95 % interval (t). `way` is what the second reading
+computed (`actmat/linalg/interference/rereading.py`). `from f64` is the distance of the merged delta, in float32, from
+the published formula in float64.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from actmat.linalg.interference import rereading
 from actmat.linalg.interference.rule import FLOAT32_EPS, Rule
 from actmat.linalg.interference.solver import finish, prepare
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
+from benchmarks.comparison.timings import paired_ratio
 from benchmarks.matrix import make_deltas
 from benchmarks.stages import EXPERTS, make_inputs
 
 COLUMNS = (
-    "shape", "spectrum", "kept", "solver", "way", "once_cpu_s", "twice_cpu_s", "times_faster",
+    "shape", "spectrum", "kept", "solver", "way", "once_cpu_s", "twice_cpu_s", "times_faster", "low", "high",
     "once_from_f64", "twice_from_f64",
 )  # fmt: skip
 SHAPES = ("32000x2048", "5632x2048", "2048x5632")
@@ -55,6 +57,12 @@ def merge_seconds(places: list[Path]) -> tuple[float, dict[str, Any]]:
     took = time.process_time() - began
     (tensor,) = report.manifest["tensors"]
     return took, tensor["stats"]
+
+
+def faster(once: list[float], twice: list[float]) -> dict[str, float | None]:
+    """How many times as fast two readings are, over the pairs of runs, with its interval."""
+    mean, low, high = paired_ratio(twice, once)
+    return {"times_faster": mean, "low": low, "high": high}
 
 
 def measured(shape: tuple[int, int], spectrum: str, smallest: int, repeats: int) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def measured(shape: tuple[int, int], spectrum: str, smallest: int, repeats: int)
         "way": stats.get("second_reading"),
         "once_cpu_s": once,
         "twice_cpu_s": twice,
-        "times_faster": once / twice,
+        **faster(*seconds.values()),
         "once_from_f64": apart[NEVER],
         "twice_from_f64": apart[smallest],
         "all_cpu_s": list(seconds.values()),

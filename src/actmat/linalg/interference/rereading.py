@@ -40,8 +40,9 @@ Second = Literal["grams", "deltas"]
 Way = Literal["factors", "grams", "numerator"]
 
 SMALLEST = 2048
-"""In_features below which `B` is accumulated at once: there a second reading of a delta takes more than 3 % of the time
-of its products, which is all that is lost where every direction is kept."""
+"""In_features below which `B` is accumulated at once: what a second reading costs grows with the entries of a delta,
+what it spares with these times the in_features. At 2048 it costs some 2 % where nothing is spared
+(`benchmarks/rereading.py`)."""
 
 SQUARES = 3
 """Matrices of `I x I` that all `K_t` may take beyond the numerator that one reading holds: beside the eight of a
