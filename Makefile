@@ -66,8 +66,10 @@ $(VENV)/torch.stamp: constraints.txt
 
 $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	$(PIP) -e '.[demo]'
+	@rm -rf src/*.egg-info
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml packages/actmat-experiments/pyproject.toml
 	$(PIP) -e '.[dev]' -e packages/actmat-experiments
+	@rm -rf src/*.egg-info packages/*/src/*.egg-info  # they would hide the installed entry points once these change
 	@touch $(VENV)/demo.stamp $@

@@ -22,7 +22,7 @@ import torch
 
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
-from actmat.plan.regions import CHUNK
+from actmat.planning.regions import CHUNK
 from benchmarks.common import WORK, markdown, torch_threads, write_result
 
 COLUMNS = ("pass", "ns_per_entry", "share", "floor")

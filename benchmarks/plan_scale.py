@@ -33,7 +33,7 @@ COLUMNS = ("case", "tensors", "wall_s", "cpu_s", "peak_anonymous_b", "per_tensor
 RELOAD = """
 import json, sys
 from actmat.engine.units import plan_units
-from actmat.plan import MergePlan
+from actmat.planning import MergePlan
 plan = MergePlan.from_json(json.load(open(sys.argv[1])))
 assert len(plan_units([plan], [()], None)) == len(plan.items)
 """

@@ -18,7 +18,7 @@ from typing import Any
 
 from actmat.api.calibrating import calibrate
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.plan import MergePlan, build_plan
+from actmat.planning import MergePlan, build_plan
 from actmat.recipe import make_recipe
 from actmat.timing.predict import predict
 from actmat.timing.rates import Rates, load_rates

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from actmat.plan.cost import ITEM_BYTES, SOURCE_BYTES
+from actmat.planning.cost import ITEM_BYTES, SOURCE_BYTES
 from benchmarks.common import WORK, actmat_command, fresh, markdown, measure, write_result
 from benchmarks.memory import SOURCE, estimate
 

@@ -45,13 +45,13 @@ from actmat.cli.exits import COMMON, EXITS
 from actmat.cli.results import SCHEMAS as LAYOUTS
 from actmat.cli.signature import with_flags
 from actmat.errors import MergeError
+from actmat.extras.pages.html.explained import FILE as EXPLAINED
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
 from actmat.methods.post import STEPS, get_step
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.values import Entry
 from actmat.recipe.vocabulary import TokenRow, Vocabulary
-from actmat.report.html.explained import FILE as EXPLAINED
 
 __all__ = ["filled", "pages"]
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actmat.extras.tune import make_space, tune_recipe
+from actmat.extras.tune.answers import Answers, Predict, compare_answers, keep_answers
+from actmat.extras.tune.evaluate import loss_of
+from actmat.extras.tune.inputs import InputBatch, prepare_inputs
+from actmat.extras.tune.merges import Merges
+from actmat.extras.tune.settings import TuneSettings
+from actmat.extras.tune.tuning import open_live
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
-from actmat.tune import make_space, tune_recipe
-from actmat.tune.answers import Answers, Predict, compare_answers, keep_answers
-from actmat.tune.evaluate import loss_of
-from actmat.tune.inputs import InputBatch, prepare_inputs
-from actmat.tune.merges import Merges
-from actmat.tune.settings import TuneSettings
-from actmat.tune.tuning import open_live
 from actmat_experiments.adamerging import learn
 from benchmarks.tune.subjects import VALIDATION, Batch, Subject
 

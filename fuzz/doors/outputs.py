@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 import actmat
 from actmat.api.diagnosing import recipe_of_output
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
-from actmat.cli.compare import compare
 from actmat.cli.verify import verify
 from actmat.diagnostics.model import REPORT_NAME, read_diagnosis
 from actmat.errors import MergeError
+from actmat.extras.pages.commands.compare import compare
+from actmat.extras.pages.html import render_html
 from actmat.recipe import recipe_yaml
-from actmat.report.html import render_html
 from actmat.report.manifest import manifest_content, read_manifest
 from fuzz.doors.folder import in_folder, printed, root, shows_table
 from fuzz.draw import json_text, mutated_bytes, mutated_json

@@ -16,7 +16,7 @@ from actmat.experts.lora.patterns import PatternTable
 from actmat.layout.matching import MatchError
 from actmat.layout.patterns import compile_pattern
 from actmat.methods import METHODS
-from actmat.plan.choose import Chooser
+from actmat.planning.choose import Chooser
 from actmat.recipe import load_recipe, make_recipe, parse_option, recipe_yaml, variants
 from fuzz.doors.folder import in_folder
 from fuzz.draw import LETTERS, NUMBERS, mutated_bytes, mutated_json, scalar, text

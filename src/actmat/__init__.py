@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from actmat.api import diagnose as diagnose
     from actmat.api import merge as merge
     from actmat.api import plan as plan
-    from actmat.api.agreement import agreement as agreement
-    from actmat.api.agreement import residual_on_data as residual_on_data
-    from actmat.api.exporting import export as export
     from actmat.api.extracting import ExtractReport as ExtractReport
     from actmat.api.extracting import extract as extract
     from actmat.api.in_memory import MemoryMerge as MemoryMerge
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from actmat.api.parts import merge_part as merge_part
     from actmat.api.pushing import PushReport as PushReport
     from actmat.api.pushing import push as push
-    from actmat.api.staged import staged_statistics as staged_statistics
     from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
     from actmat.diagnostics.model import Diagnosis as Diagnosis
     from actmat.errors import AlignmentError as AlignmentError
@@ -44,23 +40,27 @@ if TYPE_CHECKING:
     from actmat.errors import OutputError as OutputError
     from actmat.errors import RecipeError as RecipeError
     from actmat.errors import StatisticsError as StatisticsError
+    from actmat.extras.collect.api_agreement import agreement as agreement
+    from actmat.extras.collect.api_agreement import residual_on_data as residual_on_data
+    from actmat.extras.collect.staged import staged_statistics as staged_statistics
+    from actmat.extras.training.exporting import export as export
+    from actmat.extras.tune.arguments import tune as tune
+    from actmat.extras.tune.arguments import tune_scale as tune_scale
     from actmat.growing import GrowthReport as GrowthReport
     from actmat.growing import add_experts as add_experts
     from actmat.growing import remove_experts as remove_experts
     from actmat.matrices import merge_matrices as merge_matrices
     from actmat.report.verify import verify as verify
-    from actmat.tune.arguments import tune as tune
-    from actmat.tune.arguments import tune_scale as tune_scale
 
 _NAMES = {
     "actmat.api": ("MergeReport", "average", "diagnose", "merge", "plan"),
-    "actmat.api.agreement": ("agreement", "residual_on_data"),
-    "actmat.api.exporting": ("export",),
+    "actmat.extras.collect.api_agreement": ("agreement", "residual_on_data"),
+    "actmat.extras.training.exporting": ("export",),
     "actmat.api.in_memory": ("MemoryMerge", "merge_in_memory"),
     "actmat.api.extracting": ("ExtractReport", "extract"),
     "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
     "actmat.api.pushing": ("PushReport", "push"),
-    "actmat.api.staged": ("staged_statistics",),
+    "actmat.extras.collect.staged": ("staged_statistics",),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),
     "actmat.errors": (
@@ -75,7 +75,7 @@ _NAMES = {
     "actmat.growing": ("GrowthReport", "add_experts", "remove_experts"),
     "actmat.matrices": ("merge_matrices",),
     "actmat.report.verify": ("verify",),
-    "actmat.tune.arguments": ("tune", "tune_scale"),
+    "actmat.extras.tune.arguments": ("tune", "tune_scale"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]
@@ -95,7 +95,7 @@ class _Package(ModuleType):
     """The module type of this package: `actmat.plan` is the function, also once the subpackage `plan` is imported.
 
     Importing a subpackage sets it as an attribute of its parent, which would hide the function of that name.
-    `from actmat.plan import ...` does not go through the attribute.
+    `from actmat.planning import ...` does not go through the attribute.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import read_object
-from actmat.checkpoints.remote.retry import retried
-from actmat.checkpoints.remote.schemes import open_store
-from actmat.checkpoints.remote.source import open_remote
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.staging import MANIFEST_NAME, Staging
-from actmat.checkpoints.writing.upload import MARK_NAME, UploadStaging, check_upload_url, clear_upload, staging_folder
 from actmat.diagnostics.model import REPORT_NAME
 from actmat.errors import CheckpointError, MergeError, OutputError
-from actmat.plan import MergePlan
-from actmat.plan.model import InputSummary
+from actmat.extras.remote.retry import retried
+from actmat.extras.remote.schemes import open_store
+from actmat.extras.remote.source import open_remote
+from actmat.extras.remote.upload import MARK_NAME, UploadStaging, check_upload_url, clear_upload, staging_folder
+from actmat.planning import MergePlan
+from actmat.planning.model import InputSummary
 from actmat.recipe import Recipe
 from actmat.report import read_manifest, verify
 from actmat.report.manifest import input_location
@@ -87,7 +87,7 @@ def check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: Run
         return
     staged = staging_folder(out, settings.staging)
     if out.startswith("hf://"):
-        from actmat.checkpoints.writing.hub import HubStaging
+        from actmat.extras.remote.hub_upload import HubStaging
 
         if staged.parent.is_dir():
             HubStaging(out, staged, plan.fingerprint()).sweep()
@@ -123,7 +123,7 @@ def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
 def _sizes(url: str) -> dict[str, int]:
     """Sizes of the files of an output at a URL."""
     if url.startswith("hf://"):
-        from actmat.checkpoints.writing.hub import hub_name, look_up
+        from actmat.extras.remote.hub_upload import hub_name, look_up
 
         return {name: file.size for name, file in look_up(hub_name(url)).files.items()}
     store = open_store(url)

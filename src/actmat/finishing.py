@@ -22,7 +22,7 @@ from actmat.errors import OutputError, memory_errors
 from actmat.inputs import opened_inputs
 from actmat.output import JournalRecords, StagedOutput, intact_items
 from actmat.parts import PartStage
-from actmat.plan import MergePlan
+from actmat.planning import MergePlan
 from actmat.report import Totals, read_manifest, recorded_totals, sum_records, verify
 from actmat.system import usable_cores
 

@@ -18,8 +18,8 @@ from actmat.experts.base import Source
 from actmat.experts.remembered import KeptSum, KeptSums, RememberedExpert
 from actmat.foreign import html_table
 from actmat.inputs import Earlier
-from actmat.plan.model import SUMS
-from actmat.plan.sums import weights_of
+from actmat.planning.model import SUMS
+from actmat.planning.sums import weights_of
 from actmat.progress import Progress
 from actmat.recipe import make_recipe
 from actmat.report import read_manifest

@@ -14,16 +14,16 @@ from actmat.checkpoints.raw import empty_tensor, raw_bytes
 from actmat.engine.executors import computes_here
 from actmat.engine.memory import available_memory
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
+from actmat.extras.collect.models import Loaded, load_tensors
 from actmat.foreign import html_table, terminal
 from actmat.inputs import Problems, check_values, is_extraction, opened_inputs, plans_of
 from actmat.output import StagedOutput
 from actmat.places import checked_room, executor_of, resources_of
-from actmat.plan import MergePlan
+from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.run import execute_units
 from actmat.settings import RunSettings
-from actmat.statistics.models import Loaded, load_tensors
 
 __all__ = ["MemoryMerge", "run_in_memory"]
 

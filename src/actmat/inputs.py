@@ -19,11 +19,11 @@ from actmat.experts.policy import VocabularyPolicy
 from actmat.experts.remembered import KeptSums
 from actmat.experts.resolve import has_factors, is_adapter, open_base, open_expert
 from actmat.experts.vocabulary import align_vocabularies
-from actmat.plan import MergePlan, build_plan
-from actmat.plan.choose import Chooser
-from actmat.plan.placement import HOST, DeviceRoom
-from actmat.plan.statistics import declared_kinds, opened_statistics
-from actmat.plan.sums import weights_of
+from actmat.planning import MergePlan, build_plan
+from actmat.planning.choose import Chooser
+from actmat.planning.placement import HOST, DeviceRoom
+from actmat.planning.statistics import declared_kinds, opened_statistics
+from actmat.planning.sums import weights_of
 from actmat.recipe import Recipe
 from actmat.reference import base_problems
 

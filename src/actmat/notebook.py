@@ -15,7 +15,7 @@ from actmat.foreign import html, terminal
 from actmat.progress import NoProgress, Progress
 
 if TYPE_CHECKING:
-    from actmat.plan import MergePlan
+    from actmat.planning import MergePlan
 
 __all__ = ["NotebookLine", "NotebookProgress", "in_notebook", "usual_progress"]
 

@@ -18,7 +18,6 @@ from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.spool import SpoolWriter
 from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
-from actmat.checkpoints.writing.upload import UploadStaging, check_upload_url, staging_folder
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis
@@ -26,9 +25,10 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.task import Record
 from actmat.errors import MergeError, OutputError, format_size
-from actmat.plan import MergePlan
-from actmat.plan.adapter.extraction import settled_plan
-from actmat.plan.model import Item
+from actmat.extras.remote.upload import UploadStaging, check_upload_url, staging_folder
+from actmat.planning import MergePlan
+from actmat.planning.adapter.extraction import settled_plan
+from actmat.planning.model import Item
 from actmat.recipe import Recipe
 from actmat.report import build_manifest, model_card, write_manifest
 from actmat.report.write import write_report
@@ -259,7 +259,7 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, inputs: In
         )
     folder = staging_folder(out, settings.staging)
     if out.startswith("hf://"):
-        from actmat.checkpoints.writing.hub import HubStaging
+        from actmat.extras.remote.hub_upload import HubStaging
 
         return HubStaging(out, folder, plan.fingerprint(), overwrite=settings.overwrite)
     shards = () if plan.is_extracted else plan.shards  # see `settle`

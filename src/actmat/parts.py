@@ -28,8 +28,8 @@ from actmat.finished import check_same_merge, has_manifest_of
 from actmat.inputs import Problems, check_copied_files, check_values, is_extraction, opened_inputs, plans_of
 from actmat.output import JournalRecords, StagedOutput, check_outputs, check_room, intact_items
 from actmat.places import checked_room, executor_of, out_path, resources_of
-from actmat.plan import MergePlan
-from actmat.plan.differences import plan_differences
+from actmat.planning import MergePlan
+from actmat.planning.differences import plan_differences
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.reference import with_reference

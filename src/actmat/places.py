@@ -15,8 +15,8 @@ from actmat.engine.observer import ObserverFactory
 from actmat.engine.resources import Resources, share_resources
 from actmat.errors import RecipeError
 from actmat.inputs import Problems
-from actmat.plan import MergePlan
-from actmat.plan.placement import HOST, DeviceRoom
+from actmat.planning import MergePlan
+from actmat.planning.placement import HOST, DeviceRoom
 from actmat.recipe import Recipe
 from actmat.settings import RunSettings
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from actmat.plan import MergePlan
+    from actmat.planning import MergePlan
 
 __all__ = ["NoProgress", "Progress"]
 

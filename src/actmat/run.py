@@ -27,8 +27,8 @@ from actmat.foreign import html_table, terminal
 from actmat.inputs import Earlier, Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.places import checked_room, executor_of, out_path, resources_of
-from actmat.plan import MergePlan
-from actmat.plan.placement import HOST
+from actmat.planning import MergePlan
+from actmat.planning.placement import HOST
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.reference import with_reference, with_references

@@ -13,7 +13,7 @@ from actmat.bounds import read_object
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.plan.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
+from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 
 __all__ = ["Serving", "serving_commands"]
 

@@ -10,8 +10,8 @@ from actmat.engine.task import Record
 from actmat.engine.ties import content_hash
 from actmat.errors import MergeError
 from actmat.methods import get_method
-from actmat.plan import MergePlan
-from actmat.plan.model import Item, MethodCall
+from actmat.planning import MergePlan
+from actmat.planning.model import Item, MethodCall
 
 __all__ = ["has_same_inputs"]
 

@@ -14,7 +14,7 @@ from tests.helpers.adapters import save_adapter, tiny
 from torch import Tensor
 
 from actmat import api
-from actmat.plan import regions
+from actmat.planning import regions
 
 GPT2: dict[str, Any] = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
 """Conv1D: stored as `I O`; `c_attn` packs three maps."""

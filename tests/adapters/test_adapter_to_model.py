@@ -109,7 +109,7 @@ def test_where_deltas_cannot_be_walked_the_plan_pays_for_whole_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DARE streams full experts; what adapters form is held whole, and so are all deltas on an accelerator."""
-    monkeypatch.setattr(sys.modules["actmat.plan.cost"], "CHUNK_ENTRIES", 16)  # smaller than the tiny tensors
+    monkeypatch.setattr(sys.modules["actmat.planning.cost"], "CHUNK_ENTRIES", 16)  # smaller than the tiny tensors
     base = tmp_path / "base"
     tiny("llama").save_pretrained(base)
     for name in ("m", "n"):

@@ -17,9 +17,9 @@ from actmat import merge_in_memory, merge_part
 from actmat.checkpoints.writing.spool import SPOOL, SpoolWriter
 from actmat.cli.main import app
 from actmat.errors import MergeError, OutputError
-from actmat.plan import MergePlan
+from actmat.extras.pages.history import find_merges
+from actmat.planning import MergePlan
 from actmat.report import read_manifest, verify
-from actmat.report.history import find_merges
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 FILE = "adapter_model.safetensors"

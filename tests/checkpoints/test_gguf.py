@@ -12,10 +12,10 @@ import torch
 from tests.helpers.quantised import save_model
 
 from actmat import merge
-from actmat.checkpoints.formats.gguf.file import QUANTISED
-from actmat.checkpoints.formats.gguf.header import read_gguf_header
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
+from actmat.extras.gguf.file import QUANTISED
+from actmat.extras.gguf.header import read_gguf_header
 
 HEADS, KV_HEADS, WIDTH, INNER, LAYERS, VOCAB = 4, 2, 64, 96, 2, 80
 METADATA: dict[str, Any] = {

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import actmat
-from actmat.checkpoints.remote.objects import ObjectStore
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.side_files import LARGEST, MOST_IN_FOLDER, sort_side_files
 from actmat.errors import CheckpointError
+from actmat.extras.remote.objects import ObjectStore
 
 _KEPT = """
 config.json tekken.json LICENSE NOTICE.txt vocab.bpe spiece.model tokenizer.json.gz custom.yaml modeling_x.py

@@ -14,7 +14,7 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, cont
 
 import actmat as actmat_package
 from actmat.methods import METHODS
-from actmat.plan import MergePlan
+from actmat.planning import MergePlan
 from actmat.version import __version__
 
 COMMANDS = ("merge", "plan", "diagnose", "report", "compare", "methods", "inspect", "verify", "demo")

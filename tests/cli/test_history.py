@@ -12,7 +12,7 @@ from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
 
 from actmat.errors import CheckpointError
-from actmat.report.history import changes_between, find_merges, made_by
+from actmat.extras.pages.history import changes_between, find_merges, made_by
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from actmat.cli.results import SCHEMAS
 from actmat.cli.signature import resolved
 from actmat.demo.results import DemoResult
 from actmat.diagnostics.model import Diagnosis
-from actmat.plan import MergePlan
+from actmat.planning import MergePlan
 
 ROOT = Path(__file__).resolve().parents[2]
 

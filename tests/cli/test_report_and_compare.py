@@ -11,7 +11,7 @@ from tests.helpers.pages import Page
 from tests.helpers.reports import diagnosis
 
 from actmat.diagnostics.model import read_diagnosis, write_diagnosis
-from actmat.report.html import render_html
+from actmat.extras.pages.html import render_html
 
 
 @pytest.fixture(scope="module")

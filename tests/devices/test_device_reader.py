@@ -16,7 +16,7 @@ from actmat.engine.deltas import Deltas
 from actmat.engine.devices.device import Device, Mark, SimulatedDevice
 from actmat.engine.devices.reader import DeviceReader
 from actmat.engine.devices.staging import Staging
-from actmat.plan.regions import CHUNK, Region, cut
+from actmat.planning.regions import CHUNK, Region, cut
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

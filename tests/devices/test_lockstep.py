@@ -18,7 +18,7 @@ from actmat.engine.executors.lockstep import Lockstep, in_lockstep
 from actmat.engine.units import Unit
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lapack import economy_svd, eigh, only_eigenvalues, only_singular_values
-from actmat.plan.model import Item, MergePlan, MethodCall
+from actmat.planning.model import Item, MergePlan, MethodCall
 from actmat.recipe import make_recipe
 
 

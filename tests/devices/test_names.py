@@ -14,8 +14,8 @@ from actmat.engine.resources import share_resources
 from actmat.errors import RecipeError
 from actmat.inputs import Problems
 from actmat.places import checked_room, executor_of
-from actmat.plan.model import MergePlan
-from actmat.plan.placement import HOST, STAGING_BYTES
+from actmat.planning.model import MergePlan
+from actmat.planning.placement import HOST, STAGING_BYTES
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 

@@ -15,10 +15,10 @@ from actmat.engine.executors.samples import Samples
 from actmat.engine.units import plan_units
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan import MergePlan
-from actmat.plan.cost import CallShape
-from actmat.plan.placement import HOST, DeviceRoom, Placed, place
-from actmat.plan.regions import cut
+from actmat.planning import MergePlan
+from actmat.planning.cost import CallShape
+from actmat.planning.placement import HOST, DeviceRoom, Placed, place
+from actmat.planning.regions import cut
 
 LINEAR = TensorLayout(Role.LINEAR, "")
 

@@ -30,8 +30,8 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT
-from actmat.plan import regions as regions_module
-from actmat.plan.model import Item, MethodCall
+from actmat.planning import regions as regions_module
+from actmat.planning.model import Item, MethodCall
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 

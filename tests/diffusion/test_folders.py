@@ -15,7 +15,7 @@ from tests.tolerances import F32_FORWARD, relative_error
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError, MergeError
-from actmat.plan import MergePlan
+from actmat.planning import MergePlan
 
 QUICK: dict[str, Any] = {"threads": 1, "durable": False}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import actmat as library
 from actmat.errors import MergeError, RecipeError
-from actmat.plan.cost import SOURCE_BYTES
+from actmat.planning.cost import SOURCE_BYTES
 
 STEPS = (30, 200, 1000)
 

@@ -17,7 +17,7 @@ import actmat
 from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeError
 from actmat.growing import add_experts, remove_experts
 from actmat.methods import METHODS
-from actmat.plan import regions
+from actmat.planning import regions
 from actmat.progress import NoProgress
 from actmat.recipe import make_recipe
 from actmat.run import run_recipes

@@ -9,7 +9,7 @@ import torch
 
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.plan import MergePlan, build_plan
+from actmat.planning import MergePlan, build_plan
 from actmat.recipe import make_recipe
 
 CONFIG = {"model_type": "mixtral", "hidden_size": 4, "num_attention_heads": 2, "tie_word_embeddings": False}

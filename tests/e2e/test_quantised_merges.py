@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from tests.helpers.quantised import Writer, compressed, fp8_blocks, mxfp4, save_model
 from torch import Tensor
 
-from actmat import merge, plan
+from actmat import merge
+from actmat import planning as plan
 from actmat.errors import MergeError
 from actmat.report.verify import verify
 

@@ -13,7 +13,7 @@ from tests.helpers.models import perturbed
 from tests.helpers.open_merges import counted, merge_open
 from torch import Tensor
 
-from actmat.plan.regions import CHUNK
+from actmat.planning.regions import CHUNK
 
 LARGE = "model.layers.0.mlp.down_proj.weight"
 CONFIG = {

@@ -23,8 +23,8 @@ import actmat
 from actmat.api import run_recipes
 from actmat.engine.reader import TensorReader
 from actmat.errors import RecipeError
-from actmat.plan import regions
-from actmat.plan.regions import CHUNK
+from actmat.planning import regions
+from actmat.planning.regions import CHUNK
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 

@@ -15,9 +15,9 @@ import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert
+from actmat.extras.pages.comparison import compare
 from actmat.methods import METHODS
 from actmat.report import Verification, recorded_totals
-from actmat.report.comparison import compare
 
 
 class Tags(HTMLParser):

@@ -17,9 +17,9 @@ from torch import Tensor
 from actmat import api
 from actmat.errors import MergeError
 from actmat.matrices import merge_matrices
-from actmat.plan import MergePlan
-from actmat.plan.model import PostCall
-from actmat.plan.post import layers_of
+from actmat.planning import MergePlan
+from actmat.planning.model import PostCall
+from actmat.planning.post import layers_of
 
 LINEAR = tuple(
     f"model.layers.{i}.{m}.weight" for i in range(3) for m in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")

@@ -14,8 +14,8 @@ from actmat.engine import reader as reader_module
 from actmat.engine.deltas import Deltas
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.linalg.chunks import Streamed
-from actmat.plan import regions as regions_module
-from actmat.plan.regions import Region, cut
+from actmat.planning import regions as regions_module
+from actmat.planning.regions import Region, cut
 
 NAN, INF = float("nan"), float("inf")
 

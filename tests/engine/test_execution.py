@@ -32,7 +32,7 @@ from actmat.engine.units import Unit, plan_units
 from actmat.errors import CheckpointError, NumericalError, RecipeError
 from actmat.inputs import opened_inputs, plans_of
 from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
-from actmat.plan import regions as regions_module
+from actmat.planning import regions as regions_module
 from actmat.recipe import make_recipe
 
 

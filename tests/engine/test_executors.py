@@ -29,7 +29,7 @@ from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, RecipeError
-from actmat.plan.model import Item
+from actmat.planning.model import Item
 
 
 class ReversedExecutor:

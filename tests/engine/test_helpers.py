@@ -19,7 +19,7 @@ from actmat.engine.memory import Budget
 from actmat.engine.units import Unit, long_seconds, planned_seconds
 from actmat.linalg import panels
 from actmat.linalg.panels import gram_panels, helped_by, multiply, row_panels, run_panels
-from actmat.plan.cost import MATRIX_BYTES
+from actmat.planning.cost import MATRIX_BYTES
 
 ROOM = 10 * MATRIX_BYTES
 

@@ -16,9 +16,9 @@ from actmat.errors import RecipeError
 from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan import MergePlan
-from actmat.plan.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
-from actmat.plan.model import Cost, Item, MethodCall
+from actmat.planning import MergePlan
+from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
+from actmat.planning.model import Cost, Item, MethodCall
 from actmat.recipe import make_recipe
 
 

@@ -25,15 +25,15 @@ import actmat as package
 from actmat.engine import executors
 from actmat.engine.executors.base import Executor
 from actmat.engine.executors.conformance import ExecutorConformance
-from actmat.engine.executors.ray import RayExecutor, cluster
-from actmat.engine.executors.ray.batches import Offer
-from actmat.engine.executors.ray.dispatch import ATTEMPTS, Dispatcher
 from actmat.engine.executors.samples import Samples
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
 from actmat.engine.session import UnitResult
 from actmat.errors import MergeError
+from actmat.extras.ray import RayExecutor, cluster
+from actmat.extras.ray.batches import Offer
+from actmat.extras.ray.dispatch import ATTEMPTS, Dispatcher
 from actmat.progress import NoProgress
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on 127.0.0.1 only; read on import

@@ -17,7 +17,12 @@ from tests.helpers.sessions import run_here
 
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors import find_executor
-from actmat.engine.executors.ray.batches import (
+from actmat.engine.resources import Resources
+from actmat.engine.session import SessionSpec, UnitResult
+from actmat.engine.survey import run_surveys
+from actmat.engine.units import Unit
+from actmat.errors import MergeError, OutputError, RecipeError
+from actmat.extras.ray.batches import (
     BATCH_SECONDS,
     BATCH_UNITS,
     Batch,
@@ -27,16 +32,11 @@ from actmat.engine.executors.ray.batches import (
     plan_offers,
     unit_seconds,
 )
-from actmat.engine.executors.ray.cluster import connect
-from actmat.engine.executors.ray.executor import RayExecutor, _needs, _observed
-from actmat.engine.executors.ray.shared import prepared_storage, storage_problems
-from actmat.engine.executors.ray.worker import Answer, Opening, Worker
-from actmat.engine.resources import Resources
-from actmat.engine.session import SessionSpec, UnitResult
-from actmat.engine.survey import run_surveys
-from actmat.engine.units import Unit
-from actmat.errors import MergeError, OutputError, RecipeError
-from actmat.plan.placement import DeviceRoom
+from actmat.extras.ray.cluster import connect
+from actmat.extras.ray.executor import RayExecutor, _needs, _observed
+from actmat.extras.ray.shared import prepared_storage, storage_problems
+from actmat.extras.ray.worker import Answer, Opening, Worker
+from actmat.planning.placement import DeviceRoom
 
 GB = 10**9
 

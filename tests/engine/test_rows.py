@@ -16,7 +16,7 @@ from actmat.engine import rows as module
 from actmat.engine.rows import RowDeltas
 from actmat.errors import CheckpointError, NumericalError
 from actmat.linalg.chunks import Stacked, Streamed
-from actmat.plan.regions import CHUNK, Region
+from actmat.planning.regions import CHUNK, Region
 
 NAN, INF = float("nan"), float("inf")
 WHOLE = Region(0, 11, (11,), VECTOR)

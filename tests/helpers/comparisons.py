@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actmat.report.comparison import (
+from actmat.extras.pages.comparison import (
     CheckDifference,
     Comparison,
     ResidualDifference,

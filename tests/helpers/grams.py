@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.statistics.collect import Collected
+from actmat.extras.collect.collect import Collected
 from actmat.statistics.kinds.gram import unpack
 
 

@@ -20,10 +20,10 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.types import Role, TensorLayout
-from actmat.plan.model import Item
-from actmat.plan.reading import Strategy
-from actmat.plan.regions import cut
-from actmat.plan.statistics import ExpertStatistics
+from actmat.planning.model import Item
+from actmat.planning.reading import Strategy
+from actmat.planning.regions import cut
+from actmat.planning.statistics import ExpertStatistics
 
 __all__ = ["VECTOR", "OneTensor", "digest"]
 

@@ -22,8 +22,8 @@ from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec
 from actmat.engine.units import plan_units
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.plan import build_plan
-from actmat.plan.statistics import ExpertStatistics
+from actmat.planning import build_plan
+from actmat.planning.statistics import ExpertStatistics
 from actmat.recipe import make_recipe
 
 Tensors = Mapping[str, Tensor]

@@ -24,7 +24,7 @@ def modules(*packages: Path) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """Dotted name under which a file is imported: `src/actmat/plan/__init__.py` -> `actmat.plan`."""
+    """Dotted name under which a file is imported: `src/actmat/planning/__init__.py` -> `actmat.plan`."""
     source = next(s for s in SOURCES if path.is_relative_to(s))
     return ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
 

@@ -19,7 +19,7 @@ from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
 from actmat.inputs import opened_inputs, plans_of
-from actmat.plan.placement import HOST, DeviceRoom
+from actmat.planning.placement import HOST, DeviceRoom
 from actmat.recipe import make_recipe
 
 Run = tuple[SessionSpec, list[Unit], list[UnitResult]]

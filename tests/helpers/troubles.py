@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actmat.engine.observer import Merged
-from actmat.plan.model import Item
+from actmat.planning.model import Item
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.layout.types import LayoutMap, Role, TensorLayout
-from actmat.plan.align import Alignment, align
+from actmat.planning.align import Alignment, align
 
 W = torch.zeros(4, 3)
 

@@ -8,7 +8,7 @@ import pytest
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.types import Role, TensorLayout
-from actmat.plan.choose import Chooser, Decision, depth_factors
+from actmat.planning.choose import Chooser, Decision, depth_factors
 from actmat.recipe import make_recipe
 
 

@@ -13,8 +13,8 @@ import actmat
 from actmat.engine.shares import Part, plan_part, share_units, work_of
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import RecipeError
-from actmat.plan import MergePlan
-from actmat.plan.differences import plan_differences
+from actmat.planning import MergePlan
+from actmat.planning.differences import plan_differences
 
 
 @pytest.fixture(scope="module")

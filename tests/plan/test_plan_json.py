@@ -18,9 +18,9 @@ from tests.helpers.merging import CONFIG, EMBEDDING, expert_of, llama_tensors, s
 
 import actmat
 from actmat.errors import MergeError, RecipeError
+from actmat.extras.collect import collect
 from actmat.methods import METHODS
-from actmat.plan import MergePlan
-from actmat.statistics import collect
+from actmat.planning import MergePlan
 
 QV = "*.{q,v}_proj.weight"
 METHOD_NAMES = [m.name for m in METHODS if not m.needs_statistics and m.max_experts is None]

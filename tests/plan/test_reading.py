@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import actmat
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.plan.reading import Access, Reading, reading_of
-from actmat.plan.regions import CHUNK, HELD_BYTES, Region
+from actmat.planning.reading import Access, Reading, reading_of
+from actmat.planning.regions import CHUNK, HELD_BYTES, Region
 
 SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
 

@@ -15,9 +15,9 @@ from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import METHODS, get_method
 from actmat.methods.contract import ActsOn, MergeMethod
-from actmat.plan import regions as regions_module
-from actmat.plan.cost import MATRIX_BYTES, CallShape, region_peak_bytes, tensor_peak_bytes
-from actmat.plan.regions import CHUNK, HELD_BYTES, cut, granularity, streams
+from actmat.planning import regions as regions_module
+from actmat.planning.cost import MATRIX_BYTES, CallShape, region_peak_bytes, tensor_peak_bytes
+from actmat.planning.regions import CHUNK, HELD_BYTES, cut, granularity, streams
 from actmat.recipe import Postprocess
 
 LINEAR = TensorLayout(Role.LINEAR, "")

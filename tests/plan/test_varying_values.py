@@ -15,9 +15,9 @@ from actmat.api import plan
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import MergeError, RecipeError
 from actmat.layout.types import Role, TensorLayout
-from actmat.plan import MergePlan
-from actmat.plan.choose import Chooser, Decision
-from actmat.plan.depth import NOWHERE, Place, places_of, resolved
+from actmat.planning import MergePlan
+from actmat.planning.choose import Chooser, Decision
+from actmat.planning.depth import NOWHERE, Place, places_of, resolved
 from actmat.recipe import load_recipe, make_recipe, recipe_yaml
 from actmat.recipe.values import Entry, Gradient, leaves, read_value, shown_value
 
@@ -266,8 +266,8 @@ def test_aliases_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_search_wants_plain_numbers(tmp_path: Path) -> None:
-    from actmat.tune.space import Space
-    from actmat.tune.tuning import tune_recipe
+    from actmat.extras.tune.space import Space
+    from actmat.extras.tune.tuning import tune_recipe
 
     recipe = make_recipe({"base": "b", "experts": ["e"], "scale": [0, 1], "out": str(tmp_path / "out")})
     with pytest.raises(MergeError, match="plain numbers"):

@@ -12,8 +12,8 @@ import pytest
 from tests.helpers.merging import Family, actmat
 
 from actmat.errors import RecipeError
+from actmat.extras.mergekit import convert, is_mergekit
 from actmat.recipe import import_recipe, load_recipe, make_recipe
-from actmat.recipe.mergekit import convert, is_mergekit
 from actmat.recipe.text import parse_yaml
 
 

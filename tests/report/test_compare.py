@@ -17,9 +17,9 @@ from tests.tolerances import F64_ORACLE
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import AlignmentError, CheckpointError
-from actmat.report.comparison import Comparison, TensorDifference, compare
-from actmat.report.comparison import tensors as tensors_module
-from actmat.report.comparison.tensors import Sums, difference, stored_sums
+from actmat.extras.pages.comparison import Comparison, TensorDifference, compare
+from actmat.extras.pages.comparison import tensors as tensors_module
+from actmat.extras.pages.comparison.tensors import Sums, difference, stored_sums
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from tests.helpers.comparisons import comparison
 from tests.helpers.reports import HOSTILE, diagnosis, diagnosis_json, hostile
 
 from actmat.diagnostics.model import Diagnosis
-from actmat.report.html import render_html
-from actmat.report.html.comparison import render_comparison
+from actmat.extras.pages.html import render_html
+from actmat.extras.pages.html.comparison import render_comparison
 
 pytestmark = needs_browser
 

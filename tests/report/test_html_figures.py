@@ -16,12 +16,11 @@ from tests.helpers.reports import HOSTILE, SHOWN, diagnosis
 from tests.tolerances import F64_IDENTITY
 
 from actmat.diagnostics.model import Spectrum
-from actmat.foreign import terminal
-from actmat.report.html import render_html
-from actmat.report.html.charts import Cell, Line, Strip, curve, largest_strips, layer_lines, scree, strips
-from actmat.report.html.elements import Markup, columns_table, data_block, el, join
-from actmat.report.html.layers import kind_of_name, kinds, layers_of, overall_cosine, overall_share, residual_over
-from actmat.report.html.scales import (
+from actmat.extras.pages.html import render_html
+from actmat.extras.pages.html.charts import Cell, Line, Strip, curve, largest_strips, layer_lines, scree, strips
+from actmat.extras.pages.html.elements import Markup, columns_table, data_block, el, join
+from actmat.extras.pages.html.layers import kind_of_name, kinds, layers_of, overall_cosine, overall_share, residual_over
+from actmat.extras.pages.html.scales import (
     diverging,
     log_axis,
     number,
@@ -33,6 +32,7 @@ from actmat.report.html.scales import (
     sequential,
     tick_indices,
 )
+from actmat.foreign import terminal
 
 POSITIVE = st.floats(1e-12, 1e12)
 

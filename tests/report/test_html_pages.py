@@ -17,12 +17,12 @@ from tests.helpers.reports import HOSTILE, SHOWN, diagnosis, diagnosis_json, hos
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import OutputError
+from actmat.extras.pages.html import render_html, write_html
+from actmat.extras.pages.html.comparison import render_comparison, write_comparison
+from actmat.extras.pages.html.elements import CAVEAT, listed
+from actmat.extras.pages.html.tensors import DETAILED, PAGE_ROWS
+from actmat.extras.pages.html.verdicts import rho_words
 from actmat.recipe import make_recipe
-from actmat.report.html import render_html, write_html
-from actmat.report.html.comparison import render_comparison, write_comparison
-from actmat.report.html.elements import CAVEAT, listed
-from actmat.report.html.tensors import DETAILED, PAGE_ROWS
-from actmat.report.html.verdicts import rho_words
 from actmat.report.words import plural
 
 SECTIONS = [

@@ -16,12 +16,12 @@ from tests.helpers.reports import diagnosis_json
 
 from actmat.diagnostics.checks import CHECKS
 from actmat.diagnostics.model import Diagnosis
-from actmat.report.html import render_html
-from actmat.report.html.comparison import render_comparison
-from actmat.report.html.elements import dotted, el
-from actmat.report.html.explained import explanation, next_step
-from actmat.report.html.figures import end_labels
-from actmat.report.html.scales import HeatScale, range_axis, spread
+from actmat.extras.pages.html import render_html
+from actmat.extras.pages.html.comparison import render_comparison
+from actmat.extras.pages.html.elements import dotted, el
+from actmat.extras.pages.html.explained import explanation, next_step
+from actmat.extras.pages.html.figures import end_labels
+from actmat.extras.pages.html.scales import HeatScale, range_axis, spread
 
 SIZE = {
     "code": "AM402", "title": "Merged delta is much larger than the experts'", "severity": "tip", "verdict": "found",

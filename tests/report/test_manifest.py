@@ -17,8 +17,8 @@ from tests.helpers.merging import Family, actmat
 
 from actmat.api import recipe_of_output
 from actmat.errors import CheckpointError, MergeError
+from actmat.extras.pages.comparison import compare
 from actmat.report import Verification, read_manifest, verify
-from actmat.report.comparison import compare
 from actmat.report.manifest import manifest_content
 
 NAME = "actmat_manifest.json"

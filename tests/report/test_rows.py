@@ -16,8 +16,8 @@ from actmat.errors import OutputError
 from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.output import JournalRecords
-from actmat.plan import MergePlan
-from actmat.plan.model import InputSummary, Item
+from actmat.planning import MergePlan
+from actmat.planning.model import InputSummary, Item
 from actmat.recipe import make_recipe
 from actmat.report.contents import model_contents
 from actmat.report.rows import Rows, canonical_json, indented_json

@@ -17,10 +17,10 @@ from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
-from actmat.api import agreement as api_agreement
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import CheckpointError, RecipeError, StatisticsError
-from actmat.statistics.data import DataOptions
+from actmat.extras.collect import api_agreement as api_agreement
+from actmat.extras.collect.data import DataOptions
 
 TEXTS = {"math": ["one two", "three four five six", "seven"], "code": ["def f(x): return x", "for i in x"]}
 
@@ -181,8 +181,8 @@ def test_data_without_a_usable_column_names_its_columns_and_the_expert(place: Pa
 
 
 def test_a_model_without_a_tokenizer_says_where_one_is_missing(place: Path, tmp_path: Path) -> None:
-    from actmat.statistics.data import make_batches
-    from actmat.statistics.models import Loaded
+    from actmat.extras.collect.data import make_batches
+    from actmat.extras.collect.models import Loaded
 
     (tmp_path / "bare").mkdir()
     model = AutoModelForCausalLM.from_pretrained(place / "base")

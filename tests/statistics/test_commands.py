@@ -16,9 +16,10 @@ from tests.helpers.models import BY_NAME, VOCABULARY
 from tests.tolerances import F32_PRODUCT, relative_error
 
 from actmat.errors import StatisticsError
-from actmat.statistics import collect, open_statistics
-from actmat.statistics.data import DataOptions, make_batches
-from actmat.statistics.models import Loaded, load_model
+from actmat.extras.collect import collect
+from actmat.extras.collect.data import DataOptions, make_batches
+from actmat.extras.collect.models import Loaded, load_model
+from actmat.statistics import open_statistics
 
 TEXTS = ["one two", "three four five six", "seven"]
 

@@ -12,7 +12,8 @@ from tests.tolerances import F32_PRODUCT, F64_IDENTITY, relative_error
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.statistics import collect, open_statistics
+from actmat.extras.collect import collect
+from actmat.statistics import open_statistics
 
 
 class Classifier(nn.Module):

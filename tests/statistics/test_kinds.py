@@ -14,12 +14,13 @@ from tests.tolerances import F64_IDENTITY, relative_error
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.statistics import collect, merge_statistics, open_statistics
-from actmat.statistics.batches import Batch
-from actmat.statistics.inputs.layer_inputs import LayerInputs
+from actmat.extras.collect import collect
+from actmat.extras.collect.batches import Batch
+from actmat.extras.collect.inputs.layer_inputs import LayerInputs
+from actmat.extras.collect.settings import CollectOptions, Settings
+from actmat.statistics import merge_statistics, open_statistics
 from actmat.statistics.kinds import KINDS, get_kind
 from actmat.statistics.kinds.base import Run, SumKind, Sums
-from actmat.statistics.settings import CollectOptions, Settings
 
 
 class RowTotal:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import AlignmentError, RecipeError, StatisticsError
+from actmat.extras.collect import collect
 from actmat.report.manifest import manifest_content
-from actmat.statistics import collect, open_statistics
+from actmat.statistics import open_statistics
 
 
 def measured(case: Case, experts: list[Path], folder: Path, **options: Any) -> dict[str, Path]:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import actmat
-from actmat.api.staged import staged_statistics
 from actmat.errors import StatisticsError
-from actmat.statistics import collect, open_statistics
+from actmat.extras.collect import collect
+from actmat.extras.collect.staged import staged_statistics
+from actmat.statistics import open_statistics
 
 GOLDEN = Path(__file__).parents[1] / "parity" / "closed_forms" / "regmeanpp.safetensors"
 LABELS = ("one", "two", "three")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.tune.answers import compare_answers, default_predict, keep_answers
-from actmat.tune.inputs import InputBatch
+from actmat.extras.tune.answers import compare_answers, default_predict, keep_answers
+from actmat.extras.tune.inputs import InputBatch
 
 
 class Table(nn.Module):

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
 import actmat
 from actmat.errors import StatisticsError
-from actmat.statistics.data import DataOptions, class_names, class_prompts
-from actmat.statistics.models import Loaded, load_model
+from actmat.extras.collect.data import DataOptions, class_names, class_prompts
+from actmat.extras.collect.models import Loaded, load_model
 
 CLASSES = {"pets": ["cat", "grey_dog", "hen"], "flags": ["red", "blue"]}
 PER_CLASS = 4

@@ -14,9 +14,9 @@ from tests.helpers.merging import actmat as run
 from tests.tune.conftest import TEXTS
 
 from actmat.errors import RecipeError
-from actmat.statistics.models import load_model
-from actmat.tune import harness
-from actmat.tune.harness import LmEval
+from actmat.extras.collect.models import load_model
+from actmat.extras.tune import harness
+from actmat.extras.tune.harness import LmEval
 
 KNOWN = ["mmlu", "gsm8k", "wiki"]
 QUESTIONS = [("one two", ["three", "def", "x"], 0), ("for i in", ["x", "seven"], 0), ("while", ["two", "x"], 1)]

@@ -15,13 +15,13 @@ from torch import nn
 import actmat
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
+from actmat.extras.collect.data import DataOptions
+from actmat.extras.collect.models import Loaded, load_model
+from actmat.extras.tune import TuneProgress, TuneReport, memory
+from actmat.extras.tune.live import LiveModel, state_of
+from actmat.extras.tune.memory import MemoryPlan, Sizes, model_device, plan_memory, sizes_of
+from actmat.extras.tune.stored import StoredTensors
 from actmat.settings import RunSettings
-from actmat.statistics.data import DataOptions
-from actmat.statistics.models import Loaded, load_model
-from actmat.tune import TuneProgress, TuneReport, memory
-from actmat.tune.live import LiveModel, state_of
-from actmat.tune.memory import MemoryPlan, Sizes, model_device, plan_memory, sizes_of
-from actmat.tune.stored import StoredTensors
 
 SPECS = {
     "a.weight": TensorSpec("a.weight", (100, 50), "bfloat16", "x"),

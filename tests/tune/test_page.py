@@ -9,12 +9,12 @@ import pytest
 from tests.helpers.browser import look, needs_browser
 from tests.helpers.pages import Page
 
+from actmat.extras.tune import TuneReport
+from actmat.extras.tune.evaluate import Trial
+from actmat.extras.tune.page import render_tune
+from actmat.extras.tune.report import Rival
+from actmat.extras.tune.space import Candidate, MergeChoice
 from actmat.recipe import Recipe
-from actmat.tune import TuneReport
-from actmat.tune.evaluate import Trial
-from actmat.tune.page import render_tune
-from actmat.tune.report import Rival
-from actmat.tune.space import Candidate, MergeChoice
 
 
 def trial(method: str, scale: float, mean: float, share: float = 1.0) -> Trial:

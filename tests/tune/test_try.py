@@ -20,8 +20,8 @@ from tests.tune.conftest import TEXTS
 import actmat
 from actmat import in_memory
 from actmat.errors import OutputError, RecipeError, StatisticsError
-from actmat.statistics.models import Loaded, load_model
-from actmat.tune import harness, trying
+from actmat.extras.collect.models import Loaded, load_model
+from actmat.extras.tune import harness, trying
 
 PROMPT = "w3 w4 w5"
 

@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
 from actmat.errors import OutputError, RecipeError, StatisticsError
-from actmat.plan.choose import depth_of
+from actmat.extras.collect.data import DataOptions
+from actmat.extras.collect.models import load_model
+from actmat.extras.tune import TuneReport
+from actmat.extras.tune.answers import compare_answers, default_predict, keep_answers
+from actmat.extras.tune.evaluate import loss_of
+from actmat.extras.tune.groups import patterns_for
+from actmat.extras.tune.inputs import prepare_inputs
+from actmat.planning.choose import depth_of
 from actmat.recipe import load_recipe
 from actmat.statistics import open_statistics
-from actmat.statistics.data import DataOptions
-from actmat.statistics.models import load_model
-from actmat.tune import TuneReport
-from actmat.tune.answers import compare_answers, default_predict, keep_answers
-from actmat.tune.evaluate import loss_of
-from actmat.tune.groups import patterns_for
-from actmat.tune.inputs import prepare_inputs
 
 METHODS = ["average", "ties", "actmat", "regmean"]
 BUDGET = 44
@@ -107,7 +107,7 @@ def test_the_same_search_goes_on_where_it_stopped(
     family: Path, tmp_path: Path, report: TuneReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted in the middle; the second run evaluates the rest and chooses what an uninterrupted one chooses."""
-    module = importlib.import_module("actmat.tune.evaluate")
+    module = importlib.import_module("actmat.extras.tune.evaluate")
     real, calls = module.compare_answers, [0]
 
     def interrupted(*args: Any) -> Any:

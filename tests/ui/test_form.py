@@ -12,11 +12,11 @@ from typer.main import get_command
 
 from actmat.cli.main import app
 from actmat.errors import RecipeError
+from actmat.extras.ui.form import command_of, groups_in, recipe_of, settings_of
+from actmat.extras.ui.jobs import Jobs
+from actmat.extras.ui.questions import Questions
 from actmat.recipe import load_recipe, make_recipe
 from actmat.settings import RunSettings
-from actmat.ui.form import command_of, groups_in, recipe_of, settings_of
-from actmat.ui.jobs import Jobs
-from actmat.ui.questions import Questions
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_saved_recipe_is_read_again_from_anywhere(
 
 
 def test_folders_say_what_they_hold(samples: Family, tmp_path: Path) -> None:
-    from actmat.ui.places import folder_of
+    from actmat.extras.ui.places import folder_of
 
     (tmp_path / "recipe.yaml").write_text("base: b")
     (tmp_path / ".hidden").mkdir()

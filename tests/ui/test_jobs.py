@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.merging import Family
 
 from actmat.errors import OutputError
-from actmat.ui.jobs import Jobs
+from actmat.extras.ui.jobs import Jobs
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_job_stops_when_it_is_told_to(samples: Family, jobs: Jobs, tmp_path: P
 
 
 def test_a_job_that_dies_says_its_last_words(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actmat.ui.jobs.COMMAND", [sys.executable, "-c", "raise ValueError('broken')"])
+    monkeypatch.setattr("actmat.extras.ui.jobs.COMMAND", [sys.executable, "-c", "raise ValueError('broken')"])
     jobs.start({"do": "merge", "form": {}})
     state = ended(jobs)
     assert state["state"] == "failed"

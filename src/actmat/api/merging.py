@@ -9,7 +9,7 @@ from typing import Any
 
 from actmat.errors import RecipeError
 from actmat.notebook import usual_progress
-from actmat.plan import MergePlan
+from actmat.planning import MergePlan
 from actmat.progress import Progress
 from actmat.recipe import Recipe, add_statistics, make_recipe
 from actmat.run import MergeReport, plan_recipe, run_recipes

@@ -26,12 +26,12 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type:
 
 from actmat.checkpoints.base import FileIdentity
 from actmat.checkpoints.folder import read_index
-from actmat.checkpoints.remote.http import CONTENT_RANGE, HTTP_ERROR, TRANSIENT, pause_of, read_body
-from actmat.checkpoints.remote.retry import TransientError, retried
-from actmat.checkpoints.remote.store import FIRST_RANGE
 from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
+from actmat.extras.remote.http import CONTENT_RANGE, HTTP_ERROR, TRANSIENT, pause_of, read_body
+from actmat.extras.remote.retry import TransientError, retried
+from actmat.extras.remote.store import FIRST_RANGE
 
 __all__ = ["HubFile", "HubRepository", "open_repository"]
 

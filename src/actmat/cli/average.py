@@ -13,7 +13,7 @@ from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.plan import MergePlan
+    from actmat.planning import MergePlan
 
 __all__ = ["average"]
 

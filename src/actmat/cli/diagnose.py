@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.agreement import DataFlags, compare_answers, measure_on_data
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
+from actmat.extras.collect.commands.agreement import DataFlags, compare_answers, measure_on_data
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import typer
 import typer.core
 import typer.main
+
+from actmat.cli.signature import deferred
+from actmat.plugins import entries
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["GROUP", "ExtensibleGroup"]
+__all__ = ["GROUP", "ExtensibleGroup", "as_command"]
 
 GROUP = "actmat.commands"
 
@@ -26,9 +30,24 @@ _DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experim
 @functools.cache
 def _extensions() -> dict[str, EntryPoint]:
     """Name of the command -> entry point, in the order of the names."""
-    from importlib.metadata import entry_points  # takes as long as a tenth of a short command
+    return dict(entries(GROUP))
 
-    return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
+
+def as_command(name: str, found: Any, *, defer: bool) -> Any:
+    """The typer command of a function, or the group of a `typer.Typer`.
+
+    Args:
+        name: of the command.
+        found: the function or application.
+        defer: whether its flags are built only when it is called, see `signature.deferred`.
+    """
+    if isinstance(found, typer.Typer):
+        group = typer.main.get_command(found)
+        group.name = name
+        return group
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    alone.command(name)(deferred(found) if defer else found)
+    return typer.main.get_command(alone)
 
 
 class ExtensibleGroup(typer.core.TyperGroup):
@@ -43,7 +62,8 @@ class ExtensibleGroup(typer.core.TyperGroup):
         """The command of that name, None where there is none or its module cannot be imported."""
         if cmd_name not in self.commands and cmd_name in _extensions():
             try:
-                self.commands[cmd_name] = typer.main.get_command(_extensions()[cmd_name].load())
+                found = _extensions()[cmd_name].load()
+                self.commands[cmd_name] = as_command(cmd_name, found, defer=not isinstance(found, typer.Typer))
             except ImportError:
                 return None
         return super().get_command(ctx, cmd_name)

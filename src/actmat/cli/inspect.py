@@ -113,9 +113,9 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _describe_adapter(location: str) -> dict[str, Any]:
-    from actmat.experts.lycoris import described, is_lycoris_file
     from actmat.experts.peft import reader_of
     from actmat.experts.resolve import open_adapter
+    from actmat.extras.diffusion.lycoris import described, is_lycoris_file
 
     with open_adapter(location) as adapter:
         specs, reader = adapter.weights.specs, reader_of(adapter.config.fields)

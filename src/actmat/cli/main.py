@@ -17,9 +17,9 @@ import typer
 import typer.main
 
 from actmat.cli.exits import EXITS
-from actmat.cli.extensions import ExtensibleGroup
+from actmat.cli.extensions import ExtensibleGroup, as_command
 from actmat.cli.signals import Stopped, stopped_by_signals
-from actmat.cli.signature import deferred, resolved
+from actmat.cli.signature import resolved
 from actmat.cli.streams import checked_stdout, open_closed_streams, say, starting
 from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
@@ -32,26 +32,17 @@ COMMANDS = {
     "average": "average",
     "plan": "plan",
     "diagnose": "diagnose",
-    "try": "try_",
-    "tune": "tune",
     "finish": "finish",
     "add": "add",
     "remove": "remove",
     "extract": "extract",
     "push": "push",
     "serve-command": "serve_command",
-    "report": "report",
-    "compare": "compare",
-    "history": "history",
     "methods": "methods",
     "inspect": "inspect",
-    "import": "import_",
-    "export": "export",
     "verify": "verify",
     "calibrate": "calibrate",
-    "ui": "ui",
     "demo": "demo",
-    "statistics": "statistics",
 }
 """Name of a command -> its module in `actmat.cli`, which has a function or a `typer.Typer` of the module's name; in the
 order of `actmat --help`."""
@@ -73,7 +64,9 @@ class _Commands(ExtensibleGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command, imported when it is asked for first."""
         if cmd_name in COMMANDS and cmd_name not in self.commands:
-            self.commands[cmd_name] = _imported(cmd_name)
+            module = COMMANDS[cmd_name]
+            found = getattr(importlib.import_module(f"actmat.cli.{module}"), module)
+            self.commands[cmd_name] = as_command(cmd_name, found, defer=cmd_name in FROM_RECIPES)
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -95,19 +88,6 @@ class _Commands(ExtensibleGroup):
             said = _notes(stop) or ("the same command goes on where it stopped.",)
             say("; ".join([f"actmat: stopped by {stop}" if by_signal else "actmat: interrupted", *said]))
             raise typer.Exit(128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)) from None
-
-
-def _imported(name: str) -> Any:
-    """The typer command of one of `COMMANDS`, or their group."""
-    module = COMMANDS[name]
-    found = getattr(importlib.import_module(f"actmat.cli.{module}"), module)
-    if isinstance(found, typer.Typer):
-        group = typer.main.get_command(found)
-        group.name = name
-        return group
-    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    alone.command(name)(deferred(found) if name in FROM_RECIPES else found)
-    return typer.main.get_command(alone)
 
 
 def _with_exit_codes(name: str, command: Any) -> Any:

@@ -111,8 +111,8 @@ def _merge_at_tuned_scale(
     """Choose the scale of every recipe, merge, and say what was done."""
     if "scale" in given:
         raise typer.BadParameter("--tune-scale chooses the scale: drop --scale")
-    from actmat.cli.agreement import pairs_of
-    from actmat.cli.searching import merge_at_tuned_scales, print_search
+    from actmat.extras.collect.commands.agreement import pairs_of
+    from actmat.extras.tune.commands.searching import merge_at_tuned_scales, print_search
 
     reports = merge_at_tuned_scales(recipes, pairs_of(data, "--tune-scale"), run, quiet=quiet)
     if not quiet:

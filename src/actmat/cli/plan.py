@@ -15,7 +15,7 @@ from actmat.cli.simulation import SimulationFlags
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.plan import MergePlan
+    from actmat.planning import MergePlan
 
 __all__ = ["compact", "plan"]
 

@@ -65,7 +65,7 @@ def print_result(command: str, data: Mapping[str, Any], *, long: Collection[str]
 
 def merge_data(report: MergeReport) -> dict[str, Any]:
     """One output of a merge."""
-    from actmat.plan.model import count_actions
+    from actmat.planning.model import count_actions
 
     plan, totals, found = report.plan, report.totals, report.diagnosis
     return {

@@ -21,7 +21,7 @@ from actmat.foreign import terminal
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
 
-    from actmat.plan import MergePlan
+    from actmat.planning import MergePlan
 
 
 CELL_INDENT = 2

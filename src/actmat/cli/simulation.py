@@ -12,7 +12,7 @@ import typer
 from actmat.flag import Flag
 
 if TYPE_CHECKING:
-    from actmat.plan import MergePlan
+    from actmat.planning import MergePlan
     from actmat.timing.predict import Prediction
 
 __all__ = ["SimulationFlags"]

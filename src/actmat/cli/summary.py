@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from actmat.engine.shares import PartPlan
-    from actmat.plan import MergePlan
-    from actmat.plan.model import Item
+    from actmat.planning import MergePlan
+    from actmat.planning.model import Item
     from actmat.report.totals import Norms
     from actmat.run import MergeReport
 
@@ -32,7 +32,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     """Groups of outputs with what happens to them and why; `full`: one line per output."""
     from actmat.cli.once import is_first_time
     from actmat.cli.screen import console, escape
-    from actmat.plan.adapter.notes import INDEPENDENT
+    from actmat.planning.adapter.notes import INDEPENDENT
     from actmat.report.words import action_counts, plan_traffic, plural
 
     from_adapters = plan.output == "adapter" and not plan.is_extracted
@@ -99,7 +99,7 @@ def _devices(plan: MergePlan) -> str:
     """Number of tensors that devices merge, and the memory for them."""
     from actmat.cli.screen import escape
     from actmat.errors import format_size
-    from actmat.plan.placement import STAGING_BYTES
+    from actmat.planning.placement import STAGING_BYTES
 
     moved = len(plan.on_device)
     most = max(plan.on_device, key=lambda item: item.cost.device_bytes, default=None)
@@ -125,7 +125,7 @@ def print_summary(report: MergeReport) -> None:
     """Result of a merge: what was done, norms of an adapter, traffic, notes, findings if it was diagnosed."""
     from actmat.cli.screen import console, escape
     from actmat.errors import format_size
-    from actmat.plan.adapter.notes import INDEPENDENT
+    from actmat.planning.adapter.notes import INDEPENDENT
     from actmat.report.words import plural
 
     plan = report.plan
@@ -229,7 +229,7 @@ def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Seque
 
 
 def _model_lines(report: MergeReport) -> list[str]:
-    from actmat.plan.model import count_actions
+    from actmat.planning.model import count_actions
 
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(report.plan.items).items() if n)

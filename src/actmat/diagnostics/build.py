@@ -22,7 +22,7 @@ from actmat.diagnostics.model import (
 )
 from actmat.engine.task import Record
 from actmat.layout.types import Role
-from actmat.plan.model import Item, MergePlan
+from actmat.planning.model import Item, MergePlan
 from actmat.system import peak_memory
 
 __all__ = ["build_diagnosis", "is_observation", "storage_dtypes"]

@@ -27,9 +27,9 @@ from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
-from actmat.plan.choose import depth_of
-from actmat.plan.model import Item, MethodCall
-from actmat.plan.regions import Region, cut
+from actmat.planning.choose import depth_of
+from actmat.planning.model import Item, MethodCall
+from actmat.planning.regions import Region, cut
 from actmat.recipe import Recipe
 
 __all__ = ["ItemObserver", "Observers", "check_mutes", "sums_plainly"]

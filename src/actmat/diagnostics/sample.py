@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.engine.observer import Merged
-from actmat.plan.model import Item
+from actmat.planning.model import Item
 
 __all__ = ["ENTRIES", "GROUP", "take_sample"]
 

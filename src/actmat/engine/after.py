@@ -17,8 +17,8 @@ from actmat.layout.types import TensorLayout
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.post import apply_steps, apply_steps_lowrank
-from actmat.plan.post import has_spectrum
-from actmat.plan.regions import Region, cut, matrix_label
+from actmat.planning.post import has_spectrum
+from actmat.planning.regions import Region, cut, matrix_label
 
 __all__ = ["finish_factors", "finish_matrix", "finish_tensor", "limit_factors", "narrowed", "stacked"]
 

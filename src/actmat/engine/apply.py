@@ -18,7 +18,7 @@ from actmat.errors import NumericalError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged
 from actmat.methods.spaces import merge_in_space
-from actmat.plan.regions import Region, matrix_label
+from actmat.planning.regions import Region, matrix_label
 
 __all__ = [
     "apply_method",

@@ -16,7 +16,7 @@ from actmat.engine.rows import RowDeltas
 from actmat.engine.task import Task
 from actmat.engine.writing import write_chunk, write_region
 from actmat.linalg.inner import add_up, inner_products
-from actmat.plan.regions import Region
+from actmat.planning.regions import Region
 
 __all__ = ["merge_combined"]
 

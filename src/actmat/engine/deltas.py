@@ -11,8 +11,8 @@ from torch import Tensor
 
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.linalg.chunks import CHUNK_ENTRIES, chunk_size
-from actmat.plan.reading import Strategy
-from actmat.plan.regions import CHUNK, Region
+from actmat.planning.reading import Strategy
+from actmat.planning.regions import CHUNK, Region
 
 __all__ = ["Deltas", "LazySequence", "mapped", "stacked"]
 

@@ -19,7 +19,7 @@ from actmat.engine.observer import NoWriter, SinkSource
 from actmat.errors import NumericalError
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.svd import thin_svd
-from actmat.plan.model import Extraction, Item
+from actmat.planning.model import Extraction, Item
 
 __all__ = ["DeltaFactors"]
 

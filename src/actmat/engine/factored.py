@@ -13,7 +13,7 @@ import torch
 from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
-from actmat.plan.regions import Region
+from actmat.planning.regions import Region
 
 __all__ = ["region_factors"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.base import Expert
 from actmat.experts.remembered import KeptSums
-from actmat.plan.model import Item
-from actmat.plan.statistics import ExpertStatistics
+from actmat.planning.model import Item
+from actmat.planning.statistics import ExpertStatistics
 
 __all__ = ["Inputs"]
 

@@ -16,9 +16,9 @@ from actmat.engine.after import narrowed
 from actmat.engine.observer import Merged
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.post import LayerStep
-from actmat.plan.model import Item, PostCall
-from actmat.plan.post import layers_of
-from actmat.plan.regions import cut, matrix_label
+from actmat.planning.model import Item, PostCall
+from actmat.planning.post import layers_of
+from actmat.planning.regions import cut, matrix_label
 
 __all__ = ["LayerFactors", "LayerObserver", "LayerState", "survey_layers"]
 

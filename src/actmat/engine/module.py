@@ -32,9 +32,9 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, Truncated, frobenius_norm, truncate, weighted_sum
-from actmat.plan.adapter.layouts import ALPHA
-from actmat.plan.model import Item
-from actmat.plan.regions import Region, cut, matrix_label
+from actmat.planning.adapter.layouts import ALPHA
+from actmat.planning.model import Item
+from actmat.planning.regions import Region, cut, matrix_label
 
 __all__ = ["merge_full_tensor", "merge_module", "module_deltas"]
 

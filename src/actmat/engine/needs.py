@@ -13,8 +13,8 @@ from torch import Tensor
 from actmat.engine.deltas import LazySequence
 from actmat.engine.task import Task
 from actmat.methods import MergeMethod
-from actmat.plan.regions import Region
-from actmat.plan.statistics import ExpertStatistics
+from actmat.planning.regions import Region
+from actmat.planning.statistics import ExpertStatistics
 
 __all__ = ["Surroundings", "generator_for", "needs_of"]
 

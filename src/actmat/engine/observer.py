@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.plan.model import Item
-from actmat.plan.regions import Region
+from actmat.planning.model import Item
+from actmat.planning.regions import Region
 
 __all__ = ["Merged", "NoWriter", "Observer", "ObserverFactory", "Sink", "SinkSource"]
 

@@ -23,8 +23,8 @@ from actmat.engine.reader import TensorReader
 from actmat.engine.task import Record, Task
 from actmat.engine.tensor import record_of
 from actmat.engine.writing import write_region
-from actmat.plan.pools import pooled
-from actmat.plan.regions import Region
+from actmat.planning.pools import pooled
+from actmat.planning.regions import Region
 
 __all__ = ["merge_pool"]
 

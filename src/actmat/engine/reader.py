@@ -23,8 +23,8 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.size import InputSample
 from actmat.linalg.lowrank import LowRank
-from actmat.plan.model import Item
-from actmat.plan.regions import CHUNK, Region
+from actmat.planning.model import Item
+from actmat.planning.regions import CHUNK, Region
 
 __all__ = ["StreamedBase", "TensorReader", "same_bits"]
 

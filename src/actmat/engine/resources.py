@@ -15,8 +15,8 @@ from actmat.engine.devices.names import check_device, check_device_name
 from actmat.engine.memory import available_memory
 from actmat.engine.observer import ObserverFactory
 from actmat.errors import RecipeError, format_size
-from actmat.plan.cost import BASELINE_BYTES
-from actmat.plan.model import MergePlan
+from actmat.planning.cost import BASELINE_BYTES
+from actmat.planning.model import MergePlan
 from actmat.system import usable_cores
 
 __all__ = ["Resources", "check_device", "check_device_name", "one_thread", "share_resources"]

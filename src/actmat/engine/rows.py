@@ -19,7 +19,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import TensorReader, same_bits
 from actmat.linalg.chunks import Stacked
 from actmat.linalg.inner import PRODUCT
-from actmat.plan.regions import Region
+from actmat.planning.regions import Region
 
 __all__ = ["RowChunk", "RowDeltas"]
 

@@ -43,9 +43,9 @@ from actmat.engine.units import Member, Unit
 from actmat.experts.base import ExpertHandle
 from actmat.experts.resolve import open_handle
 from actmat.methods import get_method
-from actmat.plan.model import Item, MergePlan, MethodCall, PostCall
-from actmat.plan.regions import Region, cut
-from actmat.plan.statistics import opened_statistics
+from actmat.planning.model import Item, MergePlan, MethodCall, PostCall
+from actmat.planning.regions import Region, cut
+from actmat.planning.statistics import opened_statistics
 
 __all__ = ["Session", "SessionSpec", "SurveyKey", "UnitResult", "layer_key", "survey_key"]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.experts.base import Expert, Source
-from actmat.plan.model import Item
-from actmat.plan.sample import RUN, RUNS, sample_runs
+from actmat.planning.model import Item
+from actmat.planning.sample import RUN, RUNS, sample_runs
 
 __all__ = ["RUN", "RUNS", "InputSample", "Sample", "sample_runs", "size_of"]
 

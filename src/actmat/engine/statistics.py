@@ -9,7 +9,7 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.ties import content_hash
 from actmat.errors import StatisticsError
 from actmat.experts.base import Expert
-from actmat.plan.model import Item
+from actmat.planning.model import Item
 from actmat.statistics.binding import adapter_content
 from actmat.statistics.store import Statistics
 

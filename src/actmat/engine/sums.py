@@ -24,8 +24,8 @@ from actmat.engine.size import InputSample, size_of
 from actmat.engine.task import Task
 from actmat.errors import CheckpointError
 from actmat.linalg.inner import one_pass_sum
-from actmat.plan.regions import Region
-from actmat.plan.sums import weights_of
+from actmat.planning.regions import Region
+from actmat.planning.sums import weights_of
 
 __all__ = ["KeptRecord", "RunningSum"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from actmat.engine.layers import LayerState, survey_layers
 from actmat.engine.session import SessionSpec, SurveyKey, layer_key, survey_key
 from actmat.methods import get_method
-from actmat.plan.model import Item
-from actmat.plan.post import layer_items
+from actmat.planning.model import Item
+from actmat.planning.post import layer_items
 
 __all__ = ["Observe", "run_surveys"]
 

@@ -17,8 +17,8 @@ from actmat.engine.observer import Observer, Sink, SinkSource
 from actmat.engine.size import Sample
 from actmat.linalg.lapack import retry_stats
 from actmat.methods import MergeMethod, get_method
-from actmat.plan.model import Item, MergePlan, MethodCall
-from actmat.plan.regions import Region, cut, granularity
+from actmat.planning.model import Item, MergePlan, MethodCall
+from actmat.planning.regions import Region, cut, granularity
 from actmat.recipe import Postprocess
 
 __all__ = ["OBSERVED", "Record", "Task", "join_stats"]

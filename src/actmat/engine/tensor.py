@@ -30,9 +30,9 @@ from actmat.engine.size import size_of
 from actmat.engine.sums import RunningSum
 from actmat.engine.task import Record, Task
 from actmat.engine.writing import write_region
-from actmat.plan.model import Item
-from actmat.plan.reading import Access, Reading, reading_of
-from actmat.plan.regions import CHUNK, Region, cut
+from actmat.planning.model import Item
+from actmat.planning.reading import Access, Reading, reading_of
+from actmat.planning.regions import CHUNK, Region, cut
 
 __all__ = ["TensorMerge", "record_of", "surroundings_of"]
 

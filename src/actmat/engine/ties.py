@@ -12,7 +12,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import ContentHash
 from actmat.engine.inputs import Inputs
 from actmat.experts.base import Expert
-from actmat.plan.model import Item
+from actmat.planning.model import Item
 
 __all__ = ["broken_ties", "content_hash"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from actmat.checkpoints.base import torch_dtype
 from actmat.engine.observer import ObserverFactory
 from actmat.methods import get_method
-from actmat.plan.model import Item, MergePlan
+from actmat.planning.model import Item, MergePlan
 
 __all__ = ["NOMINAL_BYTES", "NOMINAL_FLOPS", "Unit", "long_seconds", "plan_units", "planned_seconds"]
 

@@ -13,8 +13,8 @@ from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.task import Task
 from actmat.errors import NumericalError
 from actmat.layout.classify import is_variance
-from actmat.plan.model import Item
-from actmat.plan.regions import CHUNK, Region
+from actmat.planning.model import Item
+from actmat.planning.regions import CHUNK, Region
 
 __all__ = ["check_range", "check_sign", "write_chunk", "write_region"]
 

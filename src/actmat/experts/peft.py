@@ -9,20 +9,20 @@ from typing import Any
 from actmat.checkpoints.base import Checkpoint
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
-from actmat.experts.changes.adalora import ADALORA
 from actmat.experts.changes.base import Reader
 from actmat.experts.changes.expert import FormedExpert
-from actmat.experts.changes.ia3 import IA3
-from actmat.experts.changes.loha import LOHA
-from actmat.experts.changes.lokr import LOKR
 from actmat.experts.changes.lora_variants import DORA, LORA_TOKENS, RESIDUAL, TOKENS
-from actmat.experts.changes.oft import OFT
-from actmat.experts.changes.vera import VERA
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
 from actmat.experts.lora.file_names import holds_factors
 from actmat.experts.lora.lora_files import open_lora_file
 from actmat.experts.lora.open import is_adapter, open_adapter
+from actmat.extras.adapters.adalora import ADALORA
+from actmat.extras.adapters.ia3 import IA3
+from actmat.extras.adapters.loha import LOHA
+from actmat.extras.adapters.lokr import LOKR
+from actmat.extras.adapters.oft import OFT
+from actmat.extras.adapters.vera import VERA
 
 __all__ = ["LORA_FILE", "PEFT", "READERS", "reader_of"]
 

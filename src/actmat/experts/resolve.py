@@ -16,12 +16,12 @@ from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHandle, Family
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.diffusion import is_in_other_layout, open_converted
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, tensor_names, unmerged_problem
 from actmat.experts.lora.open import open_adapter as open_peft_adapter
-from actmat.experts.lycoris import LYCORIS
 from actmat.experts.peft import LORA_FILE, PEFT, reader_of
+from actmat.extras.diffusion.expert import is_in_other_layout, open_converted
+from actmat.extras.diffusion.lycoris import LYCORIS
 
 __all__ = ["FAMILIES", "has_factors", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
 

@@ -41,7 +41,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
     """
-    from actmat.recipe.mergekit import convert, is_mergekit
+    from actmat.extras.mergekit import convert, is_mergekit
 
     file = local_path(path, error=RecipeError)
     data, where = _parsed(file)
@@ -58,7 +58,7 @@ def import_recipe(path: str | Path) -> Recipe:
     Raises:
         RecipeError: unreadable, no such recipe, or what has no counterpart; every problem with `file:line`.
     """
-    from actmat.recipe.mergekit import convert, is_mergekit
+    from actmat.extras.mergekit import convert, is_mergekit
 
     file = local_path(path, error=RecipeError)
     data, where = _parsed(file)

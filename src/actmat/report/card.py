@@ -10,7 +10,7 @@ import yaml
 
 from actmat.foreign import markdown
 from actmat.methods import get_method
-from actmat.plan.model import MergePlan, count_actions
+from actmat.planning.model import MergePlan, count_actions
 from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
 from actmat.recipe.values import shown_value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from actmat.checkpoints.hashing import NamesHash
 from actmat.engine.task import Record
-from actmat.plan.model import Item, MergePlan
+from actmat.planning.model import Item, MergePlan
 
 __all__ = ["Contents", "model_contents"]
 

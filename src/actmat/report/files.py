@@ -12,10 +12,10 @@ from actmat.bounds import is_url
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import hash_file, sha256_file
 from actmat.checkpoints.ranges import BLOCK_BYTES
-from actmat.checkpoints.remote.source import RemoteSource, open_remote
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
+from actmat.extras.remote.source import RemoteSource, open_remote
 
 if TYPE_CHECKING:
     from actmat.checkpoints.hub import HubFile, HubRepository

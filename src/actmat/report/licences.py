@@ -17,7 +17,7 @@ from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.resolve import find_source, hub_id_of
 from actmat.errors import MergeError
 from actmat.foreign import in_one_line, markdown, terminal
-from actmat.plan.model import InputSummary
+from actmat.planning.model import InputSummary
 
 __all__ = ["Card", "CombinedLicence", "Origin", "combine", "origins_of", "read_card", "title_of_licence"]
 

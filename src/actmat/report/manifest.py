@@ -16,7 +16,7 @@ from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
-from actmat.plan.model import InputSummary, Item, MergePlan
+from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.contents import model_contents
 from actmat.report.rows import Rows, canonical_json, indented_json
 

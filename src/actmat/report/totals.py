@@ -10,7 +10,7 @@ from typing import Any
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
-from actmat.plan.model import MergePlan
+from actmat.planning.model import MergePlan
 
 __all__ = ["Norms", "Totals", "recorded_totals", "sum_records"]
 

@@ -15,12 +15,12 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
-from actmat.experts.diffusion import is_in_other_layout, may_be_converted, open_converted
 from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.experts.vocabulary import align_vocabularies
+from actmat.extras.diffusion.expert import is_in_other_layout, may_be_converted, open_converted
 from actmat.foreign import html_table
-from actmat.plan.model import SUMS
-from actmat.plan.sums import SAMPLE
+from actmat.planning.model import SUMS
+from actmat.planning.sums import SAMPLE
 from actmat.recipe.vocabulary import Vocabulary
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from actmat.diagnostics.checks.size import size_warning
 from actmat.errors import format_size
-from actmat.plan.model import Item, MergePlan, count_actions
+from actmat.planning.model import Item, MergePlan, count_actions
 from actmat.report.totals import Norms
 
 __all__ = [

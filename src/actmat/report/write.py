@@ -15,7 +15,7 @@ def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
 
     Returns the written files; each is whole or not there. Raises OSError.
     """
-    from actmat.report.html import write_html
+    from actmat.extras.pages.html import write_html
 
     file = Path(path)
     if os.path.isdir(file) or file.suffix not in (".html", ".json"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actmat.statistics.agreement import Agreement, agreement
-from actmat.statistics.collect import Collected, collect
+from actmat.extras.collect.agreement import Agreement, agreement
+from actmat.extras.collect.collect import Collected, collect
 from actmat.statistics.combine import merge_statistics
 from actmat.statistics.store import Statistics, open_statistics
 

@@ -24,7 +24,7 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.linalg import operations
 from actmat.linalg.operations import Operation
-from actmat.plan.regions import CHUNK
+from actmat.planning.regions import CHUNK
 from actmat.system import read_at, write_at
 from actmat.timing.rates import Compute, DeviceRates
 

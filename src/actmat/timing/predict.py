@@ -10,7 +10,7 @@ from typing import Any
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.devices.names import parse_devices
 from actmat.errors import RecipeError, format_size
-from actmat.plan.model import MergePlan
+from actmat.planning.model import MergePlan
 from actmat.timing.rates import Rates
 from actmat.timing.schedule import Cluster, Simulation, simulate
 from actmat.timing.work import Work, work_of

@@ -15,7 +15,8 @@ from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.demo.model import load_encoder
 from actmat.demo.tasks import TASKS
 from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeError
-from actmat.statistics import collect, open_statistics
+from actmat.extras.collect import collect
+from actmat.statistics import open_statistics
 from actmat_experiments.analyses import correlation, cosine, drift, interference, scale
 from actmat_experiments.analyses.correlation import token_records
 from actmat_experiments.analyses.demo import (

@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
+from actmat.extras.collect import collect
+from actmat.extras.collect.collect import Collected, measured
+from actmat.extras.collect.data import DataOptions, make_batches
+from actmat.extras.collect.models import load_model
+from actmat.extras.collect.settings import Settings
 from actmat.foreign import in_one_line
 from actmat.layout import resolve_layout
 from actmat.layout.types import TensorLayout
@@ -17,15 +22,11 @@ from actmat.methods import METHODS, MergeMethod, get_method
 from actmat.methods.adamerging import AdamState, adam_step, entropy
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
-from actmat.statistics import Statistics, collect, open_statistics
+from actmat.statistics import Statistics, open_statistics
 from actmat.statistics.binding import bind
-from actmat.statistics.collect import Collected, measured
 from actmat.statistics.combine import join_statistics
-from actmat.statistics.data import DataOptions, make_batches
 from actmat.statistics.kinds.base import Run
 from actmat.statistics.kinds.gram import BLOCK, unpack
-from actmat.statistics.models import load_model
-from actmat.statistics.settings import Settings
 
 __all__ = [
     "BLOCK",

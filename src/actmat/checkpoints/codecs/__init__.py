@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.base import Claims, Codec, Headers, float_dtype, quantisation_config
-from actmat.checkpoints.codecs.bitsandbytes import BITSANDBYTES
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
-from actmat.checkpoints.codecs.fp4 import FP4
-from actmat.checkpoints.codecs.gptq import GPTQ
-from actmat.checkpoints.codecs.mxfp4 import MXFP4
-from actmat.checkpoints.codecs.packed import PACKED
-from actmat.checkpoints.codecs.scaled import SCALED
 from actmat.checkpoints.quantisation import has_signs
 from actmat.errors import CheckpointError
+from actmat.extras.quantised.bitsandbytes import BITSANDBYTES
+from actmat.extras.quantised.fp4 import FP4
+from actmat.extras.quantised.gptq import GPTQ
+from actmat.extras.quantised.mxfp4 import MXFP4
+from actmat.extras.quantised.packed import PACKED
+from actmat.extras.quantised.scaled import SCALED
 
 __all__ = ["CODECS", "decoded"]
 

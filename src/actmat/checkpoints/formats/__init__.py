@@ -7,15 +7,15 @@ from pathlib import PurePath
 
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
 from actmat.checkpoints.folder import INDEX_SUFFIX
-from actmat.checkpoints.formats.dcp.checkpoint import DCP
-from actmat.checkpoints.formats.dcp.ranks import RANK_SHARDS
-from actmat.checkpoints.formats.deepspeed import DEEPSPEED
-from actmat.checkpoints.formats.gguf.file import GGUF
-from actmat.checkpoints.formats.pipelines import PIPELINES
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.source import Format, Source
 from actmat.errors import CheckpointError
+from actmat.extras.diffusion.pipelines import PIPELINES
+from actmat.extras.gguf.file import GGUF
+from actmat.extras.training.dcp.checkpoint import DCP
+from actmat.extras.training.dcp.ranks import RANK_SHARDS
+from actmat.extras.training.deepspeed import DEEPSPEED
 
 __all__ = ["FORMATS", "find_format", "format_named"]
 

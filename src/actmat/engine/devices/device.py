@@ -19,8 +19,8 @@ from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.devices.ledger import Ledger
 from actmat.engine.devices.names import DeviceNames, parse_devices
 from actmat.errors import RecipeError, format_size
-from actmat.plan.placement import BLOCK_BYTES, HOST, STAGED_BLOCKS, STAGING_BYTES, DeviceRoom
-from actmat.plan.regions import CHUNK
+from actmat.planning.placement import BLOCK_BYTES, HOST, STAGED_BLOCKS, STAGING_BYTES, DeviceRoom
+from actmat.planning.regions import CHUNK
 
 __all__ = ["SLOTS", "CudaDevice", "Device", "Mark", "MetalDevice", "SimulatedDevice", "device_room", "open_devices"]
 

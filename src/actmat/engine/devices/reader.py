@@ -21,8 +21,8 @@ from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.plan.model import Item
-from actmat.plan.regions import Region
+from actmat.planning.model import Item
+from actmat.planning.regions import Region
 
 __all__ = ["DeviceReader"]
 

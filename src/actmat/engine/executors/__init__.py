@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from actmat.engine.executors.base import ExecutorFactory
 from actmat.engine.executors.devices import DeviceExecutor
-from actmat.engine.executors.ray import RayExecutor, ray_at
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.errors import RecipeError, did_you_mean
+from actmat.extras.ray import RayExecutor, ray_at
 
 __all__ = ["AUTO", "EXECUTORS", "computes_here", "find_executor"]
 

@@ -11,7 +11,7 @@ from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit
-from actmat.plan.model import Item
+from actmat.planning.model import Item
 
 __all__ = ["Executor", "ExecutorFactory", "survey_in"]
 

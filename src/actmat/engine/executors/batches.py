@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from actmat.engine.units import Unit
 from actmat.methods import get_method
-from actmat.plan.model import MergePlan
+from actmat.planning.model import MergePlan
 
 __all__ = ["Batch", "batches_of"]
 

@@ -45,10 +45,10 @@ from actmat.errors import NumericalError
 from actmat.experts.resolve import open_expert
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
-from actmat.plan import build_plan
-from actmat.plan.model import Item
-from actmat.plan.placement import DeviceRoom
-from actmat.plan.statistics import opened_statistics
+from actmat.planning import build_plan
+from actmat.planning.model import Item
+from actmat.planning.placement import DeviceRoom
+from actmat.planning.statistics import opened_statistics
 from actmat.recipe import make_recipe
 
 __all__ = ["ExecutorConformance"]

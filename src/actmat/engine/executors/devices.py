@@ -33,7 +33,7 @@ from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit, planned_seconds
 from actmat.errors import MEMORY_MESSAGES, MergeError, format_size
-from actmat.plan.model import Item
+from actmat.planning.model import Item
 
 __all__ = ["DeviceExecutor"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actmat.engine.memory import Budget
-from actmat.plan.cost import MATRIX_BYTES
+from actmat.planning.cost import MATRIX_BYTES
 
 __all__ = ["HelpersOfUnit", "IdleWorkers"]
 

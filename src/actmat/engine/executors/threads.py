@@ -23,7 +23,7 @@ from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
 from actmat.engine.survey import run_surveys
 from actmat.engine.units import Unit, long_seconds, planned_seconds
 from actmat.linalg.panels import helped_by
-from actmat.plan.model import Item
+from actmat.planning.model import Item
 
 __all__ = ["ThreadExecutor", "room_for"]
 

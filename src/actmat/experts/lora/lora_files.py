@@ -98,7 +98,7 @@ def _open_file(path: Path, location: str) -> Checkpoint:
 
 
 def _open_elsewhere(url: str) -> Checkpoint | None:
-    from actmat.checkpoints.remote.source import RemoteSource
+    from actmat.extras.remote.source import RemoteSource
 
     source = find_source(url)
     assert isinstance(source, RemoteSource), "a URL"

@@ -92,7 +92,7 @@ def open_adapter(location: str | Path) -> Adapter:
 
 def _open_remote(url: str) -> Adapter:
     """An adapter at a URL; its weights are downloaded when a tensor is first read, because they are read often."""
-    from actmat.checkpoints.remote.source import open_remote
+    from actmat.extras.remote.source import open_remote
 
     source = open_remote(url)
     if source.named is not None:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.statistics.batches import Batch
+from actmat.extras.collect.batches import Batch
+from actmat.extras.collect.settings import FLOATS, Settings
 from actmat.statistics.binding import Binding, content_hash
 from actmat.statistics.header import Header, SumInfo
-from actmat.statistics.settings import FLOATS, Settings
 
 __all__ = ["Accumulator", "File", "Kind", "Mean", "Run", "StoredTensors", "SumKind", "Sums", "added_fields"]
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from actmat.errors import StatisticsError
-from actmat.statistics.batches import Batch, named_tensors
+from actmat.extras.collect.batches import Batch, named_tensors
+from actmat.extras.collect.settings import Labels
 from actmat.statistics.header import Header, SumInfo
 from actmat.statistics.kinds.base import Run, SumKind, Sums
-from actmat.statistics.settings import Labels
 
 __all__ = ["FISHER", "FisherSum", "log_likelihood"]
 

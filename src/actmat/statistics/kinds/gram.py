@@ -20,10 +20,10 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError
+from actmat.extras.collect.inputs.layer_inputs import LayerInputs
+from actmat.extras.collect.settings import FLOATS
 from actmat.statistics.header import GramInfo, GramOf, Header
-from actmat.statistics.inputs.layer_inputs import LayerInputs
 from actmat.statistics.kinds.base import File, Kind, Mean, Run, StoredTensors
-from actmat.statistics.settings import FLOATS
 
 __all__ = ["GRAM", "GramSum", "packed_size", "unpack"]
 

@@ -1,0 +1,1 @@
+"""Rare families of adapters in the folders of PEFT."""

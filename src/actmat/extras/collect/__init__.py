@@ -1,0 +1,1 @@
+"""Collection of statistics on data, and comparison of models on data."""

@@ -1,0 +1,185 @@
+"""Measure a model on data: the public `collect`, and its result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import StatisticsError
+from actmat.experts.resolve import open_adapter
+from actmat.extras.collect.batches import Batch, DataSeen, evaluating
+from actmat.extras.collect.settings import CollectOptions, Settings
+from actmat.statistics.binding import Binding, bind, transformers_model
+from actmat.statistics.header import DataInfo, Header
+from actmat.statistics.kinds import get_kind
+from actmat.statistics.kinds.base import Kind, Run, StoredTensors, added_fields
+from actmat.statistics.store import check_output, write_statistics
+from actmat.version import __version__
+
+__all__ = ["Collected", "collect", "measured"]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Statistics in memory."""
+
+    header: Header
+    tensors: Mapping[str, Callable[[], Tensor]]  # stored tensor -> function that computes its values
+    specs: list[TensorSpec]  # the stored tensors
+
+    def save(self, out: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the folder `out`; it appears whole or not at all."""
+        write_statistics(Path(out), self.header, self.specs, lambda name: self.tensors[name](), overwrite=overwrite)
+        return Path(out)
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    checkpoint: str | Path | Checkpoint | None = None,
+    adapter: str | Path | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda samples, tokens: None,
+    **options: Unpack[CollectOptions],
+) -> Collected:
+    """Run a model over batches and sum up statistics, by default `G = sum z z^T` of every layer's input.
+
+    >>> inputs = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+    >>> found = collect(nn.Linear(2, 3), [inputs])
+    >>> found.tensors["gram.weight"]()  # half of inputs.T @ inputs
+    tensor([1., 2., 5.])
+
+    Args:
+        model: any module; transformers models and PEFT models on them are recognised, with their padding masks.
+        batches: mappings (keyword arguments of the model), tuples (positional ones) or single tensors.
+        checkpoint: the checkpoint of the model, so that statistics have its names and hashes. Default: the one that
+            a transformers model names; any other model is recorded under its own names.
+        adapter: the adapter on the model, where PEFT put one on; it is bound by hash as well.
+        out: folder to write, if any.
+        overwrite: replace earlier statistics at `out`.
+        progress: called after each batch with the samples and tokens so far.
+        options: see `Settings`.
+
+    Raises:
+        StatisticsError: the model is not its checkpoint, an activation is NaN or Inf, or nothing was measured.
+    """
+    settings = Settings(**options)
+    for name in settings.measured:
+        get_kind(name)
+    if out is not None:
+        check_output(Path(out), overwrite=overwrite)
+    with _bound(model, checkpoint, adapter) as binding:
+        result = measured(Run(model, binding, settings), batches, progress)
+    if out is not None:
+        result.save(out, overwrite=overwrite)
+    return result
+
+
+def measured(
+    run: Run, batches: Iterable[Batch], progress: Callable[[int, int], None] = lambda samples, tokens: None
+) -> Collected:
+    """`collect` of a model whose binding to a checkpoint the caller answers for."""
+    kinds = [get_kind(name) for name in run.settings.measured]
+    seen = DataSeen()
+    with evaluating(run.model), _observable(run.model), contextlib.ExitStack() as stack:
+        started = []
+        for kind in kinds:
+            started.append((kind, kind.start(run)))
+            stack.callback(started[-1][1].close)
+        for batch in batches:
+            seen.add(batch)
+            for _, accumulator in started:
+                accumulator.add(batch)
+            progress(seen.samples, seen.tokens)
+        return _result(run, seen, started)
+
+
+@contextlib.contextmanager
+def _bound(
+    model: nn.Module, checkpoint: str | Path | Checkpoint | None, adapter: str | Path | None
+) -> Iterator[Binding]:
+    """The model bound to its checkpoint and adapter, which are open for the duration."""
+    with contextlib.ExitStack() as stack:
+        if checkpoint is None:
+            checkpoint = _named_checkpoint(model)
+        opened = None if checkpoint is None else stack.enter_context(open_checkpoint(checkpoint))
+        if adapter is None:
+            _check_no_adapter(model)
+        yield bind(model, opened, None if adapter is None else stack.enter_context(open_adapter(adapter)))
+
+
+def _named_checkpoint(model: nn.Module) -> str | None:
+    """The checkpoint that a transformers model says it was loaded from; None for any other model."""
+    inner = transformers_model(model)
+    if inner is None or inner.config is None:
+        return None
+    location = getattr(inner.config, "name_or_path", "") or ""
+    if not location:
+        raise StatisticsError(
+            "The model was built in memory: save it (save_pretrained) and pass checkpoint=, so that the statistics "
+            "carry the names and hashes of what will be merged."
+        )
+    return str(location)
+
+
+def _check_no_adapter(model: nn.Module) -> None:
+    if isinstance(getattr(model, "peft_config", None), dict):
+        active = getattr(model, "active_adapter", None)
+        raise StatisticsError(
+            f"The model carries the adapter '{active}': pass adapter= with the folder that it was loaded from, so that "
+            "the statistics are bound to its state."
+        )
+
+
+@contextlib.contextmanager
+def _observable(model: nn.Module) -> Iterator[None]:
+    """Attention and experts of a mixture computed in operations that can be observed, for the duration."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    switch: Any = getattr(model, "set_experts_implementation", lambda name: None)
+    experts = getattr(getattr(model, "config", None), "_experts_implementation", None) or "eager"
+    torch.backends.mha.set_fastpath_enabled(False)
+    if experts != "eager":
+        switch("eager")
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        if experts != "eager":
+            switch(experts)
+
+
+def _result(run: Run, seen: DataSeen, measured: Sequence[tuple[Kind[Any], Any]]) -> Collected:
+    """Header and tensors of everything that was measured."""
+    if not seen.samples:
+        raise StatisticsError("There were no batches to measure the model on.")
+    data = DataInfo(
+        source=run.settings.source,
+        fingerprint=seen.fingerprint(),
+        samples=seen.samples,
+        tokens=seen.tokens,
+        details={**(run.settings.details or {}), **({"inputs": "images"} if seen.of_images else {})},
+    )
+    out = StoredTensors(run.settings.dtype)
+    fields = added_fields([kind.store(accumulator, run, out) for kind, accumulator in measured])
+    header = Header(
+        model=run.binding.info,
+        data=[data],
+        samples=data.samples,
+        tokens=data.tokens,
+        memory=run.binding.renamed(),
+        versions={"actmat": __version__, "torch": torch.__version__},
+        **fields,
+    )
+    if not header.kinds:
+        raise StatisticsError("Nothing was measured: no layer of the model read an input.", header.absent.values())
+    return Collected(header, out.make, out.specs)

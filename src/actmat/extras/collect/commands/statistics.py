@@ -1,0 +1,307 @@
+"""`actmat statistics`: measure models on data, for the methods that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from actmat.cli import flags
+from actmat.cli.signature import Fields, with_flags
+
+if TYPE_CHECKING:
+    from actmat.extras.collect.data import DataOptions
+    from actmat.extras.collect.settings import CollectOptions
+    from actmat.statistics.header import Header
+
+__all__ = ["collect", "merge", "show", "staged", "statistics"]
+
+statistics = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Measure experts on data: Gram matrices of layer inputs (regmean, lot, cat), diagonal Fisher (fisher).",
+)
+Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier statistics there.")]
+Stored = Annotated[str | None, typer.Option("--store-dtype", help="dtype of the stored sums: float32 or float64.")]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Flags for loading the model."""
+
+    base: Annotated[
+        str | None, typer.Option("--base", "-b", help="The checkpoint under an adapter (default: as it says).")
+    ] = None
+    model_class: flags.ModelClass = None
+    dtype: flags.ModelDtype = "float32"
+    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Flags for reading the data."""
+
+    split: flags.Split = "train"
+    subset: flags.Subset = None
+    text_column: flags.TextColumn = None
+    image_column: flags.ImageColumn = None
+    target_column: flags.TargetColumn = None
+    label_column: Annotated[
+        str | None, typer.Option("--label-column", help="Class labels, for --fisher-labels given.")
+    ] = None
+    samples: Annotated[int | None, typer.Option("--samples", help="How many samples at most (default: all).")] = None
+    batch_size: flags.BatchSize = 8
+    max_length: flags.MaxLength = 512
+
+    def options(self, location: str) -> DataOptions:
+        """Options to read the data set at `location`."""
+        from actmat.extras.collect.data import DataOptions
+
+        given = asdict(self)
+        return DataOptions(location, max_samples=given.pop("samples"), **given)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Flags for the measurement."""
+
+    gram: Annotated[bool, typer.Option("--gram/--no-gram", help="Measure Gram matrices.")] = True
+    fisher: Annotated[bool, typer.Option("--fisher", help="Measure the diagonal Fisher, one backward per sample.")] = (
+        False
+    )
+    fisher_labels: Annotated[
+        str, typer.Option("--fisher-labels", help="drawn (from the model's predictions) or given (with the data).")
+    ] = "drawn"
+    compute_dtype: Annotated[
+        str, typer.Option("--compute-dtype", help="dtype of products: float32 or float64; sums are float64.")
+    ] = "float32"
+    store_dtype: Stored = None
+    share: Annotated[
+        bool, typer.Option("--share/--no-share", help="Store one Gram for layers that read the same input.")
+    ] = True
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the labels drawn for the Fisher.")] = 0
+
+    def options(self, data: DataOptions) -> CollectOptions:
+        """Options of `actmat.statistics.collect` for a data set."""
+        return {
+            "gram": self.gram,
+            "fisher": self.fisher,
+            "fisher_labels": "given" if self.fisher_labels == "given" else "drawn",
+            "compute_dtype": self.compute_dtype,
+            "dtype": self.store_dtype or "float32",
+            "share": self.share,
+            "seed": self.seed,
+            "source": data.location,
+            "details": data.details(),
+        }
+
+
+@statistics.command()
+@with_flags
+def collect(
+    model: Annotated[str, typer.Argument(help="The expert: folder or hub id of a checkpoint or an adapter.")],
+    data: Annotated[str, typer.Option("--data", help="File, folder or hub id of a data set.")],
+    out: Out,
+    *,
+    loading: Loading,
+    reading: Reading,
+    measuring: Measuring,
+    overwrite: Overwrite = False,
+    shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
+) -> None:
+    """Run a model over data and store what its layers read, padding left out.
+
+    actmat statistics collect EXPERT --data texts.jsonl --out STATS
+    actmat statistics collect ADAPTER --base BASE --data images/ --out STATS
+
+    The file is bound to the model by the hashes of its weights: a merge refuses statistics of any other.
+    """
+    _one_of("--fisher-labels", measuring.fisher_labels, ("drawn", "given"))
+    _one_of("--compute-dtype", measuring.compute_dtype, ("float32", "float64"))
+    _one_of("--store-dtype", measuring.store_dtype or "float32", ("float32", "float64"))
+    _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
+    from rich.progress import BarColumn, TimeRemainingColumn
+
+    from actmat.cli.screen import progress_bar
+    from actmat.extras.collect import collect as measure
+    from actmat.extras.collect.data import make_batches
+    from actmat.extras.collect.models import load_model
+    from actmat.statistics.store import check_output
+
+    check_output(out, overwrite=overwrite)
+    options = reading.options(data)
+    loaded = load_model(model, **asdict(loading))
+    labels = measuring.fisher and measuring.fisher_labels == "given"
+    settings = measuring.options(options)
+    counts = "{task.completed} samples, {task.fields[tokens]} tokens"
+    if getattr(loaded.model, "main_input_name", "") == "pixel_values":
+        counts = "{task.completed} images"
+    with progress_bar("measuring", BarColumn(24), counts, TimeRemainingColumn(), quiet=shown.quiet) as bar:
+        task = bar.add_task("measuring", total=reading.samples, tokens=0)
+        result = measure(
+            loaded.model,
+            make_batches(loaded, options, labels=labels),
+            checkpoint=loaded.checkpoint,
+            adapter=loaded.adapter,
+            out=out,
+            overwrite=overwrite,
+            progress=lambda samples, tokens: bar.update(task, completed=samples, tokens=tokens),
+            **settings,
+        )
+    _show({out: result.header}, json=shown.json, quiet=shown.quiet)
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Flags of the stages."""
+
+    model_class: flags.ModelClass = None
+    dtype: flags.ModelDtype = "float32"
+    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
+    blocks: Annotated[
+        str | None, typer.Option("--blocks", help="The module whose children are the blocks (default: found).")
+    ] = None
+    off_diagonal: Annotated[
+        float, typer.Option("--off-diagonal", help="Factor on off-diagonal entries when a block is merged.")
+    ] = 0.95
+    compute_dtype: Annotated[
+        str, typer.Option("--compute-dtype", help="dtype of products and merges: float32 or float64; sums are float64.")
+    ] = "float32"
+
+
+@statistics.command()
+@with_flags
+def staged(
+    base: Annotated[str, typer.Option("--base", "-b", help="The checkpoint that all experts come from.")],
+    expert: Annotated[
+        list[str],
+        typer.Option("--expert", "-e", help="A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
+    ],
+    data: Annotated[
+        list[str],
+        typer.Option("--data", help="NAME=DATA: file, folder or hub id of expert NAME's data set; once per expert."),
+    ],
+    out: Out,
+    *,
+    staging: Staging,
+    reading: Annotated[Reading, Fields(without=("label_column",))],
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Measure all experts block by block, each block on what comes through the merged blocks before it (RegMean++).
+
+    actmat statistics staged -b BASE -e math=MATH -e code=CODE --data math=a.jsonl --data code=b.jsonl --out STATS
+
+    Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. A call that was interrupted goes on.
+    """
+    _one_of("--compute-dtype", staging.compute_dtype, ("float32", "float64"))
+    _one_of("--dtype", staging.dtype, flags.MODEL_DTYPES)
+    from actmat.cli.recipes import split_name
+    from actmat.extras.collect.data import make_batches
+    from actmat.extras.collect.models import load_model
+    from actmat.extras.collect.staged import staged_statistics
+    from actmat.recipe import ExpertRef
+    from actmat.statistics import open_statistics
+
+    named = [split_name(text) for text in expert]
+    experts = {name or ExpertRef(path=place).label: place for name, place in named}
+    if len(experts) < len(expert):
+        raise typer.BadParameter("two experts have one name; give them as NAME=PATH")
+    loaded = load_model(base, model_class=staging.model_class, dtype=staging.dtype, device=staging.device)
+    sources = {name: reading.options(place) for name, place in map(split_name, data)}
+    written = staged_statistics(
+        loaded.model,
+        base,
+        experts,
+        {name: partial(make_batches, loaded, options) for name, options in sources.items()},
+        out=out,
+        blocks=staging.blocks,
+        off_diagonal=staging.off_diagonal,
+        compute_dtype=staging.compute_dtype,
+    )
+    headers = {}
+    for folder in written.values():
+        with open_statistics(folder) as opened:
+            headers[folder] = opened.header
+    _show(headers, json=json, quiet=quiet)
+
+
+@statistics.command()
+def merge(
+    inputs: Annotated[list[Path], typer.Argument(help="Statistics of one model on different data.")],
+    out: Out,
+    store_dtype: Stored = None,
+    overwrite: Overwrite = False,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Add up statistics of one model that were measured on several sets of batches; sums add, so this is exact."""
+    _one_of("--store-dtype", store_dtype or "float32", ("float32", "float64"))
+    from actmat.statistics import merge_statistics
+
+    header = merge_statistics(inputs, out, dtype=store_dtype, overwrite=overwrite)
+    _show({out: header}, json=json, quiet=quiet)
+
+
+@statistics.command()
+def show(
+    path: Annotated[Path, typer.Argument(help="What 'actmat statistics collect' wrote.")],
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Tell what a statistics file holds: model, data, what was measured and what was not, and why."""
+    from actmat.statistics import open_statistics
+
+    with open_statistics(path) as opened:
+        _show({path: opened.header}, json=json, quiet=quiet, every=True)
+
+
+def _show(headers: Mapping[Path, Header], *, json: bool, quiet: bool, every: bool = False) -> None:
+    """Say what was measured; as JSON if that was asked for."""
+    if json:
+        from actmat.cli.results import print_result
+
+        print_result("statistics", {"statistics": [_data(path, header) for path, header in headers.items()]})
+    for path, header in () if json or quiet else headers.items():
+        _print(path, header, every=every)
+
+
+def _data(path: Path, header: Header) -> dict[str, Any]:
+    """One file of statistics, without a row per tensor."""
+    from actmat.statistics.header import amount, is_of_images, patches
+    from actmat.statistics.kinds import KINDS
+
+    kinds = [summary for kind in KINDS.values() if (summary := kind.summary(header))]
+    sources = [d.source for d in header.data]
+    model = header.model.location
+    images = is_of_images(header)
+    rows = {"tokens": None if images else header.tokens, "patches": patches(header) if images else None}
+    counts = {"amount": amount(header), "samples": header.samples, **rows, "not_measured": len(header.absent)}
+    return {"path": str(path), "model": model, **counts, "data": sources, "kinds": kinds}
+
+
+def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise typer.BadParameter(f"{flag} is one of {', '.join(known)}; got '{value}'")
+
+
+def _print(out: Path, header: Header, *, every: bool = False) -> None:
+    from actmat.cli.screen import console, escape
+    from actmat.statistics.header import amount
+    from actmat.statistics.kinds import KINDS
+
+    on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""
+    console.print(f"[bold]{escape(out)}[/bold]  ({escape(header.model.location + on)})")
+    console.print(f"  {amount(header)} of {escape(', '.join(d.source for d in header.data))}")
+    console.print("  " + "; ".join(filter(None, (kind.summary(header) for kind in KINDS.values()))))
+    groups: dict[str, list[str]] = {}
+    for name, why in header.absent.items():
+        groups.setdefault(why, []).append(name)
+    for why, names in groups.items():
+        shown = ", ".join(names if every else names[:2]) + (", ..." if len(names) > 2 and not every else "")
+        console.print(f"  not measured ({len(names)}): {escape(why)}: {escape(shown)}")

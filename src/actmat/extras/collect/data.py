@@ -1,0 +1,286 @@
+"""Batches of a data set: texts through a tokenizer, images through an image processor.
+
+A data set is a file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.txt` with one text a line, `.npz` with an array of
+images), a folder of such files or of images, or the id of a data set on the hub. It is streamed, not copied.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import StatisticsError, did_you_mean
+from actmat.extras.collect.models import Loaded, extra
+from actmat.foreign import in_brief, in_one_line
+
+__all__ = ["TEMPLATE", "DataOptions", "check_data", "class_names", "class_prompts", "is_contrastive", "make_batches"]
+
+READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
+IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")
+IMAGE_COLUMNS = ("image", "img", "images")
+TEMPLATE = "a photo of a {}."
+"""Prompt of a class, for models with an image and a text encoder."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """A data set, and how to read it."""
+
+    location: str  # file, folder or hub id
+    split: str = "train"  # of a data set on the hub, or of a folder of images
+    subset: str | None = None  # configuration of a data set on the hub
+    text_column: str | None = None  # default: found by name
+    image_column: str | None = None  # default: found by name
+    target_column: str | None = None  # column of texts for the decoder of an encoder-decoder model
+    label_column: str | None = None  # column of class labels, for the Fisher with given labels
+    batch_size: int = 8  # samples in a batch
+    max_samples: int | None = None  # samples in all; None: every sample
+    max_length: int = 512  # tokens of one text at most
+    classes: tuple[str, ...] = ()  # of images, for a model that compares images with texts (CLIP)
+    template: str = TEMPLATE  # prompt of a class
+
+    def details(self) -> dict[str, str]:
+        """Options that are set, for the record."""
+        kept = ("split", "subset", "text_column", "image_column", "target_column", "label_column", "max_length")
+        found = {k: str(v) for k in kept if (v := getattr(self, k)) is not None}
+        return found | ({"classes": ", ".join(self.classes), "template": self.template} if self.classes else {})
+
+
+def check_data(options: DataOptions) -> None:
+    """Read one row, so that unusable data is reported before a model is loaded."""
+    try:
+        found = next(iter(_rows(options)), None)
+    except StatisticsError:
+        raise
+    except StopIteration:  # raised by `datasets` for an empty file
+        found = None
+    except Exception as error:  # readers of files raise errors of many types
+        raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
+    if found is None:
+        raise StatisticsError(f"{options.location} is empty: expected at least one sample")
+
+
+def make_batches(
+    loaded: Loaded, options: DataOptions, *, labels: bool = False, apart: bool = False
+) -> Iterator[dict[str, Tensor]]:
+    """Batches of keyword arguments for the model, on its device.
+
+    Args:
+        labels: add labels to them, if the model takes any.
+        apart: the labels of `label_column` are taken out before the model is called: they are there in any case.
+    """
+    rows = itertools.islice(_rows(options), options.max_samples)
+    encode = _Encoder(loaded, options, labels=labels, apart=apart)
+    device = next(loaded.model.parameters()).device
+    while batch := list(itertools.islice(rows, options.batch_size)):
+        yield {k: v.to(device) for k, v in encode(batch).items()}
+
+
+def is_contrastive(base: str | Path) -> bool:
+    """True for a checkpoint whose config is of a model that compares images with texts, such as CLIP."""
+    with open_checkpoint(base) as checkpoint:
+        return {"text_config", "vision_config", "projection_dim"} <= (checkpoint.config or {}).keys()
+
+
+def class_names(location: str) -> tuple[str, ...]:
+    """Names of the classes of a local folder of images, one folder each; () where there are none.
+
+    Sorted, as the labels of the reader are. `train/`, `test/` and `validation/` above them are splits.
+    """
+    root = Path(location).expanduser()
+    found = {p.parent.name for p in root.rglob("*") if p.suffix.lower() in IMAGES} if root.is_dir() else set()
+    return tuple(sorted(found - {root.name, "train", "test", "validation"}))
+
+
+def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
+    """Keyword arguments of a model that compares images with texts: `C` prompts, one for each class.
+
+    Raises:
+        StatisticsError: the model takes no texts, a template without `{}`, or a prompt that is too long.
+    """
+    if "{}" not in options.template:
+        raise StatisticsError(f"The template holds {{}} where the class goes; got '{options.template}'.")
+    encode = _Encoder(loaded, replace(options, classes=()), labels=False)
+    if encode.tokenizer is None:
+        raise StatisticsError(
+            f"{type(loaded.model).__name__} takes no texts, so that it has no use for classes: from Python, give its "
+            "own predictions with predict=."
+        )
+    prompts = [options.template.format(c.replace("_", " ")) for c in options.classes]
+    found = encode.tokenizer(prompts, padding=True, return_tensors="pt")
+    config: Any = getattr(getattr(loaded.model, "config", None), "text_config", None)
+    limit = min(encode.tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
+    if (length := found["input_ids"].shape[1]) > limit:
+        raise StatisticsError(f"A prompt of a class has {length} tokens, and the model reads {limit}: shorten it.")
+    device = next(loaded.model.parameters()).device
+    return {k: v.to(device) for k, v in found.items() if k in encode.known}
+
+
+def _rows(options: DataOptions) -> Iterable[Row]:
+    """Rows of a data set, streamed."""
+    path = Path(options.location).expanduser()
+    if path.suffix == ".npz" and path.is_file():
+        return _arrays(path)
+    if not path.exists() and (path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))):
+        raise StatisticsError(f"{options.location}: no such file or folder")
+    load: Callable[..., Iterable[Row]] = extra("datasets").load_dataset
+    try:
+        if path.exists():
+            reader, files = _local(path)
+            if reader == "imagefolder":
+                return load(reader, data_dir=str(path), split=options.split, streaming=True)
+            return load(reader, data_files=files, split="train", streaming=True)
+        name, _, revision = options.location.partition("@")
+        return load(name, options.subset, split=options.split, revision=revision or None, streaming=True)
+    except (OSError, ValueError) as error:  # DatasetNotFoundError is a FileNotFoundError
+        raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
+
+
+def _local(path: Path) -> tuple[str, list[str]]:
+    """Name of the reader of a local file or folder, and the files."""
+    if path.is_file():
+        if path.suffix not in READERS:
+            known = ", ".join([*READERS, ".npz"])
+            raise StatisticsError(f"{path}: expected one of {known}, a folder, or the id of a data set on the hub")
+        return READERS[path.suffix], [str(path)]
+    suffixes = {p.suffix.lower() for p in path.rglob("*") if p.is_file()}
+    if suffixes & IMAGES:
+        return "imagefolder", []
+    readers = {READERS[s] for s in suffixes & READERS.keys()}
+    if len(readers) != 1:
+        found = ", ".join(sorted(suffixes)) or "nothing"
+        raise StatisticsError(f"{path}: expected images or files of one kind ({', '.join(READERS)}), found {found}")
+    chosen = [s for s, r in READERS.items() if r in readers]
+    return readers.pop(), sorted(str(p) for p in path.rglob("*") if p.suffix.lower() in chosen)
+
+
+def _arrays(path: Path) -> Iterator[Row]:
+    """Images of an array `N H W` or `N H W C`, 8 bits each; nothing pickled is read."""
+    import numpy
+
+    try:
+        with numpy.load(path, allow_pickle=False) as file:
+            arrays = {k: file[k] for k in file.files}
+    except (OSError, ValueError) as error:
+        raise StatisticsError(f"{path}: cannot be read: {in_one_line(error)}") from error
+    images = {k: a for k, a in arrays.items() if a.ndim in (3, 4) and a.dtype == numpy.uint8}
+    if len(images) != 1:
+        found = ", ".join(f"{k} {a.shape} {a.dtype}" for k, a in arrays.items())
+        raise StatisticsError(f"{path}: expected one array of images (N x H x W [x C], uint8), found {found}")
+    (name, stack), *_ = images.items()
+    others = {k: a for k, a in arrays.items() if k != name and a.shape[:1] == stack.shape[:1] and a.ndim == 1}
+    pil = extra("PIL.Image")
+    for i, image in enumerate(stack):
+        yield {"image": pil.fromarray(image).convert("RGB"), **{k: a[i].item() for k, a in others.items()}}
+
+
+class _Encoder:
+    """Rows -> keyword arguments of a model."""
+
+    def __init__(self, loaded: Loaded, options: DataOptions, *, labels: bool, apart: bool = False) -> None:
+        self._model: Any = getattr(loaded.model, "get_base_model", lambda: loaded.model)()  # PEFT wraps it
+        self._options = options
+        self._labels, self._apart = labels, apart
+        self.known = inspect.signature(self._model.forward).parameters
+        wants_text, wants_images = "input_ids" in self.known, "pixel_values" in self.known
+        wants_text = wants_text and not (wants_images and options.classes)  # `class_prompts` are its texts
+        if not (wants_text or wants_images):
+            raise StatisticsError(
+                f"{type(self._model).__name__} takes neither text nor images ({', '.join(list(self.known)[:4])}); "
+                "make the batches yourself and call actmat.statistics.collect"
+            )
+        transformers = extra("transformers")
+        tokenizer, processor = transformers.AutoTokenizer, transformers.AutoImageProcessor
+        try:
+            self.tokenizer = tokenizer.from_pretrained(loaded.files) if wants_text else None
+            self._processor = processor.from_pretrained(loaded.files, backend="pil") if wants_images else None
+        except (OSError, ValueError) as error:
+            what = "tokenizer" if wants_text else "image processor"
+            raise StatisticsError(
+                f"{loaded.files}: {what} cannot be loaded from there: {in_brief(error)}. Copy its files beside the "
+                "model."
+            ) from error
+        if self.tokenizer is not None and self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token  # any token will do: padding is masked
+
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
+        """Keyword arguments that the model has parameters for."""
+        options = self._options
+        out = {} if self.tokenizer is None else self._text(rows)
+        if self._processor is not None:
+            images = _column(rows, options.image_column, IMAGE_COLUMNS, None, "image", options.location)
+            pixels = self._processor([i.convert("RGB") for i in images], return_tensors="pt")
+            out["pixel_values"] = pixels["pixel_values"]
+        if self._labels and options.label_column is not None:
+            out["labels"] = torch.tensor(_column(rows, options.label_column, (), int, "label", options.location))
+        return {k: v for k, v in out.items() if k in self.known or (self._apart and k == "labels")}
+
+    def _text(self, rows: list[Row]) -> dict[str, Tensor]:
+        options = self._options
+        out = _tokens(self.tokenizer, rows, options, options.text_column, "text")
+        if getattr(self._model.config, "is_encoder_decoder", False):
+            out |= _decoder_inputs(self._model, self.tokenizer, rows, options)
+        elif self._labels and options.label_column is None and "labels" in self.known:
+            out["labels"] = out["input_ids"].masked_fill(out["attention_mask"] == 0, -100)
+        return out
+
+
+def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str | None, what: str) -> dict[str, Tensor]:
+    texts = _column(rows, column, TEXT_COLUMNS if what == "text" else (), str, what, options.location)
+    limit = min(options.max_length, tokenizer.model_max_length)
+    found = tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+    return {k: v for k, v in found.items() if isinstance(v, Tensor)}
+
+
+def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOptions) -> dict[str, Tensor]:
+    """Inputs of the decoder: the targets, shifted by one, and their labels; without targets, its start token."""
+    start = _start_token(model)
+    if options.target_column is None:
+        first = torch.full((len(rows), 1), start)
+        return {"decoder_input_ids": first, "decoder_attention_mask": torch.ones_like(first)}
+    found = _tokens(tokenizer, rows, options, options.target_column, "target")
+    ids, mask = found["input_ids"], found["attention_mask"]
+    shifted = torch.cat([torch.full((len(rows), 1), start), ids[:, :-1]], dim=1)
+    seen = torch.cat([torch.ones(len(rows), 1, dtype=mask.dtype), mask[:, :-1]], dim=1)
+    return {"decoder_input_ids": shifted, "decoder_attention_mask": seen, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def _start_token(model: Any) -> int:
+    """First token of a decoder, from the model's configs."""
+    configs = (getattr(model, "generation_config", None), model.config)
+    named = [(config, name) for config in configs for name in ("decoder_start_token_id", "bos_token_id")]
+    for config, name in [*named, (model.config, "pad_token_id")]:  # the last is the start token of T5
+        if isinstance(found := getattr(config, name, None), int):
+            return found
+    raise StatisticsError(f"{type(model).__name__}: its config names no token for the decoder to start with")
+
+
+def _column(
+    rows: list[Row], wanted: str | None, usual: tuple[str, ...], kind: type | None, what: str, where: str
+) -> list[Any]:
+    """Values of the column `wanted`, else of the first of the `usual` ones, else of the only one with texts."""
+    columns = list(rows[0])
+    name = wanted or next((c for c in usual if c in columns), None)
+    if name is None and kind is str:
+        texts = [c for c in columns if isinstance(rows[0][c], str)]
+        name = texts[0] if len(texts) == 1 else None
+    if name is None or name not in columns:
+        hint = did_you_mean(wanted, columns) if wanted else f" Say which with --{what}-column."
+        named = f" {wanted!r}" if wanted else ""
+        raise StatisticsError(f"{where}: no column of {what}s{named}; it has {', '.join(columns)}.{hint}")
+    values = [row[name] for row in rows]
+    wrong = [type(v).__name__ for v in values if kind is not None and not isinstance(v, kind)]
+    if kind is not None and wrong:
+        raise StatisticsError(f"{where}: column '{name}' holds {wrong[0]}, expected {kind.__name__}")
+    return values

@@ -1,0 +1,123 @@
+"""Residual of a merged model on disk on the inputs that each expert's layers really see.
+
+`rho_t` uses the inputs that the deltas represent; here inputs are measured, as Gram matrices `C_t`:
+
+    rho_t(data)^2 = sum_l E||(W* - W_t) z||^2 / sum_l E||D_t z||^2,    E||A z||^2 = tr(A C_t A^T)
+
+over the merged matrices `l`: 0 is as the expert, 1 as the base. Sums over layers come before the ratio, so that a
+layer counts by the size of its expert's change. `W*` is as stored, rounded to its dtype.
+
+Shapes: `O` out_features, `I` in_features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.raw import raw_bytes
+from actmat.diagnostics.measure import tidy
+from actmat.diagnostics.model import DataResidual
+from actmat.engine.findings import Findings
+from actmat.engine.inputs import Inputs
+from actmat.engine.memory import Scratch
+from actmat.engine.reader import TensorReader
+from actmat.engine.statistics import FOREIGN, check_probes, foreign_tensors
+from actmat.errors import StatisticsError
+from actmat.linalg.outputs import output_energy
+from actmat.planning.model import Item, MergePlan
+from actmat.planning.regions import Region, cut
+
+__all__ = ["data_residuals"]
+
+
+def data_residuals(
+    plan: MergePlan,
+    inputs: Inputs,
+    merged: Checkpoint,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[DataResidual, ...]:
+    """One row per expert with Gram matrices; one tensor of all checkpoints in memory at a time.
+
+    Args:
+        plan: of the merge that made `merged`.
+        progress: called with tensors done and of how many.
+
+    Raises:
+        StatisticsError: statistics of another model, or of no merged matrix.
+    """
+    check_probes(inputs)
+    items = [i for i in plan.items if i.call is not None and i.layout.role.is_matrix]
+    apart: list[list[float]] = [[] for _ in inputs.experts]
+    own: list[list[float]] = [[] for _ in inputs.experts]
+    foreign: list[str] = []
+    with torch.no_grad():
+        for done, item in enumerate(items):
+            findings = Findings(tolerated=True)
+            reader = TensorReader(item, inputs, torch.float64, torch.device("cpu"), Scratch(), findings)
+            for t, missed, changed in _energies(item, reader, merged):
+                apart[t].append(missed)
+                own[t].append(changed)
+            foreign += foreign_tensors(item, inputs, *reader.hashes())
+            progress(done + 1, len(items))
+    if foreign:
+        raise StatisticsError(FOREIGN, sorted(foreign))
+    files = [(t, f) for t, f in enumerate(inputs.statistics.files) if f is not None]
+    if empty := [inputs.labels[t] for t, _ in files if not own[t]]:
+        raise StatisticsError(
+            "Nothing can be measured with these statistics: they hold no Gram matrix of a merged matrix. Collect them "
+            "with --gram.",
+            [f"expert '{label}'" for label in empty],
+        )
+    return tuple(
+        DataResidual(
+            expert=inputs.labels[t],
+            statistics=file.location,
+            residual=tidy(math.sqrt(math.fsum(apart[t]) / energy)) if (energy := math.fsum(own[t])) else None,
+            matrices=len(own[t]),
+        )
+        for t, file in files
+    )
+
+
+def _energies(item: Item, reader: TensorReader, merged: Checkpoint) -> Iterator[tuple[int, float, float]]:
+    """Per matrix and expert with a Gram: its index, `tr(E C E^T)` and `tr(D C D^T)`, summed over tokens."""
+    for region in cut(item.shape, item.layout, "matrix"):
+        base_raw = reader.read_base(region)
+        step_OI = (_stored(merged, item, region).double() - base_raw.double()).view(region.shape)
+        for t, file in enumerate(reader.inputs.statistics.files):
+            delta, _ = reader.load(t, region, base_raw)
+            if file is None:
+                continue
+            pairs = zip(region.layout.to_matrices(step_OI), region.layout.to_matrices(delta), strict=True)
+            for k, (step, change_OI) in enumerate(pairs):
+                key = reader.inputs.statistics.gram_keys(item, region, k)[t]
+                if key is None:
+                    continue
+                gram_II = file.gram(key, mean="sum", dtype=torch.float64)
+                if gram_II.shape[-1] != change_OI.shape[-1]:
+                    raise StatisticsError(
+                        f"expert '{reader.inputs.labels[t]}': the Gram of '{key}' in {file.location} is of "
+                        f"{gram_II.shape[-1]} inputs, the tensor has {change_OI.shape[-1]}; are these the statistics "
+                        "of this model?"
+                    )
+                yield t, output_energy(step - change_OI, gram_II), output_energy(change_OI, gram_II)
+
+
+def _stored(merged: Checkpoint, item: Item, region: Region) -> Tensor:
+    """The region's entries of the merged tensor, flat."""
+    spec = merged.specs.get(item.name)
+    if spec is None or tuple(spec.shape) != tuple(item.shape):
+        found = "missing" if spec is None else list(spec.shape)
+        raise StatisticsError(
+            f"{merged.location}: tensor '{item.name}' is {found}, its manifest says {list(item.shape)}; was the model "
+            "changed after the merge? (actmat verify)"
+        )
+    raw = torch.empty(region.numel, dtype=torch_dtype(spec.dtype))
+    merged.read_into(item.name, region.start * raw.itemsize, raw_bytes(raw))
+    return raw

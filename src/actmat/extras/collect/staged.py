@@ -1,0 +1,238 @@
+"""Staged statistics (RegMean++): every block is measured on activations that come through the merged blocks before it.
+
+T.-H. Nguyen et al., "RegMean++", 2025, arXiv:2508.03121. The solve is RegMean's; only the inputs of the Gram matrices
+differ. Inside its block an expert's later layers see its own earlier ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actmat.api.merging import Location, merge
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.hashing import hash_names
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import StatisticsError
+from actmat.experts.resolve import is_adapter
+from actmat.extras.collect.batches import Batch
+from actmat.extras.collect.collect import measured
+from actmat.extras.collect.settings import Settings
+from actmat.statistics.binding import Binding, bind, content_hash
+from actmat.statistics.combine import join_statistics
+from actmat.statistics.header import ModelInfo
+from actmat.statistics.kinds.base import Run
+from actmat.statistics.store import open_statistics
+
+__all__ = ["staged_statistics"]
+
+Batches = Callable[[], Iterable[Batch]]
+"""Makes the batches of an expert's task, the same ones every time."""
+
+
+def staged_statistics(
+    model: nn.Module,
+    base: Location,
+    experts: Mapping[str, Location],
+    batches: Mapping[str, Batches],
+    *,
+    out: str | Path,
+    blocks: str | None = None,
+    off_diagonal: float = 0.95,
+    compute_dtype: str = "float32",
+) -> dict[str, Path]:
+    """Measure the experts block by block, each block on what comes through the merged blocks before it.
+
+    The model starts as the average of the experts. For each block in turn, every expert's own block is put in, its
+    task's batches are run and the Gram matrices of the block are stored; then the block is merged by `regmean` and
+    stays in. One block of one expert is in memory beside the model. Blocks that are stored are not measured again, so
+    that an interrupted call goes on. `merge(..., method="regmean", options={"off_diagonal": ...}, statistics=...)`
+    with the result is RegMean++: layers outside the blocks have no statistics and are averaged, as there.
+
+    Args:
+        model: holds the weights of the `base`, and those of the last stage when this returns.
+        experts: full checkpoints by name.
+        batches: by the experts' names; called once per block.
+        out: folder for the statistics, one folder per expert, and for the stages (`stages/`, may be deleted).
+        blocks: name of the module whose children are the blocks, such as "model.layers"; default: the only
+            `nn.ModuleList` that is in no other.
+        off_diagonal: see `regmean`; 0.95 as published for vision, 0.1 for language.
+        compute_dtype: of Gram matrices and merges, "float32" or "float64".
+
+    Returns:
+        The folder of every expert's statistics.
+
+    Raises:
+        StatisticsError: an expert is an adapter, has no batches, or an earlier call with other inputs was at `out`.
+    """
+    names = _blocks(model, blocks)
+    _check(experts, batches)
+    stages, folders = Path(out) / "stages", {label: Path(out) / label for label in experts}
+    with contextlib.ExitStack() as stack:
+        opened = {label: stack.enter_context(open_checkpoint(at)) for label, at in experts.items()}
+        start = stack.enter_context(open_checkpoint(base))
+        bound = bind(model, start)
+        job = _Job(model, start, opened, bound, {n: _rebound(bound, c) for n, c in opened.items()}, compute_dtype)
+        identity = hash_names([(n, b.info.content) for n, b in [("", bound), *job.bindings.items()]])
+        details = {"staged": identity, "blocks": ",".join(names), "off_diagonal": repr(off_diagonal)}
+        job.put_average(bound.parameters)
+        for index, name in enumerate(names):
+            own = [p for p in bound.parameters if p.startswith(f"{name}.")]
+            parts = {label: stages / f"{index:04d}" / label for label in experts}
+            for label, part in parts.items():
+                if not _is_measured(part, job.bindings[label].info, details):
+                    job.put(own, label)
+                    job.measure(label, own, batches[label](), details).save(part)
+            job.put_merged(own, parts, off_diagonal)
+    for label, folder in folders.items():
+        if not _is_measured(folder, job.bindings[label].info, details):
+            join_statistics([stages / f"{i:04d}" / label for i in range(len(names))], folder)
+    return folders
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The model between two stages, and what it is made of."""
+
+    model: nn.Module
+    base: Checkpoint
+    experts: Mapping[str, Checkpoint]
+    bound: Binding
+    bindings: Mapping[str, Binding]
+    compute_dtype: str
+
+    def put(self, parameters: Iterable[str], label: str) -> None:
+        """Put an expert's parameters into the model."""
+        self._put(parameters, self.experts[label].read)
+
+    def put_average(self, parameters: Iterable[str]) -> None:
+        """Put the average of the experts' parameters into the model, one tensor at a time."""
+
+        def average(name: str) -> Tensor:
+            values = (expert.read(name) for expert in self.experts.values())
+            total = next(values).double()
+            for value in values:
+                total += value
+            return total / len(self.experts)
+
+        self._put((p for p in parameters if self.bound.parameters[p].is_floating_point()), average)
+
+    def measure(self, label: str, own: Sequence[str], batches: Iterable[Batch], details: Mapping[str, str]) -> Any:
+        """Gram matrices of the block that is the expert's."""
+        settings = Settings(
+            only=[p for p in own if p in self.bound.weights()],
+            compute_dtype=self.compute_dtype,
+            dtype=self.compute_dtype,
+            source=f"staged batches of {label}",
+            details=details,
+        )
+        return measured(Run(self.model, self.bindings[label], settings), batches)
+
+    def put_merged(self, own: Sequence[str], statistics: Mapping[str, Path], off_diagonal: float) -> None:
+        """Merge a block from its statistics, as a checkpoint of its own, and put it into the model."""
+        dtype = str(next(iter(self.bound.parameters.values())).dtype).removeprefix("torch.")
+        with tempfile.TemporaryDirectory(prefix="actmat-stage-") as temporary:
+            folder = Path(temporary)
+            stored = [piece.name for p in own for piece in self.bound.located[p].slices]
+            for label, checkpoint in [("base", self.base), *self.experts.items()]:
+                _write(checkpoint, stored, folder / "in" / label)
+            merge(
+                folder / "in" / "base",
+                [{"path": str(folder / "in" / label), "name": label} for label in self.experts],
+                out=folder / "out",
+                method="regmean",
+                options={"off_diagonal": off_diagonal},
+                statistics=statistics,
+                compute_dtype=self.compute_dtype,
+                dtype=dtype,
+                durable=False,
+                threads=1,
+            )
+            with open_checkpoint(folder / "out") as merged:
+                self._put(own, merged.read)
+
+    def _put(self, parameters: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        with torch.no_grad():
+            for name in parameters:
+                for piece in self.bound.located[name].slices:
+                    piece.of(self.bound.parameters[name]).copy_(read(piece.name))
+
+
+def _blocks(model: nn.Module, wanted: str | None) -> list[str]:
+    """Names of the blocks, in order."""
+    if wanted is None:
+        lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+        outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists if other != n)]
+        if len(outer) != 1:
+            found = ", ".join(outer) or "none"
+            raise StatisticsError(
+                f"Staged statistics go block by block and need one list of blocks; found {found}. Name the module "
+                'whose children are the blocks: blocks="model.layers", say.'
+            )
+        wanted = outer[0]
+    modules = dict(model.named_modules())
+    children = [n for n, _ in modules[wanted].named_children()] if wanted in modules else []
+    if not children:
+        raise StatisticsError(f"The model has no module '{wanted}' with children; blocks= names one that has.")
+    return [f"{wanted}.{child}" for child in children]
+
+
+def _check(experts: Mapping[str, Location], batches: Mapping[str, Batches]) -> None:
+    problems = [
+        f"expert '{label}' is an adapter, of which no block can be put into the model; write it as a full model first"
+        for label, location in experts.items()
+        if is_adapter(str(location))
+    ]
+    problems += [f"expert '{label}' has no batches" for label in experts if label not in batches]
+    problems += [f"there are batches for '{label}', which is no expert" for label in batches if label not in experts]
+    problems += ["an expert cannot be called 'stages' or 'base'" for label in experts if label in ("stages", "base")]
+    if problems or not experts:
+        raise StatisticsError("Staged statistics cannot be measured.", problems or ["there are no experts"])
+
+
+def _rebound(base: Binding, expert: Checkpoint) -> Binding:
+    """The model in memory, bound to an expert of the same names."""
+    missing = sorted({s.name for found in base.located.values() for s in found.slices} - expert.specs.keys())
+    if missing:
+        raise StatisticsError(f"{expert.location} lacks {len(missing)} tensors of the base, such as '{missing[0]}'.")
+    hashes = {name: content_hash(expert.read(name)) for name in expert.specs}
+    content = hash_names(hashes.items())
+    info = ModelInfo(location=expert.location, architecture=base.info.architecture, content=content, tensors=hashes)
+    return replace(base, info=info)
+
+
+def _is_measured(part: Path, model: ModelInfo, details: Mapping[str, str]) -> bool:
+    """True if the statistics are there.
+
+    Raises:
+        StatisticsError: they are of another model or of other settings.
+    """
+    if not part.exists():
+        return False
+    with open_statistics(part) as found:
+        data = found.header.data[0]
+        if found.header.model.content != model.content or dict(data.details) != dict(details):
+            raise StatisticsError(
+                f"{part} holds statistics of other models or settings than these. Likely cause: an earlier call wrote "
+                "to the same folder. Fix: another folder, or delete the old one."
+            )
+    return True
+
+
+def _write(checkpoint: Checkpoint, names: Sequence[str], folder: Path) -> None:
+    """Some tensors of a checkpoint as one of its own, with its config."""
+    import json
+
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    save_file({n: checkpoint.read(n).contiguous() for n in names}, folder / "model.safetensors", {"format": "pt"})
+    if checkpoint.config:
+        (folder / "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")

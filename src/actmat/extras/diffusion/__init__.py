@@ -1,0 +1,1 @@
+"""Diffusion models: pipelines of diffusers, LyCORIS files, other layouts of one model."""

@@ -1,0 +1,295 @@
+"""Files of LyCORIS and of kohya's trainers that are no plain LoRA: LoHa, LoKr, (IA)^3, DoRA, with plain factors beside.
+
+    delta = alpha / r * (W1a W1b) o (W2a W2b)         LoHa; r: rows of W1b
+    delta = alpha / r * W1 (x) W2                     LoKr; r: rows of W1b or W2b; scale 1 where both are whole
+    delta = alpha / r * B A                           plain factors; with `lora_mid`, a core of a convolution's kernel
+    delta = diag(l) W_0, or W_0 diag(l)               (IA)^3; the buffer `on_input` says which
+    W = m * (W_0 + delta) / ||W_0 + delta||           where `dora_scale` m is stored; the norm of each output
+
+Names of modules have underscores for dots, which only the base resolves. `alpha` is a tensor beside the others; without
+one, or where it is 0, the scale is 1.
+
+Scales are those of LyCORIS's forward pass, with which it trains; its `get_merged_weight` (4.1.3) multiplies the deltas
+of LoHa and LoKr by `alpha / r` twice.
+
+Source: Yeh et al. (https://arxiv.org/abs/2309.14859); KohakuBlueleaf/LyCORIS 4.1, `modules`, `functional`.
+
+Shapes: `O` rows and `I` columns of the logical delta, a kernel flattened into `I`; `P` rows that are wanted, `R` rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert, Family
+from actmat.experts.changes.base import Change, Content, Group, shape_misfit
+from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.expert import unfitted_expert
+from actmat.experts.lora.file_names import KOHYA_PREFIXES
+from actmat.experts.lora.flat_names import find_flat_names
+from actmat.experts.lora.lora_files import open_lora_file, open_weights, tensor_names
+from actmat.experts.lora.modules import quantised_problem
+from actmat.extras.adapters.ia3 import Scaled
+from actmat.extras.adapters.loha import loha_change
+from actmat.extras.adapters.lokr import lokr_change
+
+__all__ = ["LYCORIS", "LycorisModule", "is_lycoris_file", "lycoris_modules"]
+
+_PREFIXES = {**KOHYA_PREFIXES, "lycoris_": ""}
+_ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "lokr_w1", "lokr_w1_a",
+          "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "lora_down", "lora_up", "lora_mid", "on_input",
+          "weight", "alpha", "dora_scale")  # fmt: skip
+_NAME = re.compile(rf"(?P<module>(?:{'|'.join(_PREFIXES)})[^.]+)\.(?P<role>{'|'.join(_ROLES)})(?P<leaf>\.weight)?")
+_OWN = re.compile(rf"(?:{'|'.join(_PREFIXES)})[^.]+\.(?:hada_|lokr_|dora_scale|on_input|lora_mid)")
+_NEEDS_BASE = "its modules are named with underscores for dots, which only the base resolves"
+
+
+@dataclass(frozen=True)
+class LycorisModule:
+    """One module of a file.
+
+    Args:
+        group: its tensors.
+        part: component of a pipeline; `path`: name inside of it, with underscores.
+        family: LoHa, LoKr, (IA)^3 or LoRA.
+    """
+
+    group: Group
+    part: str
+    path: str
+    family: str
+
+    @property
+    def words(self) -> str:
+        """Family for people."""
+        return f"{self.family} with DoRA's magnitudes" if "dora_scale" in self.group.names else self.family
+
+
+def is_lycoris_file(location: str | Path) -> bool:
+    """True where a file with such modules is; reads a header."""
+    return _holds_modules(tensor_names(location))
+
+
+def _holds_modules(names: Collection[str]) -> bool:
+    return any(map(_OWN.match, names))
+
+
+def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule], list[str]]:
+    """Modules of a file by its header, and problems.
+
+    >>> spec = TensorSpec("lora_unet_mid_block_fc.hada_w1_a", (4, 2), "float32", "")
+    >>> modules, _ = lycoris_modules({spec.name: spec})
+    >>> modules[0].family, modules[0].part, modules[0].path
+    ('LoHa', 'unet', 'mid_block_fc')
+    """
+    found: dict[str, dict[str, str]] = {}
+    problems = []
+    for name, spec in specs.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            problems.append(f"tensor '{name}' is no part of LoRA, LoHa, LoKr, (IA)^3 or DoRA in kohya's names, and "
+                            "LyCORIS's other algorithms are not read. Fold the file into its base with the program "
+                            "that trained it, and merge full models")  # fmt: skip
+        elif match["role"] != "on_input" and (not spec.is_floating or spec.dtype.startswith("float8")):
+            problems.append(quantised_problem(spec))
+        else:
+            found.setdefault(match["module"], {})[match["role"]] = name
+    modules = []
+    for module, names in found.items():
+        prefix = next(p for p in _PREFIXES if module.startswith(p))
+        group = Group(module, names, {n: specs[n] for n in names.values()})
+        family = next((f for start, f in _FAMILIES.items() if any(r.startswith(start) for r in names)), "")
+        if not family:
+            problems.append(f"module '{module}' has {', '.join(names)} and no factors")
+            continue
+        modules.append(LycorisModule(group, _PREFIXES[prefix], module[len(prefix) :], family))
+    return modules, problems
+
+
+_FAMILIES = {"hada_": "LoHa", "lokr_": "LoKr", "on_input": "(IA)^3", "lora_": "LoRA"}
+"""Beginning of a role -> family."""
+
+
+@dataclass(frozen=True)
+class _Factors(Change):
+    """`s B A`, or with a core `C` of a kernel: `s sum_ij C[i, j] B[:, i] A[j, :]`."""
+
+    target: str
+    stored: tuple[str, ...]  # down, up, and the core
+    scaling: float
+    shape: tuple[int, int]
+    reads_base = False
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        return shape_misfit(self.shape, shape)
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        down, up, *core = (tensors[n] for n in self.stored)
+        up_PR = up.flatten(1)[first:last] * self.scaling
+        if not core:
+            return up_PR @ down.flatten(1)
+        return torch.einsum("ij...,pi,jr->pr...", core[0], up_PR, down.flatten(1)).flatten(1)
+
+
+@dataclass(frozen=True)
+class _Decomposed(Change):
+    """Another change, whose result has outputs of stored norms."""
+
+    target: str
+    stored: tuple[str, ...]
+    change: Change
+    magnitude: str
+    count: int
+    reads_base = True
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        own = "" if shape[0] == self.count else f"its dora_scale has {self.count} entries"
+        return self.change.misfit(shape) or own
+
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+        assert base_PI is not None, "it reads the base"
+        changed_PI = base_PI + self.change.rows(tensors, base_PI, first, last)
+        norms_P = torch.linalg.vector_norm(changed_PI, dim=1)
+        factors_P = tensors[self.magnitude].flatten()[first:last] / torch.where(norms_P > 0, norms_P, 1)
+        return factors_P[:, None] * changed_PI - base_PI
+
+
+def _change(module: LycorisModule, target: str, weights: Checkpoint) -> Change | str:
+    """The change of a tensor of the base, or a problem."""
+    group = module.group
+    scaling = _scaling(module, weights)
+    if isinstance(scaling, str):
+        return scaling
+    found: Change | str
+    if module.family == "LoHa":
+        found = loha_change(_without(group, "alpha", "dora_scale"), target, scaling)
+    elif module.family == "LoKr":
+        found = lokr_change(_without(group, "alpha", "dora_scale"), target, scaling)
+    elif module.family == "(IA)^3":
+        found = _ia3(group, target, weights)
+    else:
+        found = _plain(group, target, scaling)
+    magnitude = group.names.get("dora_scale")
+    if isinstance(found, str) or magnitude is None:
+        return found
+    shape = group.shape("dora_scale")
+    count = shape[0] if shape else 1
+    if math.prod(shape) != count:
+        return (
+            f"module '{group.module}': dora_scale is {shape}, magnitudes of inputs, of which no row of the delta "
+            "can be formed by itself; read are those of outputs (O x 1 x ...). Fold the file into its base with LyCORIS"
+        )
+    return _Decomposed(target, (*found.stored, magnitude), found, magnitude, count)
+
+
+def _without(group: Group, *roles: str) -> Group:
+    names = {r: n for r, n in group.names.items() if r not in roles}
+    return Group(group.module, names, {n: group.specs[n] for n in names.values()})
+
+
+def _scaling(module: LycorisModule, weights: Checkpoint) -> float | str:
+    """`alpha / r`, or a problem."""
+    group = module.group
+    rank_of = {"LoHa": ("hada_w1_b",), "LoKr": ("lokr_w1_b", "lokr_w2_b"), "LoRA": ("lora_down",), "(IA)^3": ()}
+    rank = next((group.shape(r)[0] for r in rank_of[module.family] if group.shape(r)), 0)
+    stored = group.names.get("alpha")
+    if stored is None or not rank:
+        return 1.0
+    if weights.specs[stored].numel != 1:
+        return f"tensor '{stored}' has {weights.specs[stored].numel} entries; expected one number"
+    alpha = float(weights.read(stored).double())
+    if not math.isfinite(alpha):
+        return f"tensor '{stored}' is {alpha}; expected a finite number"
+    return alpha / rank if alpha else 1.0
+
+
+def _plain(group: Group, target: str, scaling: float) -> Change | str:
+    if missing := group.missing("lora_down", "lora_up"):
+        return missing
+    down, up, core = (group.shape(r) for r in ("lora_down", "lora_up", "lora_mid"))
+    inner = (up[1] if len(up) > 1 else 0, down[0])
+    fits = len(down) > 1 and math.prod(up[2:]) == 1
+    fits = fits and (len(core) > 2 and core[:2] == inner if core else inner[0] == inner[1])
+    if not fits:
+        return f"module '{group.module}': its factors {down}, {up} {core or ''} do not fit together"
+    columns = math.prod(down[1:]) * math.prod(core[2:])
+    stored = tuple(group.names[r] for r in ("lora_down", "lora_up", "lora_mid") if r in group.names)
+    return _Factors(target, stored, scaling, (up[0], columns))
+
+
+def _ia3(group: Group, target: str, weights: Checkpoint) -> Change | str:
+    if missing := group.missing("weight", "on_input"):
+        return missing
+    of_inputs = bool(weights.read(group.names["on_input"]).any())
+    return Scaled(target, (group.names["weight"],), math.prod(group.shape("weight")), of_inputs, unchanged=0.0)
+
+
+def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]:
+    """Changes of the base's tensors; and remarks. Components that the base is not are left out."""
+    modules, problems = lycoris_modules(weights.specs)
+    by_part: dict[str, list[LycorisModule]] = {}
+    for module in modules:
+        by_part.setdefault(module.part, []).append(module)
+    changes: list[Change] = []
+    notes = []
+    for part, own in by_part.items():
+        found, why = find_flat_names(base.specs, [m.path for m in own])
+        if not found and not why:
+            notes.append(f"the base is no {part or 'such model'}: {len(own)} modules of the adapter, those of the "
+                         f"{part or 'other'}, are left out")  # fmt: skip
+            continue
+        problems += why
+        for module in own if not why else ():
+            change = _change(module, found[module.path], weights) if module.path in found else (
+                f"module '{module.group.module}' finds no tensor in the base ({base.location}); is it an adapter of "
+                "this base?"
+            )  # fmt: skip
+            if isinstance(change, str):
+                problems.append(change)
+            else:
+                changes.append(change)
+    if by_part and not changes and not problems:
+        problems.append(f"none of its modules is in the base ({base.location}); is it an adapter of this base?")
+    return Content(changes, {}, problems), notes
+
+
+def _open(location: str | Path, base: Checkpoint) -> Expert:
+    weights = open_weights(location)
+    if weights is None:
+        raise CheckpointError(f"{location}: expected a file of LyCORIS, found none")
+    try:
+        content, notes = _content(weights, base)
+        expert = FormedExpert(weights, base, content, LYCORIS)
+    except CheckpointError:
+        weights.close()
+        raise
+    expert.notes = (*expert.notes, *notes)
+    return expert
+
+
+def _open_unfitted(location: str | Path) -> Expert:
+    adapter: Adapter = open_lora_file(location)
+    problem = (
+        f"a file of LyCORIS is merged with its base only: {_NEEDS_BASE}. Give the base (--base ..., --to model; or "
+        "--to adapter with --rank or --energy)"
+    )
+    return unfitted_expert(adapter.with_problems((problem,)), LYCORIS)
+
+
+def described(specs: Mapping[str, TensorSpec]) -> tuple[str, Sequence[LycorisModule], list[str]]:
+    """Why the base is needed, the modules, and the problems of a file."""
+    modules, problems = lycoris_modules(specs)
+    return _NEEDS_BASE, modules, problems
+
+
+LYCORIS = Family("LyCORIS file", None, _open, _open_unfitted, holds=_holds_modules)

@@ -1,0 +1,227 @@
+"""GGUF files as checkpoints of transformers' tensors, dequantised rows by rows by the package gguf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.codecs.base import CodedTensor, StoredParts
+from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.files import FileReader
+from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.source import Format, Source, StoredCheckpoint
+from actmat.errors import CheckpointError
+from actmat.extras.gguf.header import GgufHeader, StoredTensor, read_gguf_header
+from actmat.extras.gguf.names import UNUSED, added, config_of, names_of, rotated_heads, undescribed
+from actmat.extras.gguf.splits import joined, parts_of
+
+if TYPE_CHECKING:
+    import numpy
+
+__all__ = ["GGUF", "GgufFile"]
+
+SUFFIX = ".gguf"
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+QUANTISED = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4"),
+)
+"""Types that the package gguf dequantises."""
+
+
+class GgufFile(StoredCheckpoint):
+    """The tensors of one file, or of all parts of a split one, as stored; downloaded when it is opened.
+
+    Quantised tensors are rows of bytes.
+    """
+
+    format = "gguf"
+
+    def __init__(self, source: Source, labels: Sequence[str]) -> None:
+        super().__init__(source, labels)
+        self.directory = None  # its config is in the metadata, not in the folder
+        self._reader = FileReader({label: source.fetch(label) for label in labels})
+        try:
+            sizes = [self._reader.size(label) for label in labels]
+            headers = [
+                read_gguf_header(partial(self._reader.read, label), size, file=f"{source.location}")
+                for label, size in zip(labels, sizes, strict=True)
+            ]
+            self.header = joined(headers, source.location)
+            specs: dict[str, TensorSpec] = {}
+            for header, label, size in zip(headers, labels, sizes, strict=True):
+                specs |= _stored_specs(header, label, size, source.location)
+            self.specs = MappingProxyType(specs)
+            if why := undescribed(self.header):
+                self.notes = (
+                    f"{why}: as a base it gives no config.json; put that of the original model into the output",
+                )
+        except CheckpointError:
+            self._reader.close()
+            raise
+        self.aliases = MappingProxyType({})
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The metadata as a config of transformers."""
+        return config_of(self.header)
+
+    @property
+    def written_config(self) -> Mapping[str, Any] | None:
+        """The same, to be written; None where the file does not tell all that a config needs."""
+        return None if undescribed(self.header) else self.config
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor as stored."""
+        tensor = empty_tensor(find_spec(self, name))
+        self.read_into(name, 0, raw_bytes(tensor))
+        return tensor
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Stored bytes."""
+        spec = find_spec(self, name)
+        check_range(spec, start, out)
+        self._reader.read_into(spec.file, spec.offset + start, out, tensor=name)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Ask the system to read ahead."""
+        for spec in (self.specs[name] for name in names if name in self.specs):
+            self._reader.prefetch(spec.file, spec.offset, spec.nbytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
+
+
+def _type_of(tensor: StoredTensor) -> tuple[str, int, int]:
+    """Name of a tensor's type, entries per block and bytes per block; an empty name for one that is not read."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        found = GGMLQuantizationType(tensor.type)
+    except ValueError:
+        return "", 1, 1
+    name = found.name if found.name in PLAIN or found.name in QUANTISED else ""
+    return name, *GGML_QUANT_SIZES[found]
+
+
+def _stored_specs(header: GgufHeader, label: str, size: int, location: str) -> dict[str, TensorSpec]:
+    """Specs of what is stored, in the order of the file; every tensor must lie in the file, apart from the others."""
+    specs, problems = [], []
+    for tensor in header.tensors:
+        name, entries, nbytes = _type_of(tensor)
+        where = f"{location}: tensor {tensor.name[:120]!r} {list(tensor.shape)}"
+        columns = tensor.shape[-1] if tensor.shape else 1
+        if not name:
+            problems.append(f"{where} is of type {tensor.type}, which is not read")
+        elif columns % entries:
+            problems.append(f"{where}: rows of {name} end within a block of {entries}")
+        else:
+            width = (*tensor.shape[:-1], columns // entries * nbytes)
+            shape, dtype = (tensor.shape, PLAIN[name]) if name in PLAIN else (width, "uint8")
+            specs.append(TensorSpec(tensor.name, shape, dtype, label, tensor.offset))
+    end = 0
+    ordered = sorted(specs, key=lambda s: s.offset)
+    for spec in ordered:
+        if spec.offset < end or spec.offset + spec.nbytes > size:
+            problems.append(
+                f"{location}: tensor {spec.name[:120]!r} has bytes {spec.offset} to {spec.offset + spec.nbytes}, "
+                f"which are not its own or beyond the file's {size}"
+            )
+        end = max(end, spec.offset + spec.nbytes)
+    if problems:
+        raise CheckpointError(f"{location}: tensors that cannot be read", problems)
+    return {spec.name: spec for spec in ordered}
+
+
+@dataclass(frozen=True)
+class GgufTensor(CodedTensor):
+    """One tensor of the file.
+
+    Args:
+        type: name of its type.
+        heads: heads whose rows are in llama.cpp's order; 0: rows are in order.
+        shift: what llama.cpp has added to every entry.
+    """
+
+    type: str
+    heads: int
+    shift: float = 0.0
+
+    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+        """Rows in the order of transformers: half `p`, pair `d` of a head is row `2 d + p` there in the file."""
+        rows = torch.arange(start, stop) + matrix * self.rows
+        if self.heads:
+            pairs = self.rows // self.heads // 2
+            head, inside = rows // (2 * pairs), rows % (2 * pairs)
+            rows = head * 2 * pairs + inside % pairs * 2 + inside // pairs
+        low, high = int(rows.min()), int(rows.max()) + 1
+        spec = stored.inner.specs[self.parts[0]]
+        width = spec.shape[-1] if spec.shape else 1
+        data = stored.entries(spec.name, low * width, (high - low) * width).view(high - low, width)[rows - low]
+        if self.type in PLAIN:
+            return data - self.shift if self.shift else data
+        from gguf import GGMLQuantizationType, dequantize
+
+        values: numpy.ndarray[Any, Any] = dequantize(data.numpy(), GGMLQuantizationType[self.type])
+        return torch.from_numpy(values).view(stop - start, self.columns) - self.shift
+
+
+def _open(source: Source) -> Checkpoint:
+    """Open the only GGUF file of a source, or all parts of a split one.
+
+    Raises:
+        CheckpointError: several, or the package gguf is missing, or a file that is not read.
+    """
+    found = [name for name in source.weights if name.endswith(SUFFIX)]
+    parts = parts_of(source.named or (found or [""])[0])
+    if source.named is None and found != parts:
+        missing = [name for name in parts if name not in found]
+        raise CheckpointError(
+            f"{source.location}: expected one GGUF file, or all parts of one, found {', '.join(found[:8])}"
+            + (f" without {missing[0]}" if len(parts) > 1 and missing else "")
+            + ". Fix: give the path of one, or fetch the missing parts."
+        )
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise CheckpointError(
+            f"{source.location}: GGUF files are read by the package gguf. Fix: pip install 'actmat[gguf]'."
+        ) from None
+    inner = GgufFile(source, parts)
+    try:
+        return QuantisedCheckpoint(inner, _tensors(inner), [n for n in UNUSED if n in inner.specs])
+    except CheckpointError:
+        inner.close()
+        raise
+
+
+def _tensors(inner: GgufFile) -> list[CodedTensor]:
+    names = names_of(inner.header, inner.location)
+    out: list[CodedTensor] = []
+    for tensor in inner.header.tensors:
+        if tensor.name not in names:
+            continue
+        kind, *_ = _type_of(tensor)
+        heads = rotated_heads(inner.header, tensor.name)
+        rows = tensor.shape[-2] if len(tensor.shape) > 1 else 1
+        if heads and (heads < 0 or rows % (2 * heads)):
+            raise CheckpointError(
+                f"{inner.location}: tensor {tensor.name[:120]!r} has {rows} rows, which {heads} heads of the metadata "
+                "do not divide into pairs: its rows cannot be put in transformers' order"
+            )
+        words = "" if kind in PLAIN else f"GGUF {kind}"
+        dtype = PLAIN.get(kind, "bfloat16")
+        shift = added(inner.header, tensor.name)
+        out.append(GgufTensor(names[tensor.name], tensor.shape, dtype, words, (tensor.name,), kind, heads, shift))
+    return out
+
+
+GGUF = Format("gguf", (f"*{SUFFIX}",), lambda source: any(n.endswith(SUFFIX) for n in source.weights), _open)

@@ -1,0 +1,149 @@
+"""Architectures of GGUF files that are read: names of tensors, rows out of order, and the config in the metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actmat.errors import CheckpointError
+from actmat.extras.gguf.header import GgufHeader, SkippedList
+
+__all__ = ["ARCHITECTURES", "UNUSED", "added", "config_of", "names_of", "rotated_heads", "undescribed"]
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
+}  # fmt: skip
+"""Architecture in the metadata -> class in `config.json`."""
+
+MODEL_TYPES = {"gemma3": "gemma3_text"}
+"""Architecture -> model type of transformers, where it has another name."""
+
+COMPLETE = ("llama", "qwen2", "qwen3")
+"""Architectures whose metadata has all that differs between their models."""
+
+ONE_ADDED = ("gemma2", "gemma3")
+"""Architectures to whose norms llama.cpp adds 1, which their code does itself."""
+
+UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that transformers computes from its config."""
+
+OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
+INSIDE = (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+OTHERS = {
+    "phi3": ("self_attn.qkv_proj", "mlp.gate_up_proj"),
+    "gemma2": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "gemma3": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+"""Architecture -> modules of its layers besides; a packed one takes the name of the one that others have there."""
+MOST_LAYERS = 4096
+
+CONFIG_KEYS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window",
+    "vocab_size": "vocab_size",
+}
+"""Key in the metadata, after the architecture -> field of `config.json`."""
+
+TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+
+
+def names_of(header: GgufHeader, location: str) -> dict[str, str]:
+    """Name in the file -> name in transformers, by the map of the package gguf.
+
+    Raises:
+        CheckpointError: another architecture, or tensors that it has not; names all of them.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture, layers = architecture_of(header, location), header.metadata.get(f"{_arch(header)}.block_count")
+    if not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
+        raise CheckpointError(f"{location}: expected a number of layers in the metadata, found {str(layers)[:40]}")
+    found = get_tensor_name_map(next(k for k, v in MODEL_ARCH_NAMES.items() if v == architecture), layers)
+    known: dict[str, str] = {}
+    for stem in (
+        *OUTSIDE,
+        *(f"model.layers.{i}.{inner}" for i in range(layers) for inner in (*INSIDE, *OTHERS.get(architecture, ()))),
+    ):
+        there = found.get_name(stem)
+        known |= {f"{there}.{part}": f"{stem}.{part}" for part in ("weight", "bias") if there is not None}
+    strange = [t.name for t in header.tensors if t.name not in known and t.name not in UNUSED]
+    if strange:
+        raise CheckpointError(
+            f"{location}: tensors that no {architecture} model of transformers has. Fix: give the checkpoint in "
+            "safetensors that the file was converted from",
+            [f"{location}: tensor {name[:120]!r} has no name in transformers" for name in strange[:20]],
+        )
+    return {t.name: known[t.name] for t in header.tensors if t.name in known}
+
+
+def architecture_of(header: GgufHeader, location: str) -> str:
+    """The architecture that the metadata names.
+
+    Raises:
+        CheckpointError: one that is not read.
+    """
+    if (found := _arch(header)) not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{location}: expected a GGUF file of {', '.join(ARCHITECTURES)}, found {found[:80]!r}: its tensors may "
+            "be in another order than in transformers. Fix: give the safetensors it was converted from."
+        )
+    return found
+
+
+def rotated_heads(header: GgufHeader, name: str) -> int:
+    """Heads of a tensor of the file whose rows are in llama.cpp's order for rotary embeddings; 0 for any other."""
+    if _arch(header) != "llama" or not (".attn_q." in name or ".attn_k." in name):
+        return 0
+    heads = header.metadata.get("llama.attention.head_count")
+    own = header.metadata.get("llama.attention.head_count_kv", heads) if ".attn_k." in name else heads
+    return own if isinstance(own, int) and own > 0 else -1
+
+
+def added(header: GgufHeader, name: str) -> float:
+    """The number that llama.cpp added to every entry of a tensor."""
+    return 1.0 if _arch(header) in ONE_ADDED and name.endswith("norm.weight") else 0.0
+
+
+def undescribed(header: GgufHeader) -> str:
+    """The beginning of a sentence that says which values of a config the metadata lacks; empty if none."""
+    architecture = _arch(header)
+    scaled = str(header.metadata.get(f"{architecture}.rope.scaling.type", "none")) != "none"
+    if scaled or any(t.name in UNUSED for t in header.tensors):
+        return "its rotary embeddings are scaled, and the file does not say how"
+    if architecture not in COMPLETE:
+        return f"the metadata of {architecture} do not tell all that differs between its models"
+    return ""
+
+
+def config_of(header: GgufHeader) -> dict[str, Any]:
+    """The metadata as a `config.json` of transformers."""
+    architecture = _arch(header)
+    config: dict[str, Any] = {"model_type": MODEL_TYPES.get(architecture, architecture)}
+    config["architectures"] = [ARCHITECTURES.get(architecture, "")]
+    for key, field in CONFIG_KEYS.items():
+        if isinstance(value := header.metadata.get(f"{architecture}.{key}"), int | float):
+            config[field] = value
+    for key, field in TOKENS.items():
+        if isinstance(value := header.metadata.get(f"tokenizer.ggml.{key}"), int):
+            config[field] = value
+    tokens: Mapping[str, Any] = header.metadata
+    if "vocab_size" not in config and isinstance(found := tokens.get("tokenizer.ggml.tokens"), SkippedList):
+        config["vocab_size"] = found.count
+    tied = all(t.name != "output.weight" for t in header.tensors)
+    return config | {"tie_word_embeddings": tied, "dtype": "bfloat16"}
+
+
+def _arch(header: GgufHeader) -> str:
+    return str(header.metadata.get("general.architecture", ""))

@@ -1,0 +1,62 @@
+"""Models in several GGUF files, `NAME-00001-of-00003.gguf`: the first has the metadata, each has tensors of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from actmat.errors import CheckpointError
+from actmat.extras.gguf.header import GgufHeader
+
+__all__ = ["joined", "parts_of"]
+
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MOST_PARTS = 1000
+
+
+def parts_of(name: str) -> list[str]:
+    """The files of the set that a file's name says it is of, in order; the file itself where it is of none.
+
+    >>> parts_of("m-00002-of-00002.gguf")
+    ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
+    """
+    found = PART.fullmatch(name)
+    count = 0 if found is None else int(found["count"])
+    if found is None or not 1 <= count <= MOST_PARTS:
+        return [name]
+    return [f"{found['stem']}-{k:05d}-of-{count:05d}.gguf" for k in range(1, count + 1)]
+
+
+def joined(headers: Sequence[GgufHeader], location: str) -> GgufHeader:
+    """The header of a whole model.
+
+    Raises:
+        CheckpointError: files of another number of parts, in another order, or with other tensors than they say.
+    """
+    problems = []
+    for number, header in enumerate(headers):
+        said, own = _number(header, "split.count", 1), _number(header, "split.no", 0)
+        if max(1, said) != len(headers):
+            problems.append(f"file {number + 1} says that it is one of {said}, and {len(headers)} are there")
+        elif own != number:
+            problems.append(f"file {number + 1} says that it is number {own + 1}")
+    first = headers[0]
+    tensors = tuple(t for header in headers for t in header.tensors)
+    if len({t.name for t in tensors}) < len(tensors):
+        problems.append("a tensor is in two of the files")
+    wanted = _number(first, "split.tensors.count", len(tensors))
+    if len(headers) > 1 and wanted != len(tensors):
+        problems.append(f"expected {wanted} tensors, as the first file says, found {len(tensors)}")
+    if problems:
+        raise CheckpointError(
+            f"{location}: the parts of a split GGUF file do not fit together. Fix: give the folder with all of them "
+            "under their own names, or join them (llama-gguf-split --merge)",
+            problems,
+        )
+    return GgufHeader(first.metadata, tensors)
+
+
+def _number(header: GgufHeader, key: str, default: int) -> int:
+    found: Any = header.metadata.get(key, default)
+    return found if isinstance(found, int) else -1

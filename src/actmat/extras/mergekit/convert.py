@@ -1,0 +1,296 @@
+"""A mergekit configuration as fields of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from actmat.errors import RecipeError, did_you_mean
+from actmat.extras.mergekit.config import Config, Findings, Slice, Source, read_config
+from actmat.extras.mergekit.methods import FOREIGN, METHODS, Arrangement, Choice, Method
+from actmat.extras.mergekit.parameters import Parameters
+
+__all__ = ["convert", "is_mergekit"]
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def is_mergekit(data: Mapping[str, Any]) -> bool:
+    """True for the data of a mergekit configuration: it names a `merge_method`, or mixes experts.
+
+    >>> is_mergekit({"merge_method": "slerp"}), is_mergekit({"method": "slerp"})
+    (True, False)
+    """
+    return "merge_method" in data or _is_mixture(data)
+
+
+def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Fields of the recipe that does the same as a mergekit configuration; remarks are in its `notes`.
+
+    >>> fields = convert({"merge_method": "slerp", "base_model": "a", "models": [{"model": "a"}, {"model": "b"}],
+    ...                   "parameters": {"t": [0, 1]}})
+    >>> fields["base"], fields["experts"], fields["method"], fields["options"]
+    ('a', [{'path': 'b'}], 'slerp', {'t': [0, 1]})
+
+    Args:
+        data: the configuration as plain data.
+        where: dotted field path -> "file:line", for messages.
+
+    Raises:
+        RecipeError: fields without a counterpart, or that mergekit refuses as well; all of them.
+    """
+    found = Findings(where or {})
+    if _is_mixture(data):
+        raise RecipeError(
+            "This is a mixture of experts (mergekit-moe): it puts a router before whole MLPs and merges no weights. "
+            "Fix: run it with mergekit-moe; its output can be a base or an expert here."
+        )
+    method = _method(str(data["merge_method"]), found)
+    config = read_config(data, found)
+    fields: dict[str, Any] = {}
+    if config is not None and config.slices and method is not None and not found.problems:
+        fields = _Conversion(config, method, found).fields()
+    if found.problems:
+        n = len(found.problems)
+        raise RecipeError(
+            f"The mergekit configuration cannot be converted: {n} problem{'s' * (n > 1)}.",
+            dict.fromkeys(found.problems),
+        )
+    return fields
+
+
+def _is_mixture(data: Mapping[str, Any]) -> bool:
+    experts = data.get("experts")
+    listed = [e for e in experts if isinstance(e, Mapping)] if isinstance(experts, list) else []
+    return "gate_mode" in data or any("source_model" in e for e in listed)
+
+
+def _method(name: str, found: Findings) -> Method | None:
+    if name in METHODS:
+        return METHODS[name]
+    if name in FOREIGN:
+        near = f": {FOREIGN[name]}" if FOREIGN[name] else ""
+        found.problem("merge_method", f"mergekit's '{name}' has no counterpart{near}")
+        return None
+    known = [*METHODS, *FOREIGN]
+    found.problem(
+        "merge_method", f"mergekit has no method '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}"
+    )
+    return None
+
+
+@dataclass
+class _Conversion:
+    """One conversion."""
+
+    config: Config
+    method: Method
+    found: Findings
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of the recipe, in the order in which people write them."""
+        self._check_parameters()
+        pairs = [self._arranged(one) for one in self.config.slices]
+        if self.found.problems:
+            return {}
+        n_experts = max(len(experts) for _, experts in pairs)
+        rows = [[experts[k] if k < len(experts) else None for _, experts in pairs] for k in range(n_experts)]
+        if any(None in row for row in rows) and not self.method.weighted:
+            self.found.problem(
+                "slices", f"slices with different numbers of models have no counterpart for '{self.name}'"
+            )
+            return {}
+        choice = self.method.convert(Arrangement(rows, Parameters(self.config, self.found)))
+        self._note_slices()
+        out: dict[str, Any] = {"base": self._location([base for base, _ in pairs])}
+        out |= {"experts": self._experts(rows, [base for base, _ in pairs], choice)}
+        out |= {"method": choice.method}
+        if choice.options and out["experts"]:
+            out["options"] = choice.options
+        out |= {"normalize": True} if choice.normalize else {}
+        out |= {"scale": choice.scale} if choice.scale != 1.0 else {}
+        out["scope"] = "all"
+        if not out["experts"]:
+            del out["experts"], out["method"]
+        return out | self._dtypes() | self._files(out.get("experts", [])) | {"notes": self._notes()}
+
+    @property
+    def name(self) -> str:
+        """mergekit's name of the method."""
+        return self.config.method
+
+    def _arranged(self, one: Slice) -> tuple[Source, list[Source]]:
+        """Base and experts of a slice."""
+        sources = list(one.sources)
+        count = self.method.models
+        wanted = one.base or self.config.base
+        of_base = next((s for s in sources if s.model == wanted), None)
+        if self.method.needs_base and of_base is None:
+            what = f"'{wanted}' is no source of this slice" if wanted else "there is none"
+            self.found.problem(one.path, f"method '{self.name}' needs a base model: {what}; name one ('base_model')")
+            return sources[0], sources[1:]
+        if count is not None and len(sources) != count:
+            listed = ", ".join(s.model for s in sources)
+            base = ", the base model among them" if self.method.needs_base else ""
+            self.found.problem(
+                one.path, f"method '{self.name}' takes exactly {count} model(s){base}; found {len(sources)}: {listed}"
+            )
+        if self.method.needs_base:
+            assert of_base is not None
+            return of_base, [s for s in sources if s is not of_base]
+        plain = [s for s in sources if "+" not in s.model]
+        if not plain:
+            self.found.problem(one.path, "every model is a model with an adapter: merge one of them first")
+        return of_base or (plain or sources)[0], sources
+
+    def _location(self, sources: Sequence[Source]) -> str:
+        """A model, or a stack of layers of models."""
+        if not self.config.is_stacked:
+            return sources[0].model
+        parts: list[tuple[str, int, int]] = []
+        for source in sources:
+            assert source.layers is not None
+            start, stop = source.layers
+            if parts and parts[-1][0] == source.model and parts[-1][2] == start:
+                parts[-1] = (source.model, parts[-1][1], stop)
+            else:
+                parts.append((source.model, start, stop))
+        if adapted := sorted({m for m, _, _ in parts if "+" in m}):
+            listed = ", ".join(adapted)
+            self.found.problem(
+                "slices",
+                f"{listed}: layers of a model with an adapter have no counterpart; merge it into its model first",
+            )
+        return " + ".join(f"{m}[{a}:{b}]" for m, a, b in parts)
+
+    def _experts(
+        self, rows: Sequence[Sequence[Source | None]], bases: Sequence[Source], choice: Choice
+    ) -> list[dict[str, Any]]:
+        """The experts with their weights and options; none where the base is only copied."""
+        if self.name == "passthrough" and not choice.weights:
+            return [] if self.config.is_stacked else [{"path": bases[0].model, "name": "copy"}]
+        out, names = [], set[str]()
+        for k, row in enumerate(rows):
+            filled = [base if s is None else s for s, base in zip(row, bases, strict=True)]
+            expert: dict[str, Any] = {"path": self._adapter(filled[0], bases[0]) or self._location(filled)}
+            models = dict.fromkeys(_name(s.model) for s in filled)
+            label, plain = "+".join(models), "+".join(models)
+            while label in names or label == "base":
+                label = f"{plain}-{len(names) + 1}"
+            names.add(label)
+            if label != plain:
+                expert["name"] = label
+            if choice.weights and choice.weights[k] != 1.0:
+                expert["weight"] = choice.weights[k]
+            if own := {n: values[k] for n, values in choice.own.items()}:
+                expert["options"] = own
+            out.append(expert)
+        return out
+
+    def _adapter(self, source: Source, base: Source) -> str | None:
+        """Location of the adapter where an expert is the base with an adapter."""
+        model, plus, adapter = source.model.partition("+")
+        if not plus or self.config.is_stacked:
+            return None
+        if model != base.model:
+            self.found.problem(
+                source.path,
+                f"{source.model}: an adapter of another model than the base ({base.model}) has no counterpart; merge "
+                "it into its model first",
+            )
+        return adapter
+
+    def _dtypes(self) -> dict[str, Any]:
+        """dtype of the output and of the computation."""
+        names = {}
+        for key in ("dtype", "out_dtype"):
+            text = self.config.rest.get(key)
+            name = str(text).removeprefix("torch.") if text is not None else None
+            if name is not None and name not in DTYPES:
+                self.found.problem(key, f"expected one of {', '.join(DTYPES)}, found '{text}'")
+            names[key] = name
+        if names["dtype"] in ("bfloat16", "float16"):
+            self.found.note(
+                f"computed in float32 and rounded to {names['out_dtype'] or names['dtype']} once; most of mergekit's "
+                f"methods compute in {names['dtype']}"
+            )
+        written = names["out_dtype"] or names["dtype"]
+        out = {} if written is None else {"dtype": written}
+        return out | ({"compute_dtype": "float64"} if names["dtype"] == "float64" else {})
+
+    def _files(self, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Vocabulary and tokenizer files."""
+        rest = self.config.rest
+        if rest.get("chat_template") is not None:
+            self.found.note("'chat_template' is not set: write it into tokenizer_config.json of the output")
+        tokenizer = rest.get("tokenizer")
+        if tokenizer is not None and rest.get("tokenizer_source") is not None:
+            self.found.problem("tokenizer", "'tokenizer' and 'tokenizer_source' are both given; mergekit takes one")
+        source = rest.get("tokenizer_source")
+        if not isinstance(tokenizer, Mapping):
+            return {} if source is None else {"vocabulary": self._tokens_of(str(source), "tokenizer_source", experts)}
+        vocabulary: dict[str, Any] = {
+            "source": self._tokens_of(str(tokenizer.get("source", "union")), "tokenizer.source", experts)
+        }
+        if tokenizer.get("pad_to_multiple_of"):
+            vocabulary["pad_to_multiple_of"] = tokenizer["pad_to_multiple_of"]
+        tokens = tokenizer.get("tokens") or {}
+        if not isinstance(tokens, Mapping):
+            self.found.problem("tokenizer.tokens", f"expected a mapping of tokens, found {str(tokens)[:80]!r}")
+            tokens = {}
+        rows = {str(t): self._row(str(t), entry, experts) for t, entry in tokens.items()}
+        return {"vocabulary": vocabulary | ({"tokens": rows} if rows else {})}
+
+    def _row(self, token: str, entry: Any, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Row of one token: of a model, zeros, or another token of a model."""
+        path = f"tokenizer.tokens.{token}"
+        source = entry.get("source") if isinstance(entry, Mapping) else None
+        row: dict[str, Any] = {}
+        if isinstance(source, str):
+            row = {"model": self._tokens_of(source, path, experts)}
+        elif isinstance(source, Mapping) and source.get("kind") == "model_token":
+            row = {"model": self._tokens_of(str(source.get("model")), path, experts)}
+            row |= {k: source[k] for k in ("token", "token_id") if source.get(k) is not None}
+        elif not isinstance(source, Mapping) or source.get("kind") != "zero":
+            self.found.problem(path, "expected 'source': a model, {kind: zero} or {kind: model_token, model, token}")
+        return row | ({"force": True} if isinstance(entry, Mapping) and entry.get("force") else {})
+
+    def _tokens_of(self, model: str, path: str, experts: Sequence[Mapping[str, Any]]) -> str:
+        """Name of a model here: `base`, `union` or that of an expert."""
+        bases = {self.config.base, *(s.base for s in self.config.slices)}
+        if model in ("base", "union") or model in bases:
+            return model if model in ("base", "union") else "base"
+        for expert in experts:
+            if expert["path"] == model:
+                return str(expert.get("name") or _name(model))
+        self.found.problem(path, f"'{model}' is none of the models that are merged")
+        return "base"
+
+    def _check_parameters(self) -> None:
+        """Note parameters that this method does not read."""
+        config = self.config
+        places = [("", config.parameters[0]), ("modules", config.parameters[1])]
+        places += [(one.path, one.parameters) for one in config.slices]
+        places += [(s.path, s.parameters) for one in config.slices for s in one.sources]
+        own = ("weight", "density", "gamma", "epsilon", "scale")
+        for path, parameters in places:
+            in_source = any(path == s.path for one in config.slices for s in one.sources)
+            known = [n for n in self.method.reads if not in_source or n in own]
+            self.found.ignored(f"{path}.parameters" if path else "parameters", parameters, known)
+            if "int8_mask" in parameters:
+                self.found.note("'int8_mask' saves memory in mergekit and changes no value; there is nothing to set")
+
+    def _note_slices(self) -> None:
+        if self.config.is_stacked and len(self.config.slices) > 1:
+            self.found.note("embeddings are those of the first slice, final norm and head those of the last")
+
+    def _notes(self) -> list[str]:
+        return [f"converted from a mergekit configuration ({self.name})", *self.found.notes]
+
+
+def _name(model: str) -> str:
+    """Short name of a model: the last part of its path, or of its adapter's."""
+    text = model.rpartition("+")[2].partition("@")[0]
+    return PurePosixPath(text).name or text

@@ -1,0 +1,235 @@
+"""mergekit's methods: what they read, and the method, options and weights of actmat that give the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actmat.extras.mergekit.config import Source
+from actmat.extras.mergekit.parameters import REQUIRED, Parameters
+
+__all__ = ["FOREIGN", "METHODS", "Arrangement", "Choice", "Method"]
+
+FOREIGN = {
+    "multislerp": "karcher, the mean on the sphere, is near to it",
+    "arcee_fusion": "it keeps entries by their effect on a softmax of the weights; breadcrumbs or sce select too",
+    "ram": "",
+    "ramplus_tl": "",
+}
+"""Methods of mergekit that have no counterpart, and what comes nearest."""
+
+SMALLEST_SUM = 1e-6
+"""Sum of two weights below which nuslerp takes their middle."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Experts of a merge.
+
+    Args:
+        sources: per expert, its source in each slice; None where a slice has fewer.
+        parameters: values of the configuration.
+    """
+
+    sources: Sequence[Sequence[Source | None]]
+    parameters: Parameters
+
+    def own(self, name: str, default: Any, absent: Any) -> list[Any]:
+        """Values of a parameter, one per expert."""
+        return [self.parameters.own(name, of_slices, default, absent) for of_slices in self.sources]
+
+    def weights(self) -> list[Any]:
+        """Weights, one per expert."""
+        return self.own("weight", REQUIRED, 0.0)
+
+
+@dataclass
+class Choice:
+    """Fields of a recipe that a method stands for.
+
+    Args:
+        method, options, scale, normalize: of the recipe.
+        weights: one per expert; none: the method takes none.
+        own: options of single experts, by name.
+    """
+
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    weights: list[Any] = field(default_factory=list)
+    own: dict[str, list[Any]] = field(default_factory=dict)
+    scale: Any = 1.0
+    normalize: bool = False
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of mergekit.
+
+    Args:
+        convert: makes the choice.
+        reads: names of its parameters.
+        needs_base: whether it needs a base model.
+        models: number of models, the base among them; None: any.
+        weighted: whether an expert can be left out of some layers by a weight of 0.
+    """
+
+    convert: Callable[[Arrangement], Choice]
+    reads: tuple[str, ...]
+    needs_base: bool = True
+    models: int | None = None
+    weighted: bool = True
+
+
+def _linear(of: Arrangement) -> Choice:
+    return Choice("linear", {"normalize": of.parameters.flag("normalize", True)}, of.weights())
+
+
+def _slerp(of: Arrangement) -> Choice:
+    return Choice("slerp", {"t": of.parameters.shared("t", REQUIRED)})
+
+
+def _task_arithmetic(of: Arrangement) -> Choice:
+    scaling = of.parameters.shared("lambda", 1.0)
+    return Choice(
+        "task_arithmetic", {"scaling": scaling}, of.weights(), normalize=of.parameters.flag("normalize", False)
+    )
+
+
+def _ties(of: Arrangement) -> Choice:
+    options = {"reduce": _reduce(of, True), "variant": "mergekit"}
+    if of.parameters.flag("rescale", False):
+        options["rescale"] = "l1"
+    return Choice("ties", options, of.weights(), _density(of), of.parameters.shared("lambda", 1.0))
+
+
+def _dare(rule: str) -> Callable[[Arrangement], Choice]:
+    def convert(of: Arrangement) -> Choice:
+        options: dict[str, Any] = {"rule": rule, "rescale": _rescale(of)}
+        normalize = False
+        if rule == "ties":
+            options["reduce"] = _reduce(of, False)
+        else:
+            normalize = of.parameters.flag("normalize", False)
+        scale = of.parameters.shared("lambda", 1.0)
+        return Choice("dare", options, of.weights(), _density(of), scale, normalize)
+
+    return convert
+
+
+def _della(*, elects: bool) -> Callable[[Arrangement], Choice]:
+    def convert(of: Arrangement) -> Choice:
+        options: dict[str, Any] = {"rescale": _rescale(of), "sign_election": elects}
+        normalize = False
+        if elects:
+            options["reduce"] = _reduce(of, True)
+        else:
+            normalize = of.parameters.flag("normalize", False)
+        own = _density(of) | {"epsilon": of.own("epsilon", 0.15, 0.15)}
+        return Choice("della", options, of.weights(), own, of.parameters.shared("lambda", 1.0), normalize)
+
+    return convert
+
+
+def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], Choice]:
+    def convert(of: Arrangement) -> Choice:
+        options: dict[str, Any] = {"scaling": of.parameters.shared("lambda", 1.0), "sign_election": elects}
+        normalize = False
+        if elects:
+            options["reduce"] = _reduce(of, False)
+        else:
+            normalize = of.parameters.flag("normalize", False)
+        if of.parameters.flag("rescale", False):
+            of.parameters.found.problem("parameters", "'rescale' of breadcrumbs has no counterpart: leave it out")
+        own = _density(of) | {"gamma": of.own("gamma", 0.01, 0.0)}
+        return Choice("breadcrumbs", options, of.weights(), own, normalize=normalize)
+
+    return convert
+
+
+def _model_stock(of: Arrangement) -> Choice:
+    return Choice("model_stock", {"filter_wise": of.parameters.flag("filter_wise", False)})
+
+
+def _sce(of: Arrangement) -> Choice:
+    return Choice("sce", {"select_topk": of.parameters.shared("select_topk", 1.0)})
+
+
+def _karcher(of: Arrangement) -> Choice:
+    options = {"max_iter": of.parameters.plain("max_iter", 10), "tol": of.parameters.plain("tol", 1e-5)}
+    uneven = any(None in of_slices for of_slices in of.sources)
+    present = [[None if s is None else 1.0 for s in of_slices] for of_slices in of.sources]
+    weights = [_presence(of, flags) for flags in present] if uneven else []
+    return Choice("karcher", options, weights)
+
+
+def _nearswap(of: Arrangement) -> Choice:
+    return Choice("nearswap", {"t": of.parameters.shared("t", REQUIRED)})
+
+
+def _passthrough(of: Arrangement) -> Choice:
+    """A copy, or the one model's weights times `scale`."""
+    scales = of.own("scale", 1.0, 1.0)
+    return Choice("linear", {"normalize": False}, scales if scales != [1.0] else [])
+
+
+def _nuslerp(of: Arrangement) -> Choice:
+    """Two models without a base: slerp at `t = w2 / (w1 + w2)`."""
+    found, whole = of.parameters.found, of.parameters.flag("nuslerp_flatten", True)
+    if of.parameters.config.base is not None or not whole:
+        found.problem("merge_method", "nuslerp of deltas (with 'base_model'), or row by row, has no counterpart")
+        return Choice("slerp")
+    if len(of.sources) != 2:
+        found.problem("models", f"method 'nuslerp' takes exactly 2 models; found {len(of.sources)}")
+        return Choice("slerp")
+    weights = of.weights()
+    if not all(isinstance(w, int | float) for w in weights):
+        what = "nuslerp with weights that differ from tensor to tensor has no counterpart: take slerp with 't'"
+        found.problem("merge_method", what)
+        return Choice("slerp")
+    total = sum(weights)
+    return Choice("slerp", {"t": weights[1] / total if abs(total) > SMALLEST_SUM else 0.5})
+
+
+def _presence(of: Arrangement, flags: Sequence[float | None]) -> Any:
+    """Weight 1 in the slices that an expert is in, 0 in the others."""
+    entries: list[dict[str, Any]] = [{"layers": "before", "value": flags[0] or 0.0}]
+    start = 0
+    for one, flag in zip(of.parameters.config.slices, flags, strict=True):
+        entries.append({"layers": [start, start + one.n_layers], "value": flag or 0.0})
+        start += one.n_layers
+    return [*entries, {"layers": "after", "value": flags[-1] or 0.0}]
+
+
+def _density(of: Arrangement) -> dict[str, list[Any]]:
+    return {"density": of.own("density", 1.0, 1.0)}
+
+
+def _rescale(of: Arrangement) -> str:
+    return "l1" if of.parameters.flag("rescale", True) else "none"
+
+
+def _reduce(of: Arrangement, default: bool) -> str:
+    return "mean" if of.parameters.flag("normalize", default) else "sum"
+
+
+_SUMS = ("weight", "lambda", "normalize", "int8_mask", "rescale")
+METHODS: Mapping[str, Method] = {
+    "linear": Method(_linear, ("weight", "normalize"), needs_base=False),
+    "slerp": Method(_slerp, ("t",), models=2, weighted=False),
+    "task_arithmetic": Method(_task_arithmetic, _SUMS),
+    "ties": Method(_ties, (*_SUMS, "density")),
+    "dare_ties": Method(_dare("ties"), (*_SUMS, "density")),
+    "dare_linear": Method(_dare("linear"), (*_SUMS, "density")),
+    "della": Method(_della(elects=True), (*_SUMS, "density", "epsilon")),
+    "della_linear": Method(_della(elects=False), (*_SUMS, "density", "epsilon")),
+    "breadcrumbs": Method(_breadcrumbs(elects=False), (*_SUMS, "density", "gamma")),
+    "breadcrumbs_ties": Method(_breadcrumbs(elects=True), (*_SUMS, "density", "gamma")),
+    "model_stock": Method(_model_stock, ("filter_wise",), weighted=False),
+    "sce": Method(_sce, ("select_topk", "int8_mask"), weighted=False),
+    "karcher": Method(_karcher, ("max_iter", "tol"), needs_base=False),
+    "nearswap": Method(_nearswap, ("t",), models=2, weighted=False),
+    "nuslerp": Method(_nuslerp, ("weight", "nuslerp_flatten", "nuslerp_row_wise"), needs_base=False, weighted=False),
+    "passthrough": Method(_passthrough, ("scale",), needs_base=False, models=1),
+}
+"""mergekit's name -> method."""

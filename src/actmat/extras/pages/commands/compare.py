@@ -1,0 +1,128 @@
+"""`actmat compare`: show the differences between two merges of the same experts."""
+
+from __future__ import annotations
+
+from json import dumps as json_text
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from actmat.cli import flags
+
+if TYPE_CHECKING:
+    from actmat.extras.pages.comparison import Comparison
+
+__all__ = ["compare"]
+
+MOST = 10
+"""Largest number of tensors listed."""
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="OUT1", help="Directory of a merged model.")],
+    second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Write an HTML page to this file.")] = None,
+    json: flags.Json = False,
+    full: flags.Full = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Show what differs between two merges of the same base and experts: recipes, weights, residuals, checks.
+
+    actmat compare merged-actmat merged-ties --out compare.html
+
+    Reads the weights of both, and of the base if it is found, a few megabytes at
+    a time. Residuals and checks are compared if both merges were made with
+    --diagnose. Merges of different bases or experts are refused: all
+    differences are listed and the exit code is 1.
+    """
+    from actmat.cli.results import print_result
+    from actmat.cli.screen import console, counting, escape
+    from actmat.extras.pages.comparison import compare as compare_outputs
+
+    with counting("comparing", quiet=quiet) as seen:
+        found = compare_outputs(first, second, progress=seen)
+    if out is not None:
+        from actmat.checkpoints.writing.staging import disk_errors
+        from actmat.extras.pages.html.comparison import write_comparison
+
+        with disk_errors(out.parent):
+            write_comparison(found, out)
+    if json:
+        data = found.to_json() | {"differing": len(found.differing), "names": list(found.names)}
+        print_result("compare", data, long=("tensors",), full=full)
+    elif not quiet:
+        _print(found)
+        if out is not None:
+            console.print(f"page: {escape(out)}", soft_wrap=True)
+
+
+def _print(found: Comparison) -> None:
+    from actmat.cli.screen import console, escape
+    from actmat.report.words import IN_PLACES
+
+    first, second = found.names
+    console.print(f"[bold]{escape(first)}[/bold]  {escape(found.outs[0])}  ({escape(found.methods[0])})")
+    console.print(f"[bold]{escape(second)}[/bold]  {escape(found.outs[1])}  ({escape(found.methods[1])})")
+    names = ", ".join(a if a == b else f"{a} = {b}" for a, b in found.experts)
+    onto = f" of {found.base}" if found.base else ""
+    console.print(f"{len(found.experts)} experts{escape(onto)}: {escape(names)}\n")
+    _rows(["differs in", first, second], [[s.field, _short(s.first), _short(s.second)] for s in found.settings])
+    _print_sizes(found)
+    _print_tensors(found)
+    residuals = [[r.expert, f"{r.first:.2f}", f"{r.second:.2f}"] for r in found.residuals]
+    _rows(["residual rho", first, second], residuals)
+    for name, code in zip(found.names, found.size_codes if residuals else (), strict=False):
+        if code is not None:
+            where = IN_PLACES.get(code, "")
+            console.print(f"rho of {escape(name)} says little: its size is off{where} ({code})\n")
+    checks = [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
+    _rows(["check", first, second], checks)
+    for note in found.notes:
+        console.print(f"note: {escape(note)}")
+
+
+def _print_sizes(found: Comparison) -> None:
+    """Size of each merge, where both manifests have it."""
+    from actmat.report.words import size_ratios
+
+    first, second = map(size_ratios, found.totals)
+    rows = [[f"x {what}", f"{first[what]:.3g}", f"{second[what]:.3g}"] for what in first if what in second]
+    _rows(["size", *found.names], rows)
+
+
+def _print_tensors(found: Comparison) -> None:
+    from actmat.cli.screen import console
+
+    differing = found.differing
+    if not differing:
+        console.print(f"all {len(found.tensors)} tensors are the same\n")
+        return
+    apart = "" if found.relative is None else f"; relative distance there {found.relative:.3g} (0 to 2)"
+    console.print(f"{len(differing)} of {len(found.tensors)} tensors differ{apart}")
+    if found.in_other_dtypes:
+        console.print(f"{found.in_other_dtypes} of these hold equal values in another dtype")
+    console.print()
+    rows = []
+    for t in differing[:MOST]:
+        # in units of the deltas, if the base was found
+        numbers = [t.distance] if t.norms is None else [t.relative, t.cosine, *t.norms]
+        rows.append([t.name.removesuffix(".weight"), *("-" if v is None else f"{v:.3g}" for v in numbers)])
+    names = ["relative", "cosine", "norm 1", "norm 2"]
+    _rows(["differ most", *(names if differing[0].norms is not None else ["distance"])], rows)
+
+
+def _short(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json_text(value, ensure_ascii=False)
+
+
+def _rows(head: list[str], rows: list[list[str]]) -> None:
+    """Print a table and an empty line; nothing without rows."""
+    from actmat.cli.screen import console, escape, plain_table
+
+    if rows:
+        table = plain_table(*head, numbers=head[1:] if len(head) != 3 else ())
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+        console.print()

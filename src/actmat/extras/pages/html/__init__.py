@@ -1,0 +1,7 @@
+"""The report as one HTML page."""
+
+from __future__ import annotations
+
+from actmat.extras.pages.html.diagnosis import render_html, write_html
+
+__all__ = ["render_html", "write_html"]

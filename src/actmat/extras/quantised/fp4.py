@@ -1,0 +1,107 @@
+"""NVFP4 and MXFP4 of compressed-tensors: 4-bit floats (e2m1) in groups of a row, with a scale per group.
+
+    NVFP4   W[o, i] = code[o, i] * (scale[o, i // 16] / global)    scale: float8 e4m3; global: one float32
+    MXFP4   W[o, i] = code[o, i] * 2^(scale[o, i // 32] - 127)      scale: uint8
+
+Stored as `NAME_packed` (uint8, two codes per byte, the low half first), `NAME_scale`, and `NAME_global_scale` of NVFP4.
+Scales of activations (`input_global_scale`) belong to no weight. Source: compressed-tensors, `compressors/nvfp4`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, nibbles
+from actmat.extras.quantised.mxfp4 import E2M1, OFFSET
+from actmat.extras.quantised.scaled import ACTIVATIONS
+
+__all__ = ["FP4", "Fp4Tensor"]
+
+NV_GROUP, MX_GROUP = 16, 32
+"""Columns that share a scale."""
+
+
+@dataclass(frozen=True)
+class Fp4Tensor(CodedTensor):
+    """Packed 4-bit floats; `packed`, `scale`, `overall`: stored names, `overall` empty for MXFP4."""
+
+    packed: str
+    scale: str
+    overall: str
+    group: int
+
+    def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
+        """Codes times scales."""
+        first, rows, groups = matrix * self.rows + start, stop - start, self.columns // self.group
+        packed = stored.entries(self.packed, first * self.columns // 2, rows * self.columns // 2)
+        codes = torch.tensor(E2M1)[nibbles(packed).long()].view(rows, groups, self.group)
+        scales = stored.entries(self.scale, first * groups, rows * groups).view(rows, groups)
+        if self.overall:
+            wide = scales.to(torch.float32) / stored.entries(self.overall, 0, 1).to(torch.float32)
+        else:
+            wide = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - OFFSET)
+        return (codes * wide[..., None]).view(rows, self.columns)
+
+    @property
+    def why_not_written(self) -> str:
+        """Reason why the layout is only read."""
+        if not self.overall:
+            return "MXFP4 of compressed-tensors is only read"
+        return "layers that a server joins (q, k, v; gate, up) must share a global scale, so NVFP4 is only read"
+
+
+def _claims(headers: Headers) -> Claims:
+    """Every `NAME_packed` of bytes with scales of one of the two kinds."""
+    claims = Claims()
+    if headers.method not in ("", "compressed-tensors"):
+        return claims
+    for spec in headers.specs.values():
+        name = spec.name.removesuffix("_packed")
+        if name == spec.name or spec.dtype != "uint8" or len(spec.shape) != 2:
+            continue
+        found = _tensor(name, spec, headers)
+        if isinstance(found, str):
+            claims.problems.append(f"tensor '{spec.name}' {list(spec.shape)}: {found}")
+        else:
+            claims.tensors.append(found)
+    if claims.tensors:
+        claims.unused += [n for n in headers.specs if n.rpartition(".")[2] in ACTIVATIONS]
+    return claims
+
+
+def _tensor(name: str, packed: TensorSpec, headers: Headers) -> Fp4Tensor | str:
+    """The logical tensor `name`, or why it cannot be read."""
+    scale, overall = headers.specs.get(f"{name}_scale"), headers.specs.get(f"{name}_global_scale")
+    kinds = {"float8_e4m3fn": ("NVFP4", NV_GROUP), "uint8": ("MXFP4", MX_GROUP)}
+    if scale is None or scale.dtype not in kinds:
+        found = "none" if scale is None else f"{scale.dtype}"
+        return f"expected scales '{name}_scale' of float8_e4m3fn (NVFP4) or uint8 (MXFP4), found {found}"
+    if f"{name}_zero_point" in headers.specs:
+        return f"4-bit floats with zero points ('{name}_zero_point') are not read"
+    kind, group = kinds[scale.dtype]
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    if columns % group or scale.shape != (rows, columns // group):
+        return f"expected one scale per {group} of its {columns} columns, found {list(scale.shape)}"
+    if kind == "NVFP4" and (overall is None or overall.dtype != "float32" or overall.numel != 1):
+        return f"expected one float32 '{name}_global_scale', found {'none' if overall is None else overall.shape}"
+    if kind == "MXFP4" and overall is not None:
+        return f"'{overall.name}' beside scales that are powers of two is not read"
+    words = "one power of two" if overall is None else "one fp8 scale"
+    return Fp4Tensor(
+        name=name,
+        shape=(rows, columns),
+        dtype=headers.dtype,
+        scheme=f"{kind}, {words} per {group} columns",
+        parts=(packed.name, scale.name, *(() if overall is None else (overall.name,))),
+        packed=packed.name,
+        scale=scale.name,
+        overall="" if overall is None else overall.name,
+        group=group,
+    )
+
+
+FP4 = Codec("fp4", _claims)

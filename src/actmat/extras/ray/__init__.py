@@ -1,0 +1,11 @@
+"""Run units in a Ray cluster: actors with a session each, which write their ranges of the shards to shared storage.
+
+The plan goes to every worker once, through the object store; units go in batches, records and findings come back. No
+tensor leaves a worker but for the storage.
+"""
+
+from __future__ import annotations
+
+from actmat.extras.ray.executor import RayExecutor, ray_at
+
+__all__ = ["RayExecutor", "ray_at"]

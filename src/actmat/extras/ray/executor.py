@@ -1,0 +1,185 @@
+"""`RayExecutor`: the driver of a merge in a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from actmat.engine.executors.base import ExecutorFactory
+from actmat.engine.inputs import Inputs
+from actmat.engine.observer import SinkSource
+from actmat.engine.resources import Resources
+from actmat.engine.session import SessionSpec, SurveyKey, UnitResult
+from actmat.engine.survey import run_surveys
+from actmat.engine.units import Member, Unit, plan_units
+from actmat.extras.ray import cluster
+from actmat.extras.ray.batches import Batch, Node, Offer, make_batches, plan_offers
+from actmat.extras.ray.dispatch import Dispatcher
+from actmat.extras.ray.shared import prepared_storage
+from actmat.extras.ray.worker import Answer, Opening
+from actmat.planning.model import Item
+from actmat.planning.placement import STAGING_BYTES
+
+__all__ = ["RayExecutor", "ray_at"]
+
+
+def ray_at(address: str) -> ExecutorFactory:
+    """The executor of the cluster at an address, see `cluster.connect`; nothing is started yet.
+
+    Raises:
+        RecipeError: Ray is not installed, or the address is of another kind.
+    """
+    cluster.check_address(address)
+    return partial(RayExecutor, address=address)
+
+
+class RayExecutor:
+    """One worker per core of a Ray cluster, each with a session of its own; see docs/cluster.md.
+
+    Args:
+        inputs, writers: not used: workers open their own.
+        resources: most workers, and memory of each node, where the user set them; `cuda` for plans with GPUs.
+        address: see `cluster.connect`.
+        workers: that run already, and go on running; default: as many as fit, ended after `run`.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        writers: Sequence[SinkSource],
+        resources: Resources,
+        *,
+        address: str = "",
+        workers: Dispatcher | None = None,
+    ) -> None:
+        del inputs, writers
+        self._resources = resources
+        self._address = address
+        self._given = workers
+        self._workers = workers
+        self._stack = contextlib.ExitStack()
+        self._shipped: SessionSpec | None = None
+
+    def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
+        """See `Executor`."""
+        with self._ending_on_error():
+            return run_surveys(spec, partial(self._observe, spec))
+
+    def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
+        """See `Executor`."""
+        import ray
+
+        with self._stack, self._ending():
+            if not units:
+                return
+            workers = self._opened(spec, units)
+            if spec.surveys:
+                workers.use(ray.put(spec.surveys))
+            failed = False
+
+            def send(handle: Any, batch: Batch, upcoming: Batch | None) -> Any:
+                return handle.merge.remote(batch.units, upcoming and upcoming.units[0], inspect_only=failed)
+
+            with contextlib.closing(workers.run(self._batches(spec, units), send)) as answers:
+                for answer in answers:
+                    failed |= any(result.findings.fatal for result in answer.results)
+                    yield from _released(answer, workers)
+
+    def _observe(self, spec: SessionSpec, fork: Callable[[], Any], items: Sequence[Item]) -> Iterator[Any]:
+        """One pass of a survey; every batch has a state of its own, so that a lost worker loses only that."""
+        import ray
+
+        places = {id(item): (p, n) for p, plan in enumerate(spec.plans) for n, item in enumerate(plan.items)}
+        units = [_observed(item, places[id(item)]) for item in items]
+        workers = self._opened(spec, plan_units(spec.plans, [()] * len(spec.plans), spec.observers))
+        state = ray.put(fork())
+
+        def send(handle: Any, batch: Batch, upcoming: Batch | None) -> Any:
+            return handle.observe.remote(batch.units, state)
+
+        with contextlib.closing(workers.run(self._batches(spec, units), send)) as answers:
+            for answer in answers:
+                yield from answer.results
+
+    def _batches(self, spec: SessionSpec, units: Sequence[Unit]) -> list[Batch]:
+        assert self._workers is not None
+        return make_batches(units, _needs(units), len(self._workers), in_order=self._resources.in_order)
+
+    def _opened(self, spec: SessionSpec, units: Sequence[Unit]) -> Dispatcher:
+        """Workers with an open session for the spec; its surveys may be missing there."""
+        import ray
+
+        plain = dataclasses.replace(spec, surveys={})
+        if self._workers is not None and plain == self._shipped:
+            return self._workers
+        if cluster.connect(self._address):
+            self._stack.callback(ray.shutdown)
+        nodes, here = cluster.cluster_nodes(), cluster.driver_node()
+        alone = set(nodes) == {here}
+        if self._workers is None:
+            self._workers = Dispatcher(self._offers(spec, units, nodes.values()), pin=here if alone else "")
+        tokens = self._stack.enter_context(prepared_storage(spec))
+        key = secrets.token_hex(8)
+
+        def opening(offer: Offer) -> Opening:
+            room = offer.memory - offer.process
+            return Opening(key, tokens, os.getcwd(), synchronous=not alone, room=room, device=offer.device)
+
+        self._workers.open(opening, ray.put(plain))
+        self._shipped = plain
+        return self._workers
+
+    def _offers(self, spec: SessionSpec, units: Sequence[Unit], nodes: Iterable[Node]) -> list[Offer]:
+        resources = self._resources
+        if resources.memory_given:
+            nodes = [dataclasses.replace(n, memory=min(n.memory, resources.memory)) for n in nodes]
+        process = max(plan.process_bytes for plan in spec.plans) + STAGING_BYTES * (resources.device != "cpu")
+        most = resources.workers if resources.workers_given else len(units)
+        return plan_offers(list(nodes), units, _needs(units), process, min(most, len(units)))
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End what was started, whatever happens."""
+        try:
+            yield
+        finally:
+            if self._workers is not None and self._given is None:
+                self._workers.close()
+                self._workers = None
+            self._shipped = None
+
+    @contextlib.contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """End what was started if the block fails; else it serves the next call."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C too
+            with self._stack, self._ending():
+                raise
+
+
+def _needs(units: Sequence[Unit]) -> list[bool]:
+    """Per unit, whether it needs an accelerator."""
+    return [unit.device_bytes > 0 for unit in units]
+
+
+def _observed(item: Item, member: Member) -> Unit:
+    """An item as a unit of a survey."""
+    cost = item.cost
+    return Unit(((member,),), item.name, cost.read_bytes, cost.host_bytes, device_bytes=cost.device_bytes)
+
+
+def _released(answer: Answer, workers: Dispatcher) -> Iterator[UnitResult]:
+    """Results of an answer, of which none is kept; the first brings what the user should know."""
+    results = deque(answer.results)
+    answer.results.clear()
+    if results and (notes := workers.notes):
+        results[0] = dataclasses.replace(results[0], notes=notes)
+    while results:
+        yield results.popleft()

@@ -1,0 +1,1 @@
+"""Remote storage: files by ranges over HTTP and fsspec, uploads."""

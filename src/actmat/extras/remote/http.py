@@ -1,0 +1,142 @@
+"""Files of a web server, read by HTTP ranges (RFC 9110, section 14).
+
+fsspec's file system for HTTP hides the headers of an answer. They tell whether a range was honoured (else a shard would
+be sent whole for every block) and whether the file is still the one that was opened, so requests go through the HTTP
+client of `huggingface_hub` instead. A web server has no standard way to list a folder; `list` returns None.
+"""
+
+from __future__ import annotations
+
+import base64
+import netrc
+import re
+from contextlib import suppress
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from huggingface_hub import errors, get_session
+
+from actmat.errors import CheckpointError
+from actmat.extras.remote.retry import TransientError
+from actmat.extras.remote.store import MissingFileError, RemoteFile, Store
+
+__all__ = ["HTTP_ERROR", "TRANSIENT", "HttpStore", "pause_of", "read_body"]
+
+HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
+TIMEOUT = 30.0  # seconds without a byte
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+MISSING = {404: "not found", 410: "gone", 401: "a login is wanted", 403: "forbidden"}
+
+
+class HttpStore(Store):
+    """A folder of a web server. Logins come from ~/.netrc."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._login = _netrc_login(urlsplit(url).hostname or "")
+
+    def list(self) -> None:
+        """None: files are asked for by name."""
+        return
+
+    def head(self, name: str, length: int) -> tuple[RemoteFile, bytes]:
+        """The file and its first bytes, in one request."""
+        return self._get(name, 0, length, None)
+
+    def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
+        """A range; the answer's size and version are compared with those of `file`."""
+        return self._get(file.name, offset, length, file)[1] if length else b""
+
+    def _get(self, name: str, offset: int, length: int, pinned: RemoteFile | None) -> tuple[RemoteFile, bytes]:
+        url = f"{self.url}/{quote(name)}"
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity", **self._login}
+        try:
+            with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as answer:
+                size = _size(answer, url, offset, length)
+                found = RemoteFile(name, size, _version(answer, url))
+                if pinned is not None and found != pinned:
+                    raise _changed(url, pinned, found)
+                wanted = min(length, size - offset)
+                return found, read_body(answer, wanted)
+        except HTTP_ERROR as error:
+            raise TransientError(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def read_body(answer: Any, length: int) -> bytes:
+    """The first `length` bytes of an answer that is streamed; stops early, a server may send more.
+
+    Raises:
+        TransientError: it ended before.
+    """
+    out = bytearray()
+    for chunk in answer.iter_bytes():
+        out += chunk
+        if len(out) >= length:
+            return bytes(out[:length])
+    if len(out) < length:
+        raise TransientError(f"the answer ended after {len(out)} of {length} bytes")
+    return bytes(out)
+
+
+def pause_of(answer: Any) -> float:
+    """Seconds that an answer asks to wait; 0 if it does not say, or gives a date."""
+    with suppress(ValueError):
+        return max(0.0, float(answer.headers.get("Retry-After", "0")))
+    return 0.0
+
+
+def _size(answer: Any, url: str, offset: int, length: int) -> int:
+    """Size of the whole file, from the headers of the answer to a range; an error for any other answer."""
+    status = answer.status_code
+    if status == 206:
+        match = CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        if match is None or int(match[1]) != offset:
+            said = answer.headers.get("Content-Range", "")[:80]
+            raise CheckpointError(f"{url}: asked for bytes from {offset} on, the server sent the range {said!r}")
+        return int(match[3])
+    if status == 200:
+        stated = answer.headers.get("Content-Length", "")
+        if offset == 0 and stated.isdigit() and int(stated) <= length and not url.endswith(".safetensors"):
+            return int(stated)  # a small file as a whole
+        raise CheckpointError(
+            f"{url}: the server does not send ranges of a file, so that every tensor would cost the whole file. "
+            "Fix: download the folder and give it, or use a server that honours Range requests."
+        )
+    if status in TRANSIENT:
+        raise TransientError(f"HTTP {status}", pause_of(answer))
+    if status in MISSING:
+        fix = "Fix: correct the address" + ("" if status in (404, 410) else ", or put a login into ~/.netrc")
+        raise MissingFileError(f"{url}: {MISSING[status]} (HTTP {status}). {fix}.")
+    if status == 416:
+        reason = "the file changed since it was opened" if offset else "expected a file with content"
+        raise CheckpointError(f"{url}: {reason}: the server has no bytes from {offset} on (HTTP 416)")
+    raise CheckpointError(f"{url}: expected bytes of a file, found HTTP {status}")
+
+
+def _version(answer: Any, url: str) -> str:
+    """The validator of the answer: ETag, else the time of the last change."""
+    found = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+    if not found:
+        raise CheckpointError(
+            f"{url}: the server states neither ETag nor Last-Modified, so that a change during the merge would go "
+            "unseen. Fix: download the folder and give it."
+        )
+    return str(found)
+
+
+def _changed(url: str, before: RemoteFile, now: RemoteFile) -> CheckpointError:
+    return CheckpointError(
+        f"{url}: the file changed since it was opened: {before.size} bytes, version {before.etag}; now {now.size} "
+        f"bytes, version {now.etag}. Likely cause: somebody uploads it. Fix: wait until that is done, then run again."
+    )
+
+
+def _netrc_login(host: str) -> dict[str, str]:
+    """Basic authorisation of the host from ~/.netrc, if there is one."""
+    with suppress(OSError, netrc.NetrcParseError):
+        found = netrc.netrc().authenticators(host)
+        if found is not None:
+            pair = f"{found[0]}:{found[2]}".encode()
+            return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+    return {}

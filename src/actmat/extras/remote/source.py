@@ -1,0 +1,300 @@
+"""A folder or file at a URL as a `Source`: files pinned when they are first seen, small ones copied to a local folder.
+
+Opening lists the folder once (a web server, which cannot list, is asked for the names that models have) and reads the
+header of every shard with one request. Tensors are read by ranges; configs and tokenizers are downloaded into a
+temporary folder that lives as long as the source.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from actmat.bounds import MAX_BYTES
+from actmat.checkpoints.base import FileIdentity
+from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, read_config, read_index
+from actmat.checkpoints.ranges import BLOCK_BYTES
+from actmat.checkpoints.side_files import SideFiles, side_files_in
+from actmat.checkpoints.source import Source
+from actmat.errors import CheckpointError
+from actmat.extras.remote.retry import retried
+from actmat.extras.remote.schemes import open_store
+from actmat.extras.remote.store import FIRST_RANGE, MissingFileError, RemoteFile, Store, check_url, split_url
+
+__all__ = ["RemoteSource", "open_remote"]
+
+MODEL_NAMES = ("model.safetensors.index.json", "model.safetensors", "config.json", ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
+TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+UNLISTED = "the web server cannot list its files: only well-known names were asked for"
+
+SIDECAR_NAMES = (
+    "LICENSE",
+    "modules.json",
+    "tekken.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+)
+"""Files that are asked for where a server cannot list."""
+
+PARALLEL_REQUESTS = 8
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+
+
+class RemoteSource(Source):
+    """Files at a URL.
+
+    Args:
+        store: the folder.
+        location: what the user called it.
+        named: the file, where the user named one.
+        streams: read tensors by ranges; else a weight file is downloaded when a tensor of it is first read.
+        pinned: name -> (size, etag) that files must have: those of the process that gave the handle.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        location: str,
+        named: str | None = None,
+        *,
+        streams: bool = True,
+        pinned: Mapping[str, tuple[int, str]] | None = None,
+    ) -> None:
+        self.location = location
+        self.named = named
+        self.streams = streams
+        self.store = store
+        self._pinned = dict(pinned or {})
+        self._files: dict[str, RemoteFile] = {}
+        self._heads: dict[str, bytes] = {}
+        self._copies: dict[str, Path] = {}
+        self._lock = threading.Lock()
+        self._folder: Path | None = None
+        if named is not None and not named.endswith(INDEX_SUFFIX):
+            self.names = [named]
+            return
+        listed = retried(store.list, location)
+        self.can_list = listed is not None
+        if listed is None:
+            found = self._probe(MODEL_NAMES) or self._probe(TORCH_NAMES)
+        else:
+            found = list(listed)
+            for file in listed.values():
+                self._pin(file)
+        if not found:
+            raise CheckpointError(
+                f"{location}: expected a model or an adapter, found nothing there. "
+                + ("" if listed is not None else f"Asked for: {', '.join((*MODEL_NAMES, *TORCH_NAMES))}. ")
+                + "Fix: correct the URL, log in, or give the URL of the weight file."
+            )
+        self.names = sorted({*found, *([named] if named else [])})
+
+    can_list = False
+
+    @property
+    def address(self) -> str:
+        """The URL."""
+        return self.store.url if self.named is None else f"{self.store.url}/{self.named}"
+
+    @cached_property
+    def directory(self) -> Path | None:
+        """Temporary folder with `config.json`; None where the folder has none, and for a weight file."""
+        return self.fetch("config.json").parent if "config.json" in self.names else None
+
+    def local(self, name: str) -> Path | None:
+        """Path of a file that was downloaded, or None."""
+        return self._copies.get(name)
+
+    def fetch(self, name: str) -> Path:
+        """Path of a file's copy in the temporary folder, downloaded first.
+
+        Raises:
+            CheckpointError: a torch file, which is a pickle without a header; or a config of absurd size.
+        """
+        if not all(map(is_plain_name, name.split("/"))):
+            raise CheckpointError(f"{self.location}: {name[:200]!r} is not a plain file name")
+        if name.endswith(TORCH_SUFFIXES):
+            raise CheckpointError(
+                f"{self.location}: {name} is a torch file, which cannot be read by ranges and is not read from "
+                "remote storage. Fix: download the folder and give it, or convert it to safetensors."
+            )
+        with self._lock:
+            if name not in self._copies:
+                self._copies[name] = self._download(name)
+            return self._copies[name]
+
+    def weight_map(self, index: str) -> dict[str, str]:
+        """Content of an index file; where the folder was listed, every file that it names is there."""
+        weight_map = read_index(self.fetch(index))
+        missing = sorted(set(weight_map.values()) - set(self.names)) if self.can_list else []
+        if missing:
+            raise CheckpointError(
+                f"{self.location}: weight files that {index} names are missing. Likely cause: an upload that is not "
+                "finished. Fix: upload the folder again.",
+                [f"{self.location}: {name} is missing" for name in missing],
+            )
+        return weight_map
+
+    def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
+        """Sizes and etags as they were when the files were first seen."""
+        files = [self._file(name) for name in names]
+        return tuple(FileIdentity(f"{self.store.url}/{f.name}", f.size, etag=f.etag) for f in files)
+
+    def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
+        """`read_at(offset, length)` and the size; one request for most headers."""
+        file = self._file(name, length=FIRST_RANGE)
+        start = self._heads.pop(name, b"")
+
+        def read_at(offset: int, length: int) -> bytes:
+            if offset + length <= len(start):
+                return start[offset : offset + length]
+            return self.read_range(name, offset, length)
+
+        return read_at, file.size
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of a pinned file, with retries."""
+        file = self._file(name)
+        return retried(lambda: self.store.read(file, offset, length), f"{self.store.url}/{name}")
+
+    def side_files(self, merged: Sequence[str]) -> SideFiles:
+        """Files of the folder, deeper ones too; where it cannot be listed, those of well-known names."""
+        if self.named is not None and not self.named.endswith(INDEX_SUFFIX):
+            return SideFiles()
+        sizes = {name: self._file(name).size for name in (*self.names, *self._others)}
+        found = side_files_in(sizes, merged, self.fetch)
+        if self.can_list:
+            return found
+        return replace(found, left_out={**found.left_out, "(other files)": UNLISTED})
+
+    def fetch_sidecars(self) -> Path | None:
+        """Download the side files; their folder, or None if there are none."""
+        for name in self.side_files(()).kept:
+            self.fetch(name)
+        return self._folder
+
+    @cached_property
+    def _others(self) -> list[str]:
+        """Files in folders below; of a folder that cannot be listed, those of well-known names."""
+        if not self.can_list:
+            if self.directory is None:
+                return []
+            return self._probe([n for n in (*SIDECAR_NAMES, *self._code_names()) if n not in self.names])
+        below = retried(self.store.below, self.location)
+        for file in below.values():
+            self._pin(file)
+        return list(below)
+
+    def downloading(self, name: str) -> RemoteSource:
+        """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
+        source = RemoteSource(self.store, self.location, name, streams=False, pinned=self._pinned)
+        source._files, source._heads = self._files, self._heads
+        return source
+
+    def _code_names(self) -> list[str]:
+        """Files of Python code that `config.json` names; they are copied, never run."""
+        classes: Any = (read_config(self.directory) or {}).get("auto_map")
+        found = [str(v).rpartition("--")[2].partition(".")[0] + ".py" for v in _strings(classes)]
+        return sorted({name for name in found if is_plain_name(name)})
+
+    def _probe(self, names: Iterable[str]) -> list[str]:
+        """Those of the names that the server has; their first bytes are kept."""
+
+        def has(name: str) -> bool:
+            try:
+                self._file(name, length=FIRST_RANGE)
+            except MissingFileError:
+                return False
+            return True
+
+        names = list(names)
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            return [name for name, found in zip(names, pool.map(has, names), strict=True) if found]
+
+    def _file(self, name: str, *, length: int = 1) -> RemoteFile:
+        """The pinned file; asked for, with its first `length` bytes, when it is first wanted."""
+        if name not in self._files or (length > 1 and name not in self._heads):
+            known = self._files.get(name)
+            if known is not None and self.can_list:
+                size = min(length, known.size)
+                self._heads[name] = retried(lambda: self.store.read(known, 0, size), f"{self.store.url}/{name}")
+            else:
+                file, head = retried(lambda: self.store.head(name, max(length, 1)), f"{self.store.url}/{name}")
+                self._pin(file)
+                self._heads[name] = head
+        return self._files[name]
+
+    def _pin(self, file: RemoteFile) -> None:
+        before = self._pinned.setdefault(file.name, (file.size, file.etag))
+        if before != (file.size, file.etag):
+            raise CheckpointError(
+                f"{self.store.url}/{file.name}: the file changed since it was opened: {before[0]} bytes, version "
+                f"{before[1]}; now {file.size} bytes, version {file.etag}. Likely cause: somebody uploads it. Fix: "
+                "wait until that is done, then run again."
+            )
+        self._files[file.name] = file
+
+    def _download(self, name: str) -> Path:
+        is_weights = (name in self.weights and self.named == name) or name.endswith(".safetensors")
+        file = self._file(name, length=1 if is_weights else FIRST_RANGE)
+        if not is_weights and file.size > MAX_BYTES:
+            raise CheckpointError(
+                f"{self.location}: expected {name} to have at most {MAX_BYTES} bytes, found {file.size}"
+            )
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="actmat-remote-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        start = self._heads.pop(name, b"")
+        with path.open("wb") as out:
+            out.write(start)
+            for offset in range(len(start), file.size, BLOCK_BYTES):
+                out.write(self.read_range(name, offset, min(BLOCK_BYTES, file.size - offset)))
+        return path
+
+
+def open_remote(url: str, *, pinned: Mapping[str, tuple[int, str]] | None = None) -> RemoteSource:
+    """The folder or file at a URL, by its ending; makes the requests that its names and sizes take.
+
+    Raises:
+        CheckpointError: nothing there, no access, an unknown scheme, or a package is missing.
+    """
+    location = check_url(url)
+    folder, name = split_url(location)
+    if name is not None and PurePosixPath(name).suffix == ".json" and not name.endswith(INDEX_SUFFIX):
+        raise CheckpointError(f"{location}: expected a folder, a weight file or an index, found a URL of '{name}'")
+    return RemoteSource(open_store(folder), location, name, pinned=pinned)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Strings in nested mappings and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(item)

@@ -1,0 +1,1 @@
+"""Checkpoints of training runs: DCP, FSDP and Megatron ranks, DeepSpeed."""

@@ -1,0 +1,172 @@
+"""`actmat try`: merge into memory and ask the result something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from actmat.cli import flags
+from actmat.cli.recipes import RecipeFlags
+from actmat.cli.signature import Fields
+from actmat.settings import RunSettings
+
+if TYPE_CHECKING:
+    from actmat.extras.collect.models import Loaded
+    from actmat.recipe import Recipe
+
+__all__ = ["try_"]
+
+
+def _option(flag: str, text: str, **more: Any) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel="Question", **more)
+
+
+@dataclass(frozen=True)
+class QuestionFlags:
+    """Flags of what is asked."""
+
+    prompt: Annotated[list[str] | None, _option("--prompt", "Text to continue, or a question. Repeatable.")] = None
+    new_tokens: Annotated[int, _option("--new-tokens", "Tokens of an answer at most.", min=1)] = 64
+    plain: Annotated[bool, _option("--plain", "Do not use the tokenizer's chat template.")] = False
+    images: Annotated[str | None, _option("--images", "Folder of images, perhaps one folder for each class.")] = None
+    classes: Annotated[
+        str | None, _option("--classes", "a,b,c: classes of images, for CLIP (default: the folders' names).")
+    ] = None
+    template: Annotated[str, _option("--template", "Prompt of a class, for CLIP.")] = "a photo of a {}."
+    lm_eval: Annotated[str | None, _option("--lm-eval", "Tasks of lm-eval, as a,b.")] = None
+    limit: Annotated[int | None, _option("--limit", "Questions of each task of lm-eval.", min=1)] = None
+    model_class: flags.ModelClass = None
+    model_dtype: Annotated[str, _option("--model-dtype", "dtype of the model while it runs.")] = "float32"
+    compare: Annotated[bool, _option("--compare", "Ask the base and every expert, too.")] = False
+
+    def check(self) -> None:
+        """Refuse no question, and flags that no question uses."""
+        if not (self.prompt or self.images or self.lm_eval):
+            raise typer.BadParameter("ask something: --prompt TEXT, --images FOLDER or --lm-eval TASK")
+        if (self.classes and not self.images) or (self.limit is not None and not self.lm_eval):
+            raise typer.BadParameter("--classes goes with --images, --limit with --lm-eval")
+        if self.model_dtype not in flags.MODEL_DTYPES:
+            raise typer.BadParameter(f"--model-dtype is one of {', '.join(flags.MODEL_DTYPES)}")
+
+    def asker(self, recipe: Recipe) -> Callable[[Loaded], dict[str, Any]]:
+        """A function from a model to its answers, as plain data.
+
+        Raises:
+            RecipeError: lm-eval is missing, or has no such task.
+        """
+        from actmat.extras.tune.harness import LmEval
+        from actmat.extras.tune.trying import answer, classify, images_of
+
+        scored = None
+        if self.lm_eval:
+            tasks = [t.strip() for t in self.lm_eval.split(",") if t.strip()]
+            scored = LmEval(tasks, recipe.base or recipe.experts[0].path, limit=self.limit)
+        if self.images:
+            images_of(self.images)  # before anything is merged
+
+        def ask(loaded: Loaded) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            if self.prompt:
+                chat = False if self.plain else None
+                found["answers"] = [answer(loaded, p, new_tokens=self.new_tokens, chat=chat) for p in self.prompt]
+            if self.images:
+                names = [c.strip() for c in (self.classes or "").split(",") if c.strip()]
+                rows = classify(loaded, self.images, classes=names, template=self.template)
+                found["images"] = [
+                    {"image": r.image, "label": r.label, "probability": r.probability, "folder": r.folder} for r in rows
+                ]
+            if scored is not None:
+                found["scores"] = scored.scores(loaded.model)
+            return found
+
+        return ask
+
+
+def try_(
+    *,
+    recipe: flags.RecipeFile = None,
+    given: Annotated[RecipeFlags, Fields(without=("out", "quantise", "keep_sums"))],
+    run: Annotated[RunSettings, Fields(only=("device", "device_memory", "max_memory", "threads"))],
+    question: QuestionFlags,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Merge into memory and ask the result something; nothing is written.
+
+    actmat try -b BASE -e EXPERT1 -e EXPERT2 --prompt "2 + 2 ="
+    actmat try -b BASE -e E1 -e E2 -m ties -m actmat --prompt "2 + 2 ="
+    actmat try -b BASE -e E1 -e E2 --images photos/
+    actmat try -b BASE -e E1 -e E2 --lm-eval gsm8k --limit 50
+
+    Takes the recipe and the flags of 'actmat merge'. Several methods or option
+    values are asked one after the other. --compare asks the base and every
+    expert, too. Answers are not sampled: the same command gives the same text.
+    """
+    question.check()
+    recipes = given.recipes(recipe)
+    ask = question.asker(recipes[0])
+    results = []
+    for name, loaded in _models(recipes, run, question, quiet=quiet or json):
+        found = {"model": name, **ask(loaded)}
+        results.append(found)
+        if not json:
+            _print(found, question.prompt or [])
+    if json:
+        from actmat.cli.results import print_result
+
+        print_result("try", {"prompts": question.prompt or [], "models": results})
+
+
+def _models(
+    recipes: Sequence[Recipe], run: RunSettings, question: QuestionFlags, *, quiet: bool
+) -> Iterator[tuple[str, Loaded]]:
+    """Name and model of each merge, and of the inputs where they are compared; one at a time is in memory."""
+    from actmat.cli.screen import showing_progress
+    from actmat.experts.resolve import is_adapter
+    from actmat.extras.collect.models import load_model
+    from actmat.extras.tune.memory import model_device
+    from actmat.extras.tune.space import MergeChoice
+    from actmat.in_memory import run_in_memory
+
+    device, _ = model_device(run.device)
+    model_class, dtype = question.model_class, question.model_dtype
+    base = ""
+    for recipe in recipes:
+        with showing_progress(quiet=quiet) as progress:
+            merged = run_in_memory(recipe, run, progress)
+        base = merged.base
+        loaded = merged.load(model_class=model_class, dtype=dtype, device=device)
+        del merged
+        yield str(MergeChoice(recipe.method, recipe.options)), loaded
+        del loaded
+    if question.compare:
+        yield "base", load_model(base, model_class=model_class, dtype=dtype, device=device)
+        for expert in recipes[0].experts:
+            under = base if is_adapter(expert.path) else None
+            yield expert.label, load_model(expert.path, base=under, model_class=model_class, dtype=dtype, device=device)
+
+
+def _print(found: dict[str, Any], prompts: Sequence[str]) -> None:
+    from actmat.cli.screen import console, escape
+
+    console.print(f"[bold]{escape(found['model'])}[/bold]")
+    for prompt, text in zip(prompts, found.get("answers", ()), strict=False):
+        if len(prompts) > 1:
+            console.print(f"  {escape(prompt)}")
+        console.print("\n".join(f"  {escape(line)}" for line in str(text).splitlines()) or "  (nothing)")
+    rows = found.get("images", ())
+    for row in rows:
+        mark = "" if row["folder"] in (None, row["label"]) else "  [yellow]not its folder[/yellow]"
+        console.print(f"  {escape(row['image'])}: {escape(row['label'])} ({100 * row['probability']:.0f} %){mark}")
+    if known := [r for r in rows if r["folder"] is not None]:
+        right = sum(r["folder"] == r["label"] for r in known)
+        console.print(f"  {right} of {len(known)} images are in the folder of their class")
+    for task, metrics in found.get("scores", {}).items():
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        console.print(f"  {escape(task)}: {escape(shown)}")
+
+
+try_.__name__ = "try"  # the command's name, which is no name of a function in Python

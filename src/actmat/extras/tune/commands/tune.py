@@ -1,0 +1,196 @@
+"""`actmat tune`: find the best merge from unlabelled inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+from actmat.cli import flags
+from actmat.cli.recipes import RecipeFlags, split_name
+from actmat.cli.signature import Fields
+from actmat.extras.collect.commands.agreement import DataFlags, pairs_of
+from actmat.settings import RunSettings
+
+if TYPE_CHECKING:
+    from actmat.extras.collect.data import DataOptions
+    from actmat.extras.tune import Space
+    from actmat.extras.tune.evaluate import Score
+    from actmat.recipe import Recipe
+
+__all__ = ["tune"]
+
+
+def _option(flag: str, text: str, **more: Any) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel="Search", **more)
+
+
+@dataclass(frozen=True)
+class SearchFlags:
+    """Flags of the search."""
+
+    methods: Annotated[str | None, _option("--methods", "Methods to try, as a,b,c, or 'all' (default: ten).")] = None
+    scales: Annotated[str | None, _option("--scales", "Scales to try, as 0.3,0.5,1.")] = None
+    groups: Annotated[str, _option("--groups", "Factors by group: none, kind, depth or kind-depth.")] = "none"
+    weights: Annotated[bool, _option("--tune-weights", "Search the experts' weights too.")] = False
+    space: Annotated[Path | None, _option("--space", "YAML file with methods, options, scales, groups.")] = None
+    score: Annotated[
+        str,
+        _option(
+            "--score", "divergence, disagreement; with labels accuracy, perplexity; benchmarks: lm-eval:TASK,TASK."
+        ),
+    ] = "divergence"
+    limit: Annotated[int | None, _option("--limit", "Questions of each task of lm-eval (default: all).", min=1)] = None
+    label_column: Annotated[str | None, _option("--label-column", "Labels, for --score accuracy.")] = None
+    classes: Annotated[
+        list[str] | None,
+        _option("--classes", "[NAME=]a,b,c or a file: classes of images, for CLIP (default: the folders' names)."),
+    ] = None
+    template: Annotated[str, _option("--template", "Prompt of a class, for CLIP.")] = "a photo of a {}."
+    budget: Annotated[str | None, _option("--budget", "Evaluations (200) or time (15m).")] = None
+    least_agreement: Annotated[
+        float, _option("--least-agreement", "Share of its predictions that every expert keeps.", min=0, max=1)
+    ] = 0.0
+    inputs: Annotated[
+        int,
+        _option(
+            "--samples",
+            "Inputs per expert; half choose or measure, half compare.",
+            min=2,
+        ),
+    ] = 128
+    new_tokens: Annotated[int, _option("--new-tokens", "Tokens that a generating expert adds to an input.", min=0)] = 32
+    model_dtype: Annotated[str, _option("--model-dtype", "dtype of the models while they run.")] = "float32"
+    keep_work: Annotated[bool, _option("--keep-work", "Keep the merges that were tried.")] = False
+
+    def chosen_space(self) -> Space:
+        """The space of the file, or of the flags.
+
+        Raises:
+            RecipeError: it is not valid.
+        """
+        from actmat.extras.tune import load_space, make_space
+
+        if self.space is not None:
+            if self.methods or self.scales:
+                raise typer.BadParameter("--space names methods and scales itself: drop --methods and --scales")
+            return load_space(self.space)
+        listed = {"methods": self.methods, "scales": self.scales}
+        fields: dict[str, Any] = {k: [x.strip() for x in v.split(",") if x.strip()] for k, v in listed.items() if v}
+        return make_space(fields | {"groups": self.groups, "weights": self.weights})
+
+    def chosen_score(self, recipe: Recipe, batch_size: int) -> Score:
+        """The score of the flags.
+
+        Raises:
+            RecipeError: lm-eval is missing, or has no such task.
+        """
+        from actmat.extras.tune.evaluate import Named
+        from actmat.extras.tune.harness import PREFIX, LmEval
+
+        if self.score.startswith(PREFIX):
+            tasks = [t.strip() for t in self.score.removeprefix(PREFIX).split(",") if t.strip()]
+            files = recipe.base or recipe.experts[0].path
+            return LmEval(tasks, files, limit=self.limit, batch_size=batch_size)
+        if self.limit is not None:
+            raise typer.BadParameter("--limit goes with --score lm-eval:TASK,TASK; inputs are limited by --samples")
+        if self.score not in get_args(Named):
+            raise typer.BadParameter(
+                f"--score is one of {', '.join(get_args(Named))}, or lm-eval:TASK,TASK; got '{self.score}'"
+            )
+        return cast("Score", self.score)
+
+    def with_classes(self, sources: dict[str, DataOptions], base: str) -> dict[str, DataOptions]:
+        """The data with the classes of the images, where the base compares images with texts."""
+        from dataclasses import replace
+
+        from actmat.extras.collect.data import class_names, is_contrastive
+
+        given = _named_classes(self.classes or (), list(sources))
+        if not is_contrastive(base):
+            if given:
+                raise typer.BadParameter("--classes goes with models that compare images with texts, such as CLIP")
+            return sources
+        found = {name: given.get(name) or class_names(o.location) for name, o in sources.items()}
+        if missing := [name for name, classes in found.items() if not classes]:
+            raise typer.BadParameter(
+                f"which classes do the images of '{missing[0]}' have? Give --classes {missing[0]}=a,b,c, or a folder "
+                "of images with a folder for each class"
+            )
+        return {n: replace(o, classes=found[n], template=self.template) for n, o in sources.items()}
+
+
+def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Expert -> names of its classes; without a name, those of all experts."""
+    out: dict[str, tuple[str, ...]] = {}
+    for text in given:
+        name, listed = split_name(text)
+        path = Path(listed)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else listed.split(",")
+        classes = tuple(c.strip() for c in lines if c.strip())
+        if name and name not in names:
+            raise typer.BadParameter(f"--classes names '{name}', and no expert has this name: {', '.join(names)}")
+        out |= dict.fromkeys([name] if name else names, classes)
+    return out
+
+
+def tune(
+    *,
+    recipe: flags.RecipeFile = None,
+    given: Annotated[RecipeFlags, Fields(without=("method", "options", "scale", "space", "quantise", "keep_sums"))],
+    run: Annotated[RunSettings, Fields(without=("diagnose", "exact"))],
+    data: Annotated[DataFlags, Fields(without=("samples", "dtype"))],
+    search: SearchFlags,
+    json: flags.Json = False,
+    full: Annotated[bool, typer.Option("--full", help="With --json: every trial.")] = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Find the best merge from a few unlabelled inputs of each expert.
+
+    actmat tune -b BASE -e math=M -e code=C
+           --data math=math.jsonl --data code=code.jsonl --out BEST
+
+    Every method is merged once and tried at every scale in memory; the score is
+    how far the merged model's predictions are from each expert's own, on that
+    expert's inputs. No labels are needed. Half of the inputs are kept back to
+    say whether the winner is better than the average. BEST.tune holds the
+    recipe, all trials (tune.json) and a page (tune.html). The same command goes
+    on after an interruption.
+    """
+    from actmat.extras.tune import TuneSettings, tune_recipe
+    from actmat.extras.tune.commands.searching import print_search, showing_search
+    from actmat.extras.tune.search import parse_budget
+
+    (wanted, *_) = given.recipes(recipe)
+    if wanted.out is None:
+        raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
+    if not data.data:
+        raise typer.BadParameter("give unlabelled inputs: --data NAME=DATA, once per expert")
+    named = pairs_of(data.data)
+    places = dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
+    settings = TuneSettings(
+        score=search.chosen_score(wanted, data.batch_size),
+        budget=parse_budget(search.budget),
+        least_agreement=search.least_agreement,
+        model_class=data.model_class,
+        dtype=search.model_dtype,
+        new_tokens=search.new_tokens,
+        keep=search.keep_work,
+    )
+    sources = {
+        name: data.options(place, max_samples=search.inputs, label_column=search.label_column)
+        for name, place in places.items()
+    }
+    if wanted.base:
+        sources = search.with_classes(sources, wanted.base)
+    with showing_search(quiet=quiet or json) as progress:
+        report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
+    if json:
+        from actmat.cli.results import print_result
+
+        print_result("tune", report.to_json(), long=("trials",), full=full)
+    elif not quiet:
+        print_search(report)

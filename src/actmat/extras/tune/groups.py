@@ -1,0 +1,89 @@
+"""Groups of layers that share a factor: by kind (attention, mlp, other) and by depth (first, middle, last third)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from actmat.extras.tune.live import FIXED
+from actmat.planning.choose import depth_of
+from actmat.planning.model import MergePlan
+
+__all__ = ["Grouping", "group_rules", "groups_of", "scaled_names"]
+
+Grouping = Literal["none", "kind", "depth", "kind-depth"]
+ALL = "all"
+
+_ATTENTION = re.compile(r"attn|attention|\.[qkvo]_proj\.|query|key|value|\.(q|k|v|o)\.|qkv", re.IGNORECASE)
+_MLP = re.compile(r"mlp|ffn|feed_?forward|\bfc\d?\b|DenseReluDense|intermediate|experts|(gate|up|down)_proj|\.wi|\.wo")
+_THIRDS = ("first", "middle", "last")
+
+
+def scaled_names(plan: MergePlan, doubled: MergePlan) -> set[str]:
+    """Tensors that a recipe's scale reaches: their factor differs in the plan of the same recipe with twice the scale.
+
+    Averaged tensors, and those whose rule has a scale of its own, are not reached.
+    """
+    other = doubled.by_name
+    return {
+        i.name
+        for i in plan.items
+        if i.call is not None and (call := other[i.name].call) is not None and call.scale != i.call.scale
+    }
+
+
+def groups_of(plan: MergePlan, scaled: set[str], grouping: Grouping) -> dict[str, str]:
+    """Every tensor of the output -> its group; tensors that the scale does not reach are in `FIXED`."""
+    deepest = max((d for i in plan.items if (d := depth_of(i.name)) is not None), default=0)
+    out = {}
+    for item in plan.items:
+        group = _group(item.name, deepest, grouping) if item.name in scaled else FIXED
+        out.update({spec.name: group for spec in item.outputs})
+        if item.tied_to is not None:
+            out[item.name] = out.get(item.tied_to, group)
+    return out
+
+
+def _group(name: str, deepest: int, grouping: Grouping) -> str:
+    parts = []
+    if grouping in ("kind", "kind-depth"):
+        parts.append("attention" if _ATTENTION.search(name) else "mlp" if _MLP.search(name) else "other")
+    if grouping in ("depth", "kind-depth"):
+        depth = depth_of(name)
+        parts.append("outside" if depth is None else _THIRDS[min(2, 3 * depth // (deepest + 1))])
+    return "-".join(parts) or ALL
+
+
+def group_rules(groups: Mapping[str, str], factors: Mapping[str, float]) -> list[dict[str, object]]:
+    """Rules of a recipe that give the tensors of each group their scale."""
+    return [
+        {"match": patterns_for([n for n, g in groups.items() if g == group]), "scale": factor}
+        for group, factor in factors.items()
+        if group in set(groups.values())
+    ]
+
+
+def patterns_for(names: Sequence[str]) -> list[str]:
+    """Globs for exactly these names: names that differ in one number become one pattern.
+
+    >>> patterns_for(["h.0.fc.weight", "h.1.fc.weight", "head.weight"])
+    ['h.{0,1}.fc.weight', 'head.weight']
+    """
+    families: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        before, number, after = _first_number(name)
+        families.setdefault((before, after) if number else (name, ""), []).append(number)
+    return [_joined(before, numbers, after) for (before, after), numbers in families.items()]
+
+
+def _first_number(name: str) -> tuple[str, str, str]:
+    match = re.search(r"(?<=\.)\d+(?=\.)", name)
+    return (name, "", "") if match is None else (name[: match.start()], match[0], name[match.end() :])
+
+
+def _joined(before: str, numbers: Iterable[str], after: str) -> str:
+    listed = [n for n in numbers if n]
+    if not listed:
+        return before
+    return f"{before}{listed[0] if len(listed) == 1 else '{' + ','.join(listed) + '}'}{after}"

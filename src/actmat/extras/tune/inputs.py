@@ -1,0 +1,220 @@
+"""Unlabelled inputs of every expert, prepared once: half to search with, half for the final comparison.
+
+Where statistics are measured, half of the inputs to search with are for that alone: a merge by statistics is nearer to
+the experts on the inputs that these were measured on than on others, by which these inputs would favour it.
+
+Causal language models continue each input themselves, and encoder-decoder models write their own target, so that a
+candidate is compared on what the expert would say, in one forward pass (teacher forcing).
+
+Shapes: `N` samples, `L` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.errors import StatisticsError
+from actmat.extras.collect.data import DataOptions, class_prompts, make_batches
+from actmat.extras.collect.models import Loaded
+
+__all__ = ["ExpertInputs", "InputBatch", "Source", "prepare_inputs"]
+
+Source = DataOptions | Sequence[Mapping[str, Tensor]]
+"""A data set, or batches of keyword arguments of the model that are ready; `labels` among them are taken out."""
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """Samples of one expert.
+
+    Args:
+        arguments: keyword arguments of the model, without labels.
+        counted: True for the predictions that count, in the shape of the logits without classes; None: all.
+        labels: class or token labels in the same shape, where they are known; -100 counts as unknown.
+        first: number of the first sample of the batch, among all of the same half.
+        shared: keyword arguments that are not by sample: the prompts of the classes.
+    """
+
+    arguments: Mapping[str, Tensor]
+    counted: Tensor | None
+    labels: Tensor | None
+    first: int = 0
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def keywords(self) -> dict[str, Tensor]:
+        """All keyword arguments of the model."""
+        return {**self.arguments, **self.shared}
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(next(iter(self.arguments.values())))
+
+
+@dataclass(frozen=True)
+class ExpertInputs:
+    """Inputs of one expert: `search` to choose with, `final` to compare the chosen merge with others, and `measured`,
+    which only statistics are measured on.
+    """
+
+    label: str
+    search: tuple[InputBatch, ...]
+    final: tuple[InputBatch, ...]
+    measured: tuple[InputBatch, ...] = ()
+
+    def taken(self, share: float) -> tuple[InputBatch, ...]:
+        """The first batches that hold at least this share of the samples to search with."""
+        wanted = share * sum(b.samples for b in self.search)
+        return tuple(b for b in self.search if b.first < wanted)
+
+
+def prepare_inputs(
+    label: str,
+    loaded: Loaded,
+    source: Source,
+    *,
+    new_tokens: int = 32,
+    labels: bool = False,
+    measuring: bool = False,
+) -> ExpertInputs:
+    """Read the inputs of an expert, and let it write continuations where it is a generating model.
+
+    Samples with even numbers go to the search, those with odd ones to the final comparison; numbers are by batch.
+
+    Args:
+        label: name of the expert.
+        loaded: the expert.
+        source: its data.
+        new_tokens: tokens that a generating model adds to an input; 0: the input's own tokens are predicted.
+        labels: read labels too (`label_column`).
+        measuring: set every second input of the search apart to measure statistics on.
+
+    Raises:
+        StatisticsError: too few inputs for a sample in each part, or data that cannot be used.
+    """
+    search, final, measured = _Part(), _Part(), _Part()
+    given, shared, name = _batches(loaded, source, labels=labels)
+    for batch in given:
+        whole = replace(_completed(loaded, batch, new_tokens), shared=shared)
+        even, odd = range(0, whole.samples, 2), range(1, whole.samples, 2)
+        shift = (search.samples + measured.samples) % 2 if measuring else 0
+        measured.add(whole, even[shift::2] if measuring else ())
+        search.add(whole, even[1 - shift :: 2] if measuring else even)
+        final.add(whole, odd)
+    if not (search.samples and final.samples and (measured.samples or not measuring)):
+        least = "3 inputs" if measuring else "2 inputs"
+        more = ", and a part of the first half to measure statistics on" if measuring else ""
+        raise StatisticsError(
+            f"{name}: expected at least {least} for expert '{label}' (32 to 256 are usual), one half to "
+            f"search with and one to compare in the end{more}."
+        )
+    return ExpertInputs(label, tuple(search.batches), tuple(final.batches), tuple(measured.batches))
+
+
+class _Part:
+    """Batches of samples that are taken out of given ones."""
+
+    def __init__(self) -> None:
+        self.batches: list[InputBatch] = []
+        self.samples = 0
+
+    def add(self, batch: InputBatch, taken: Sequence[int]) -> None:
+        """Add some samples of a batch."""
+        if not taken:
+            return
+        index = list(taken)
+        arguments = {k: v[index] for k, v in batch.arguments.items()}
+        counted, labels = (None if v is None else v[index] for v in (batch.counted, batch.labels))
+        self.batches.append(InputBatch(arguments, counted, labels, self.samples, batch.shared))
+        self.samples += len(index)
+
+
+def _batches(
+    loaded: Loaded, source: Source, *, labels: bool
+) -> tuple[Iterable[Mapping[str, Tensor]], Mapping[str, Tensor], str]:
+    """Batches, keyword arguments that all of them share, and the name of the data for messages."""
+    if not isinstance(source, DataOptions):
+        device = next(loaded.model.parameters()).device
+        return ({k: v.to(device) for k, v in b.items()} for b in source), {}, "the given batches"
+    reading = replace(source, batch_size=2 * source.batch_size)
+    shared = class_prompts(loaded, source) if source.classes else {}
+    given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True)
+    return given, shared, source.location
+
+
+def _completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
+    """A batch with the expert's own continuations, and a mask of the predictions that count."""
+    arguments = dict(given)
+    labels = arguments.pop("labels", None)
+    model: Any = getattr(loaded.model, "get_base_model", lambda: loaded.model)()
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        if labels is not None:  # targets of the data set: teacher forcing on those
+            return InputBatch(arguments, labels != -100, labels)
+        return _with_target(model, arguments, new_tokens or 1)
+    mask = arguments.get("attention_mask")
+    if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and mask is not None:
+        if new_tokens and model.can_generate():
+            return _continued(model, arguments, new_tokens)
+        known = arguments["input_ids"][:, 1:].masked_fill(mask[:, 1:] == 0, -100)
+        return InputBatch(arguments, mask.bool(), torch.nn.functional.pad(known, (0, 1), value=-100))
+    by_token = type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification"))
+    counted = mask.bool() if by_token and mask is not None else None
+    return InputBatch(arguments, counted, labels)
+
+
+def _with_target(model: Any, arguments: dict[str, Tensor], new_tokens: int) -> InputBatch:
+    """An encoder-decoder model's own answer as the target of its decoder."""
+    asked = {k: v for k, v in arguments.items() if not k.startswith("decoder_")}
+    with torch.no_grad():
+        written_NL = model.generate(**asked, max_new_tokens=new_tokens, do_sample=False, num_beams=1)
+    read_NL, next_NL = written_NL[:, :-1], written_NL[:, 1:]
+    live_NL = _until_end(next_NL, model)
+    decoder = {"decoder_input_ids": read_NL, "decoder_attention_mask": live_NL.to(torch.long)}
+    return InputBatch({**asked, **decoder}, live_NL, next_NL.masked_fill(~live_NL, -100))
+
+
+def _continued(model: Any, arguments: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
+    """Each input followed by the model's greedy continuation; only predictions of its tokens count.
+
+    Inputs are padded on the right before and after, because a causal model needs no positions then; the continuation
+    itself is written with padding on the left, as `generate` wants it.
+    """
+    ids_NL, mask_NL = arguments["input_ids"], arguments["attention_mask"].bool()
+    lengths = mask_NL.sum(-1).tolist()
+    rows = [ids[m] for ids, m in zip(ids_NL, mask_NL, strict=True)]
+    longest = max(lengths)
+    left = [torch.nn.functional.pad(r, (longest - len(r), 0), value=0) for r in rows]
+    seen = [torch.nn.functional.pad(torch.ones_like(r), (longest - len(r), 0)) for r in rows]
+    with torch.no_grad():
+        written_NL = model.generate(
+            input_ids=torch.stack(left), attention_mask=torch.stack(seen), max_new_tokens=new_tokens,
+            do_sample=False, num_beams=1, pad_token_id=model.generation_config.pad_token_id or 0,
+        )  # fmt: skip
+    new_NL = written_NL[:, longest:]
+    live_NL = _until_end(new_NL, model)
+    whole = [torch.cat([r, n[m]]) for r, n, m in zip(rows, new_NL, live_NL, strict=True)]
+    width = max(map(len, whole))
+    counted = ids_NL.new_zeros((len(whole), width), dtype=torch.bool)
+    out, labels = ids_NL.new_zeros((len(whole), width)), ids_NL.new_full((len(whole), width), -100)
+    for n, (row, before) in enumerate(zip(whole, lengths, strict=True)):
+        out[n, : len(row)] = row
+        counted[n, before - 1 : len(row) - 1] = True
+        labels[n, before - 1 : len(row) - 1] = row[before:]
+    kept = torch.arange(width, device=out.device) < torch.tensor([len(r) for r in whole], device=out.device)[:, None]
+    return InputBatch({"input_ids": out, "attention_mask": kept.to(torch.long)}, counted, labels)
+
+
+def _until_end(ids_NL: Tensor, model: Any) -> Tensor:
+    """True up to the first end token of every row, which counts."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return torch.ones_like(ids_NL, dtype=torch.bool)
+    is_end = torch.isin(ids_NL, torch.tensor(ends, device=ids_NL.device))
+    return (is_end.cumsum(-1) - is_end.to(torch.long)) == 0

@@ -1,0 +1,169 @@
+"""The result of a search: the chosen merge, how sure the choice is, and everything that was tried."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from actmat.extras.tune.answers import Comparison
+from actmat.extras.tune.evaluate import Named, Trial, loss_of
+from actmat.extras.tune.memory import MemoryPlan
+from actmat.foreign import html_table, terminal
+from actmat.recipe import Recipe
+from actmat.run import MergeReport
+from actmat.version import __version__
+
+__all__ = ["Rival", "TuneReport", "compare_finally"]
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A merge in the final comparison, on inputs that the search did not see.
+
+    Args:
+        name: what it is.
+        losses, agreement: per expert.
+        mean: mean loss over the experts.
+        low, high: 95 % interval (bootstrap over inputs, within each expert) of its mean loss minus the chosen one's;
+            None for the chosen one itself.
+    """
+
+    name: str
+    losses: Mapping[str, float]
+    agreement: Mapping[str, float]
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """`worse`, `better` or `not told apart` from the chosen merge."""
+        if self.low is None or self.high is None:
+            return "chosen"
+        return "worse" if self.low > 0 else "better" if self.high < 0 else "not told apart"
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """Result of `tune`.
+
+    Args:
+        out: directory of the merged model.
+        recipe: makes it again, without data.
+        chosen: its trial on the inputs of the search.
+        trials: everything that was tried, in order.
+        front: trials that no other beats in both the mean and the worst loss.
+        finals: the final comparison, the chosen merge first.
+        score: what was minimised.
+        refused: merge -> why it could not be made.
+        notes: what to know, in words.
+        seconds: wall time.
+        memory: the plan of the search's memory.
+        merged: report of the final merge.
+    """
+
+    out: Path
+    recipe: Recipe
+    chosen: Trial
+    trials: Sequence[Trial]
+    front: Sequence[Trial]
+    finals: Sequence[Rival]
+    score: str
+    refused: Mapping[str, str]
+    notes: Sequence[str]
+    seconds: float
+    memory: MemoryPlan
+    merged: MergeReport
+
+    def __repr__(self) -> str:
+        chosen, tried = self.finals[0].name, len(self.trials)
+        return terminal(f"<TuneReport {self.out}: {chosen}, of {tried} tried; {self.seconds:.0f} s>")
+
+    def _repr_html_(self) -> str:
+        rows = [(f.name, f.verdict) for f in self.finals]
+        return str(html_table(repr(self), ("final comparison", "verdict"), rows))
+
+    @property
+    def compared(self) -> str:
+        """The loss of the final comparison: the score, or the divergence where the score is not of the inputs."""
+        return self.score if self.score in get_args(Named) else "divergence"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the contents of `tune.json`."""
+        return {
+            "actmat_tune": 1,
+            "version": __version__,
+            "out": str(self.out),
+            "recipe": self.recipe.model_dump(mode="json", exclude_defaults=True),
+            "score": self.score,
+            "compared": self.compared,
+            "chosen": self.chosen.to_json(),
+            "final": [asdict(f) | {"verdict": f.verdict} for f in self.finals],
+            "front": [t.to_json() for t in self.front],
+            "trials": [t.to_json() for t in self.trials],
+            "refused": dict(self.refused),
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 1),
+            "memory": self.memory.to_json(),
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write `tune.json` and `recipe.yaml` into a folder."""
+        import yaml
+
+        (folder / "tune.json").write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        recipe = self.recipe.model_dump(mode="json", exclude_defaults=True)
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+
+
+def compare_finally(found: Mapping[str, Mapping[str, Comparison]], score: Any, seed: int) -> list[Rival]:
+    """The final comparison; the first merge is the chosen one.
+
+    Args:
+        found: name -> expert -> comparison on inputs that the search did not see.
+        score: a named score; merges chosen by any other are compared by their divergence.
+        seed: of the resampling.
+    """
+    (first, chosen), *others = found.items()
+    named = score if isinstance(score, str) else "divergence"
+    rivals = [_rival(first, chosen, named)]
+    for name, comparisons in others:
+        low, high = _interval(comparisons, chosen, named, seed)
+        rival = _rival(name, comparisons, named)
+        rivals.append(Rival(name, rival.losses, rival.agreement, rival.mean, low, high))
+    return rivals
+
+
+def _rival(name: str, found: Mapping[str, Comparison], score: Any) -> Rival:
+    losses = {label: loss_of(c, score) for label, c in found.items()}
+    agreement = {label: 1.0 - loss_of(c, "disagreement") for label, c in found.items()}
+    return Rival(name, losses, agreement, sum(losses.values()) / len(losses))
+
+
+def _interval(
+    other: Mapping[str, Comparison], chosen: Mapping[str, Comparison], score: Any, seed: int
+) -> tuple[float, float]:
+    """95 % interval of the difference of mean losses; inputs are drawn again within each expert, the same for both."""
+    rng = random.Random(seed)
+    differences = []
+    for _ in range(RESAMPLES):
+        total = 0.0
+        for label, mine in chosen.items():
+            sample = _drawn(rng, mine, score)
+            total += loss_of(other[label], score, sample) - loss_of(mine, score, sample)
+        differences.append(total / len(chosen))
+    differences.sort()
+    return differences[int(0.025 * RESAMPLES)], differences[int(0.975 * RESAMPLES) - 1]
+
+
+def _drawn(rng: random.Random, found: Comparison, score: Any) -> list[int]:
+    """As many inputs as there are, drawn with replacement; only those that count for the score."""
+    counts = found.labelled if score in ("accuracy", "perplexity") else found.predictions
+    usable = [n for n, count in enumerate(counts) if count]
+    return rng.choices(usable, k=len(usable))

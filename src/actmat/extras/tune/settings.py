@@ -1,0 +1,101 @@
+"""Settings of a search, and the callbacks that watch it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from actmat.extras.collect.models import Loaded
+from actmat.extras.tune.answers import Predict, default_predict
+from actmat.extras.tune.evaluate import Score, Trial
+from actmat.extras.tune.memory import MemoryPlan
+from actmat.extras.tune.search import Budget
+from actmat.notebook import NotebookLine, in_notebook
+
+__all__ = ["NotebookTuneProgress", "TuneProgress", "TuneSettings", "usual_tune_progress"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSettings:
+    """Settings of a search.
+
+    Args:
+        score: see `evaluate.Score`.
+        budget: of the search; default: until every round is through.
+        least_agreement: share of its own predictions that every expert must keep in the chosen merge.
+        model_class, dtype, device: of the models while they run.
+        new_tokens: tokens that a generating expert adds to an input.
+        predict: logits of a model, for models that transformers does not load as they should be asked; or one for
+            each expert by its name, where they have heads of their own.
+        load: from a location to a model, in place of `load_model`.
+        average: compare the chosen merge with the average in the end.
+        seed: of the search and of the bootstrap.
+        keep: keep the merges that were tried in the work folder.
+    """
+
+    score: Score = "divergence"
+    budget: Budget = dataclasses.field(default_factory=Budget)
+    least_agreement: float = 0.0
+    model_class: str | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    new_tokens: int = 32
+    predict: Predict | Mapping[str, Predict] = default_predict
+    load: Callable[[str], Loaded] | None = None
+    average: bool = True
+    seed: int = 0
+    keep: bool = False
+
+    def predict_of(self, label: str) -> Predict:
+        """Logits for the inputs of an expert."""
+        return self.predict[label] if isinstance(self.predict, Mapping) else self.predict
+
+    @property
+    def score_name(self) -> str:
+        """Name of the score in reports."""
+        return self.score if isinstance(self.score, str) else str(getattr(self.score, "__name__", "score"))
+
+
+class TuneProgress:
+    """Callbacks of a search; does nothing."""
+
+    def doing(self, what: str) -> None:
+        """A stage begins."""
+
+    def planned(self, plan: MemoryPlan) -> None:
+        """The memory of the search is planned; no model has been loaded yet."""
+
+    def note(self, text: str) -> None:
+        """A fact that the user should know while the search runs."""
+
+    def trial(self, found: Trial, best: Trial) -> None:
+        """A candidate was tried; `best`: of those on as many inputs."""
+
+
+class NotebookTuneProgress(TuneProgress):
+    """Shows the stage of a search, and its best candidate so far, on a line of a notebook."""
+
+    def __init__(self) -> None:
+        self._line = NotebookLine()
+        self._what = ""
+        self._trials = 0
+
+    def doing(self, what: str) -> None:
+        """Show the stage."""
+        self._what = what
+        self._line.show(what, now=True)
+
+    def note(self, text: str) -> None:
+        """Show the sentence on a line of its own."""
+        NotebookLine().show(text, now=True)
+
+    def trial(self, found: Trial, best: Trial) -> None:
+        """Show how many were tried, and the best."""
+        self._trials += 1
+        self._line.show(f"{self._what}: {self._trials} tried, best {best.candidate} ({best.mean:.4g})")
+
+
+def usual_tune_progress() -> TuneProgress:
+    """The progress of searches that name none: a line in a notebook, else nothing."""
+    return NotebookTuneProgress() if in_notebook() else TuneProgress()

@@ -1,0 +1,291 @@
+"""Items of an adapter that is extracted from what is merged into a base: one per tensor that any expert may change.
+
+    D* = U diag(s) V^T,    B = U_r sqrt(s_r),  A = sqrt(s_r) V_r^T,  alpha = r
+
+`r` is given, or the smallest with `sum_(i <= r) s_i^2 >= energy * sum_i s_i^2`. What LoRA cannot hold (norms, tables,
+convolutions, biases) is saved whole beside the factors (`modules_to_save`), or left out. Which tensors are changed at
+all, and the ranks that an energy gives, are known when they are merged: `settled_plan` is then the plan of the output.
+Where all experts are adapters whose deltas are products (VeRA, PiSSA, OLoRA, AdaLoRA, LoRA), the ranks add up, and the
+factors are exact but for rounding.
+
+Source: Eckart and Young (https://doi.org/10.1007/BF02288367); PEFT's `LoraConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.errors import AlignmentError
+from actmat.experts.base import Expert
+from actmat.layout.in_memory import names_in_memory
+from actmat.layout.ties import is_output_head, is_token_table
+from actmat.layout.types import LayoutMap, Role
+from actmat.linalg.svd import svd_workspace
+from actmat.methods import get_method
+from actmat.planning.choose import Chooser
+from actmat.planning.cost import MATRIX_BYTES
+from actmat.planning.draft import Draft
+from actmat.planning.model import Cost, Extraction, Item, MergePlan
+from actmat.planning.roles import resolve_roles
+from actmat.planning.statistics import ExpertStatistics
+from actmat.planning.tensors import plan_tensors
+from actmat.recipe import Recipe
+
+__all__ = ["ONE_FILE", "has_ranks", "plan_extraction", "settled_plan"]
+
+ONE_FILE = 1 << 62
+"""Bytes: PEFT reads one file only, so an adapter is never sharded."""
+
+HEAD = "lm_head.weight"
+"""Output head of transformers' language models."""
+
+STORED = "base_model.model.{}"
+
+
+def has_ranks(recipe: Recipe, experts: Sequence[Expert]) -> bool:
+    """True if ranks can be told: by the recipe, or by experts that are all adapters."""
+    return recipe.rank is not None or recipe.energy is not None or all(e.kind == "adapter" for e in experts)
+
+
+def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:
+    """Decide what an extracted adapter holds of every tensor.
+
+    Raises:
+        AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
+    """
+    draft = plan_tensors(recipe, base, experts, statistics)
+    layouts, _ = resolve_roles(recipe, base.specs, base.config)
+    names, why = names_in_memory(base)
+    notes = list(draft.notes)
+    if why:
+        notes.append(f"modules have the names of the base's tensors: {why}")
+    wanted = [i for i in draft.items if i.call is not None and i.layout.role is not Role.BUFFER]
+    found = _with_exact_ranks(wanted, [_extraction(i, names.get(i.name), recipe) for i in wanted], recipe)
+    factored = {e.module for e in found if e.kind == "factored"}
+    aliases = _aliases(base, draft.items, layouts)
+    items = []
+    for item, extraction in zip(wanted, found, strict=True):
+        checked = _checked(item, extraction, factored, recipe)
+        items.append(_item(item, checked, aliases[item.name], names, recipe))
+    if any(i.extraction is not None and i.extraction.kind == "saved" and len(i.outputs) > 1 for i in items):
+        notes.append("a table is tied to the output head: PEFT keeps it so where it knows ensure_weight_tying")
+    chooser = Chooser(recipe, statistics.kinds, base.specs)
+    kept = {name: pattern for name in base.specs if (pattern := chooser.keeps(name)) is not None}
+    return dataclasses.replace(
+        draft,
+        items=tuple(items),
+        specs=tuple(s for item in items for s in item.outputs),
+        max_shard_bytes=ONE_FILE,
+        stem="adapter_model",
+        stems={},
+        adapter_config=_config(recipe, items),
+        kept=kept,
+        notes=tuple(notes),
+    )
+
+
+def settled_plan(plan: MergePlan, written: Callable[[Item], Mapping[str, Any] | None]) -> MergePlan:
+    """The plan of what an extraction wrote, with the ranks that were found.
+
+    Args:
+        plan: of an extraction.
+        written: what the record says of an item; None where no expert changes the tensor.
+
+    Raises:
+        AlignmentError: nothing is left.
+    """
+    items = []
+    for item in plan.items:
+        stats = written(item)
+        rank = None if stats is None else stats.get("rank")
+        if stats is None:
+            item = dataclasses.replace(item, outputs=())
+        elif rank is not None:
+            assert item.extraction is not None
+            found = dataclasses.replace(item.extraction, rank=int(rank))
+            outputs = _factor_specs(item, found, item.outputs[0].dtype)
+            item = dataclasses.replace(item, extraction=found, outputs=outputs)
+        items.append(item)
+    specs = tuple(s for item in items for s in item.outputs)
+    if not specs:
+        error = AlignmentError(
+            f"{', '.join(e.location for e in plan.experts)}: what is merged differs from {plan.recipe.base} in no "
+            "tensor that an adapter could hold. Likely cause: the experts are copies of the base"
+        )
+        error.recurs = True
+        raise error
+    return dataclasses.replace(plan, items=tuple(items), specs=specs, adapter_config=_config(plan.recipe, items))
+
+
+def _extraction(item: Item, in_memory: str | None, recipe: Recipe) -> Extraction:
+    """Form of one tensor, before it is compared with the others."""
+    if in_memory is None:
+        return Extraction("left out", item.name, "put together with others in memory, where PEFT adapts the whole")
+    module, _, leaf = in_memory.rpartition(".")
+    layout = item.layout
+    if layout.role in (Role.LINEAR, Role.FUSED_LINEAR) and len(item.shape) == 2 and leaf == "weight":
+        turned = layout.orientation == "IO"
+        return Extraction("factored", module, layout.reason, recipe.rank, recipe.energy, turned)
+    if not module:
+        return Extraction("left out", item.name, "a parameter of the model itself, which no module holds")
+    return Extraction("saved", module, f"{layout.reason}, which no LoRA holds", bias=leaf == "bias")
+
+
+def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe: Recipe) -> list[Extraction]:
+    """Factored tensors with ranks that hold the merged deltas exactly, where the recipe gives none.
+
+    Raises:
+        AlignmentError: there are no such ranks; names the tensors.
+    """
+    if recipe.rank is not None or recipe.energy is not None:
+        return list(found)
+    ranks = [_exact_rank(item) for item in items]
+    lacking = [i.name for i, e, r in zip(items, found, ranks, strict=True) if e.kind == "factored" and not r]
+    if lacking:
+        raise AlignmentError(
+            f"An adapter of {len(lacking)} tensors, such as '{lacking[0]}', has no rank of its own: an expert's delta "
+            "is no product of two factors, or the method does not work on factors. Fix: say how much is kept, by "
+            "--rank or --energy"
+        )
+    largest = max((r for e, r in zip(found, ranks, strict=True) if e.kind == "factored"), default=0)
+    return [
+        dataclasses.replace(e, rank=largest if recipe.ranks == "uniform" else r) if e.kind == "factored" else e
+        for e, r in zip(found, ranks, strict=True)
+    ]
+
+
+def _exact_rank(item: Item) -> int:
+    """Rank of anything in the joint row space of the experts' factors; 0 where an expert has none."""
+    if len(item.shape) != 2 or any(s is None or not (s.rank or s.kind == "zero") for s in item.sources):
+        return 0
+    assert item.call is not None, "copies are left out"
+    method = get_method(item.call.method)
+    call, count = item.call, len(item.sources)
+    in_rows = item.form == "factored" or not method.why_dense(call.options, count, call.weights)
+    keeps = in_rows and method.keeps_row_space and not method.uses_base(call.options)
+    return min(sum(s.rank for s in item.sources if s is not None), *item.shape) if keeps else 0
+
+
+def _checked(item: Item, found: Extraction, factored: set[str], recipe: Recipe) -> Extraction:
+    """Biases of factored layers by the name that PEFT gives them; modules that hold factored ones cannot be saved."""
+    if found.kind != "saved":
+        return found
+    if recipe.others == "leave":
+        return _left_out(found, "left out as asked for: no LoRA holds it")
+    if found.module in factored:
+        if found.bias:
+            return found
+        return _left_out(found, "PEFT saves no other tensor than the bias of a layer that it factors")
+    if any(m.startswith(found.module + ".") for m in factored):
+        return _left_out(found, "its module holds layers that are factored, and PEFT saves whole modules")
+    return dataclasses.replace(found, bias=False)
+
+
+def _left_out(found: Extraction, reason: str) -> Extraction:
+    return Extraction("left out", found.module, reason)
+
+
+def _aliases(base: Checkpoint, items: Sequence[Item], layouts: LayoutMap) -> dict[str, list[str]]:
+    """Names under which a table is stored besides its own, as PEFT does with `ensure_weight_tying`."""
+    out: dict[str, list[str]] = {i.name: [] for i in items if i.action != "tie"}
+    for item in items:
+        if item.tied_to is not None:
+            out[item.tied_to].append(item.name)
+    for alias, name in layouts.ties.items():
+        if name in out and alias not in out[name]:
+            out[name].append(alias)
+    stored = {*out, *(a for found in out.values() for a in found)}
+    architectures = (base.config or {}).get("architectures") or ()
+    has_head = any(str(a).endswith(("ForCausalLM", "LMHeadModel")) for a in architectures)
+    if has_head and not any(is_output_head(n) for n in stored):  # it is tied where it is not stored
+        for name, found in out.items():
+            if is_token_table(name) and not found:
+                found.append(HEAD)
+    return out
+
+
+def _item(item: Item, found: Extraction, aliases: Sequence[str], names: Mapping[str, str], recipe: Recipe) -> Item:
+    """The item of the tensor as it is written."""
+    dtype = recipe.dtype or item.base_dtype
+    found = dataclasses.replace(found, tied=item.aliases)
+    outputs: tuple[TensorSpec, ...] = ()
+    words = found.reason if found.kind == "left out" else "saved whole"
+    if found.kind == "factored":
+        outputs = _factor_specs(item, found, dtype)
+        words = f"factors of rank {found.rank}" if found.rank else f"factors of {found.energy:g} of its energy"
+    elif found.kind == "saved":
+        own = [item.name, *aliases]
+        stored = [f"{found.module}.base_layer.bias"] if found.bias else [names.get(n, n) for n in own]
+        outputs = tuple(TensorSpec(STORED.format(n), item.shape, dtype, "") for n in dict.fromkeys(stored))
+    cost = dataclasses.replace(
+        item.cost,
+        write_bytes=sum(s.nbytes for s in outputs),
+        host_bytes=item.cost.host_bytes + _bytes_of(item, found, recipe),
+        flops=item.cost.flops + _flops(item, found),
+    )
+    return dataclasses.replace(
+        item, outputs=outputs, reason=f"{item.reason}; {words}", cost=_on_host(cost), extraction=found
+    )
+
+
+def _on_host(cost: Cost) -> Cost:
+    return dataclasses.replace(cost, device_bytes=0)
+
+
+def _factor_specs(item: Item, found: Extraction, dtype: str) -> tuple[TensorSpec, ...]:
+    """Specs of A and B; where the rank is not known yet, of the largest."""
+    rows, columns = reversed(item.shape) if found.transposed else item.shape
+    rank = found.rank or min(rows, columns)
+    a, b = (STORED.format(f"{found.module}.lora_{side}.weight") for side in "AB")
+    return TensorSpec(a, (rank, columns), dtype, ""), TensorSpec(b, (rows, rank), dtype, "")
+
+
+def _bytes_of(item: Item, found: Extraction, recipe: Recipe) -> int:
+    """Memory of the merged delta, of its decomposition, and of the factors and their error in float64."""
+    if found.kind != "factored":
+        return 0
+    width = torch_dtype(recipe.compute_dtype).itemsize
+    rank = found.rank or min(item.shape)
+    factors = 8 * rank * sum(item.shape)
+    return width * (item.numel + svd_workspace(*item.shape)) + 2 * factors + 16 * item.numel + MATRIX_BYTES
+
+
+def _flops(item: Item, found: Extraction) -> int:
+    """A Gram matrix of the short side, its eigenvectors, and two products."""
+    short, long = min(item.shape, default=0), max(item.shape, default=0)
+    return 6 * short * short * long + 9 * short**3 if found.kind == "factored" else 0
+
+
+def _config(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
+    """`adapter_config.json`: the commonest rank, and the others by name; scaling 1 everywhere."""
+    written = [i.extraction for i in items if i.extraction is not None and i.outputs]
+    ranks = {e.module: e.rank or 0 for e in written if e.kind == "factored"}
+    counts = list(ranks.values())
+    common = max(set(counts), key=lambda n: (counts.count(n), n)) if counts else 1
+    odd = {re.escape(m): n for m, n in ranks.items() if n != common}
+    saved = {e.module for e in written if e.kind == "saved" and not e.bias}
+    ties = any(i.extraction is not None and i.extraction.kind == "saved" and len(i.outputs) > 1 for i in items)
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": recipe.base,
+        "inference_mode": True,
+        "r": common,
+        "lora_alpha": common,
+        "use_rslora": False,
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "lora_bias": False,
+        "bias": "all" if any(e.bias for e in written) else "none",
+        "fan_in_fan_out": any(e.transposed for e in written),
+        "init_lora_weights": True,
+        "target_modules": sorted(ranks),
+        "modules_to_save": sorted(saved) or None,
+        "rank_pattern": odd,
+        "alpha_pattern": dict(odd),
+        **({"ensure_weight_tying": True} if ties else {}),
+    }

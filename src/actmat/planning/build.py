@@ -1,0 +1,154 @@
+"""Recipe + headers -> plan. Reads no tensor; finds all problems at once; linear in the number of tensors."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.resolve import commit_of, pinned_stack
+from actmat.errors import AlignmentError, CheckpointError
+from actmat.experts.base import Expert
+from actmat.experts.lora.adapter import Adapter
+from actmat.methods import get_method
+from actmat.methods.user import is_user_method, user_method_hash
+from actmat.planning.adapter.extraction import has_ranks, plan_extraction
+from actmat.planning.adapter.modules import plan_modules
+from actmat.planning.left_out import files_left_out, left_out_note
+from actmat.planning.model import InputSummary, Item, MergePlan
+from actmat.planning.placement import HOST, DeviceRoom
+from actmat.planning.post import layer_notes
+from actmat.planning.statistics import ExpertStatistics
+from actmat.planning.tensors import plan_tensors
+from actmat.recipe import Recipe
+from actmat.version import __version__
+
+__all__ = ["build_plan", "versions_of"]
+
+
+def build_plan(
+    recipe: Recipe,
+    base: Checkpoint | None,
+    experts: Sequence[Expert],
+    *,
+    room: DeviceRoom = HOST,
+    statistics: ExpertStatistics | None = None,
+    base_config: Mapping[str, Any] | None = None,
+) -> MergePlan:
+    """The plan of a merged model, of an adapter that is extracted, or of merged adapters where no base is given.
+
+    Args:
+        recipe: what is wanted.
+        base: the checkpoint that deltas are added to; None: the output is an adapter.
+        experts: in the recipe's order; adapters for an adapter.
+        room: devices that may merge items.
+        statistics: of the experts, for methods that need them.
+        base_config: of an adapter's base, its `config.json`, where it is known: it tells packed projections apart.
+
+    Raises:
+        AlignmentError: the inputs do not fit together or the recipe does not fit them; carries all problems.
+    """
+    statistics = statistics or ExpertStatistics.none(recipe.labels)
+    is_extracted = base is not None and recipe.to in ("adapter", "peft") and has_ranks(recipe, experts)
+    if base is None:
+        draft = plan_modules(recipe, _adapters(experts), base_config, statistics)
+    elif is_extracted:
+        draft, room = plan_extraction(recipe, base, experts, statistics), HOST
+    else:
+        draft = plan_tensors(recipe, base, experts, statistics, room)
+    left_out = {} if is_extracted else files_left_out(recipe, base, experts)
+    return MergePlan(
+        recipe=recipe,
+        output="adapter" if base is None or is_extracted else "model",
+        base=None if base is None else _summary("base", base, "model"),
+        experts=_expert_summaries(recipe.labels, experts, draft.ignored),
+        items=draft.items,
+        specs=draft.specs,
+        max_shard_bytes=draft.max_shard_bytes,
+        stem=draft.stem,
+        stems=draft.stems,
+        family=draft.family,
+        adapter_config=draft.adapter_config,
+        kept=draft.kept,
+        notes=(
+            *recipe.notes,
+            *_input_notes(recipe.labels, base, experts),
+            *draft.notes,
+            *_method_notes(draft.items),
+            *statistics.notes_on(draft.items),
+            *_place_notes(base, room),
+            *left_out_note(left_out),
+        ),
+        left_out=left_out,
+        device=room.device,
+        device_memory=room.memory,
+        versions=versions_of(draft.items),
+        statistics=tuple(statistics.to_json()),
+        statistics_identity=tuple(statistics.identity()) if statistics.any else (),
+    )
+
+
+def _adapters(experts: Sequence[Expert]) -> list[Adapter]:
+    """The experts as adapters, if all of them are."""
+    adapters = [e.adapter for e in experts if e.adapter is not None]
+    if len(adapters) < len(experts):
+        raise AlignmentError("An adapter is merged from adapters: give a base to write a full model.")
+    return adapters
+
+
+def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequence[Expert]) -> list[str]:
+    """Remarks of the inputs on what was read of them; the same remark of several in one note."""
+    found: dict[str, list[str]] = {}
+    named = [("base", base), *((f"expert '{label}'", e) for label, e in zip(labels, experts, strict=True))]
+    for label, opened in named:
+        for note in opened.notes if opened is not None else ():
+            found.setdefault(note, []).append(label)
+    return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {note}" for note, of in found.items()]
+
+
+def _method_notes(items: Sequence[Item]) -> list[str]:
+    """Notes on the step over layers, and those that the methods of a plan declare, each once."""
+    used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
+    declared = [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
+    return [*layer_notes(items), *declared]
+
+
+def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:
+    on_host = base is None and room.device != "cpu"
+    return ["adapters are merged on the host, not on a device: their factors are small"] if on_host else []
+
+
+def versions_of(items: Sequence[Item]) -> dict[str, str]:
+    """Versions of the software here that computes the answer; a user's own method is told by the hash of its file."""
+    own = {i.call.method for i in items if i.call is not None and is_user_method(i.call.method)}
+    versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return versions | {name: user_method_hash(name) for name in sorted(own)}
+
+
+def _expert_summaries(
+    labels: Sequence[str], experts: Sequence[Expert], ignored: Sequence[tuple[str, ...]]
+) -> tuple[InputSummary, ...]:
+    """One per expert, with the tensors of it that are not merged, if any are listed."""
+    listed = ignored or ((),) * len(experts)
+    return tuple(_summary(n, e, e.kind, i) for n, e, i in zip(labels, experts, listed, strict=True))
+
+
+def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[str, ...] = ()) -> InputSummary:
+    if isinstance(source, Checkpoint):
+        n_tensors, nbytes = len(source.specs), sum(s.nbytes for s in source.specs.values())
+    else:
+        n_tensors, nbytes = source.n_tensors, source.nbytes
+    location, identity = source.location, source.identity()
+    return InputSummary(label, location, identity, n_tensors, nbytes, kind, ignored, *_commits(source))
+
+
+def _commits(source: Checkpoint | Expert) -> tuple[str, str]:
+    """Commit of a repository on the hub, and the text of a stack of such; empty for what is elsewhere."""
+    try:
+        handle = source.handle()
+    except CheckpointError:  # tensors in memory have no address
+        return "", ""
+    return commit_of(handle.address), pinned_stack(handle) if isinstance(handle, CheckpointHandle) else ""

@@ -1,0 +1,220 @@
+"""Method calls whose numbers may differ from tensor to tensor, from the values of a recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from actmat.errors import RecipeError
+from actmat.methods import MergeMethod
+from actmat.planning.depth import NOWHERE, Place, patterns_in, resolved
+from actmat.planning.model import MethodCall
+from actmat.recipe.values import Gradient, Value, is_varying, leaves
+
+__all__ = ["CallTemplate", "WeightsTemplate"]
+
+SMALLEST_SUM = 1e-8
+"""Sum of weights by which `normalize` divides at least; weights with a smaller one are left as they are."""
+
+
+@dataclass(frozen=True)
+class WeightsTemplate:
+    """Weights of the experts for each tensor; None where all are 1.
+
+    Args:
+        labels: names of the experts.
+        values: the recipe's values, one per expert.
+        normalize: divide them by their sum.
+    """
+
+    labels: tuple[str, ...]
+    values: tuple[Value, ...]
+    normalize: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        """True if any weight is not 1."""
+        return any(v != 1.0 for v in self.values)
+
+    @property
+    def varies(self) -> bool:
+        """True if weights differ from tensor to tensor."""
+        return any(isinstance(v, tuple) for v in self.values)
+
+    def at(self, name: str, place: Place, *, plain: bool = False) -> tuple[float, ...] | None:
+        """Weights for the tensor `name`; `plain`: not normalised.
+
+        Raises:
+            LookupError: the weight of an expert has no entry for the tensor; names the expert.
+        """
+        if not self.is_given and not self.normalize:
+            return None
+        weights = []
+        for label, value in zip(self.labels, self.values, strict=True):
+            try:
+                weights.append(float(resolved(value, name, place)))
+            except LookupError:
+                raise LookupError(f"the weight of expert '{label}'") from None
+        total = math.fsum(weights)
+        if not self.normalize or plain or abs(total) < SMALLEST_SUM:
+            return tuple(weights) if self.is_given else None
+        return tuple(w / total for w in weights)
+
+    def patterns(self) -> list[tuple[str, str]]:
+        """See `patterns_in`."""
+        return patterns_in({f"weight of expert '{n}'": v for n, v in zip(self.labels, self.values, strict=True)})
+
+
+@dataclass
+class CallTemplate:
+    """A method call for each tensor.
+
+    Args:
+        method: the merge method.
+        options: its options, all of them, of which some may vary.
+        own: per expert, its own values of options that take one number per expert.
+        scale: factor of the merged delta.
+        weights: of the experts; None for a method that takes none.
+    """
+
+    method: MergeMethod
+    options: Mapping[str, Value]
+    own: tuple[Mapping[str, Value], ...]
+    scale: Value
+    weights: WeightsTemplate | None
+    _calls: dict[Any, MethodCall] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._own_names = list(dict.fromkeys(n for mine in self.own for n in mine))
+        self._varying = [n for n, v in self.options.items() if self._varies(n, v) and n not in self._own_names]
+
+    @cached_property
+    def varies(self) -> bool:
+        """True if anything differs from tensor to tensor."""
+        weights = self.weights is not None and self.weights.varies
+        own = any(isinstance(v, tuple) for mine in self.own for v in mine.values())
+        return bool(self._varying) or own or isinstance(self.scale, tuple) or weights
+
+    def at(self, name: str, place: Place) -> tuple[MethodCall, str]:
+        """The call for the tensor `name`, and words for what is its own in it.
+
+        Raises:
+            LookupError: a value has no entry for the tensor; names the value.
+        """
+        return self._at(name, place) if self.varies else (self._fixed, "")
+
+    def _at(self, name: str, place: Place) -> tuple[MethodCall, str]:
+        options = {n: self._option(n, name, place) for n in (*self._varying, *self._own_names)}
+        scale = self._one(self.scale, "'scale'", name, place)
+        weights = self._weights(name, place)
+        call = self._make(options, scale, weights)
+        words = []
+        if self.weights is not None and self.weights.varies and weights is not None:
+            words.append("weights " + ", ".join(f"{w:.4g}" for w in weights))
+        words += [f"{n} {_shown(options[n])}" for n in options]
+        words += [f"scale {scale:.4g}"] if isinstance(self.scale, tuple) else []
+        return call, f" with {'; '.join(words)}" if words else ""
+
+    def patterns(self) -> list[tuple[str, str]]:
+        """See `patterns_in`; those of the weights are not among them."""
+        own = {f"{n} of expert {k + 1}": v for k, mine in enumerate(self.own) for n, v in mine.items()}
+        return patterns_in({f"option '{n}'": v for n, v in self.options.items()} | own | {"scale": self.scale})
+
+    @classmethod
+    def make(
+        cls,
+        method: MergeMethod,
+        options: Mapping[str, Value],
+        own: Sequence[Mapping[str, Value]],
+        scale: Value,
+        weights: WeightsTemplate,
+    ) -> CallTemplate:
+        """A template of a method with these options of a recipe, overlaid over its defaults.
+
+        Raises:
+            RecipeError: options that do not fit the method, all of them.
+        """
+        samples = {n: next(leaves(v)) if is_varying(v) or _is_gradient(method, n, v) else v for n, v in options.items()}
+        complete = method.resolve_options(samples) | dict(options)
+        template = cls(method, complete, tuple(own), scale, weights if method.is_weighted else None)
+        if problems := template.problems():
+            raise RecipeError("The options do not fit the method.", problems)
+        return template
+
+    def problems(self) -> list[str]:
+        """Problems of values that vary; the others are checked with the method's options."""
+        problems = []
+        for name in self._varying:
+            found = (self.method.options[name].problem(leaf) for leaf in leaves(self.options[name]))
+            problems += [p for p in found if p is not None]
+        for name in self._own_names:
+            option = self.method.options.get(name)
+            if option is None:
+                known = ", ".join(self.method.options) or "none"
+                problems.append(f"an expert has an option '{name}', which {self.method.name} has not; it has: {known}")
+                continue
+            if option.problem([0.5] * len(self.own)) is not None:
+                problems.append(
+                    f"option '{name}' of {self.method.name} is one for all experts: give it under 'options' of the "
+                    "recipe, not of an expert"
+                )
+                continue
+            found = (option.problem(leaf) for mine in self.own if name in mine for leaf in leaves(mine[name]))
+            problems += [p for p in found if p is not None]
+        survey = self.method.survey
+        if self.varies and survey is not None and survey.applies(self.options):
+            problems.append(
+                f"method '{self.method.name}' looks at the whole model with these options, so that its numbers must be "
+                "the same for all tensors: give plain numbers in place of gradients and entries"
+            )
+        return [f"method '{self.method.name}': {p}" for p in dict.fromkeys(problems)]
+
+    @cached_property
+    def _fixed(self) -> MethodCall:
+        """The call of all tensors, where nothing varies."""
+        return self._at("", NOWHERE)[0]
+
+    def _varies(self, name: str, value: Value) -> bool:
+        return is_varying(value) or _is_gradient(self.method, name, value)
+
+    def _option(self, option: str, name: str, place: Place) -> Any:
+        if option not in self._own_names:
+            value = self.options[option]
+            return self._one(tuple(value) if isinstance(value, list) else value, f"option '{option}'", name, place)
+        common = self.options[option]
+        common = common.gradient if isinstance(common, Gradient) else common
+        out = []
+        for k, mine in enumerate(self.own):
+            value = mine.get(option, common[k] if isinstance(common, list) else common)
+            out.append(self._one(value, f"option '{option}' of expert {k + 1}", name, place))
+        return out
+
+    def _one(self, value: Value, where: str, name: str, place: Place) -> Any:
+        try:
+            return resolved(value, name, place)
+        except LookupError:
+            raise LookupError(where) from None
+
+    def _weights(self, name: str, place: Place) -> tuple[float, ...] | None:
+        return self.weights.at(name, place) if self.weights is not None else None
+
+    def _make(self, options: Mapping[str, Any], scale: Any, weights: tuple[float, ...] | None) -> MethodCall:
+        key = (str(options), scale, weights)
+        if key not in self._calls:
+            self._calls[key] = MethodCall(self.method.name, {**self.options, **options}, scale, weights)
+        return self._calls[key]
+
+
+def _is_gradient(method: MergeMethod, name: str, value: Value) -> bool:
+    """True for a list where the option takes one scalar."""
+    option = method.options.get(name)
+    return isinstance(value, list | tuple) and bool(value) and option is not None and option.problem(value) is not None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,222 @@
+"""Choice of the method for every tensor, and the words that say why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.errors import MergeError
+from actmat.layout.classify import is_variance
+from actmat.layout.paper import paper_scope
+from actmat.layout.patterns import compile_pattern
+from actmat.layout.types import Role, TensorLayout
+from actmat.methods import get_method
+from actmat.methods.spaces import space_problems
+from actmat.planning.calls import CallTemplate, WeightsTemplate
+from actmat.planning.depth import NOWHERE, Place, depth_factors, depth_of, places_of
+from actmat.planning.model import Action, MethodCall
+from actmat.planning.post import has_spectrum, post_calls
+from actmat.recipe import Recipe
+from actmat.recipe.values import Value
+
+__all__ = ["Chooser", "Decision", "depth_factors", "depth_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Action, method and reason for one tensor; the layout may be narrowed by the paper's scope."""
+
+    action: Action
+    reason: str
+    layout: TensorLayout
+    call: MethodCall | None = None
+
+    def scaled(self, factor: float) -> Decision:
+        """The same with the merged delta scaled for its depth."""
+        assert self.call is not None
+        call = dataclasses.replace(self.call, scale=self.call.scale * factor)
+        return dataclasses.replace(self, call=call, reason=f"{self.reason}, scaled by {factor:.3g} for its depth")
+
+
+class Chooser:
+    """The recipe's choices, patterns compiled once.
+
+    `problems` collects what is wrong with methods, options and patterns; `post` are the steps of post-processing.
+    """
+
+    def __init__(self, recipe: Recipe, available: frozenset[str] = frozenset(), names: Collection[str] = ()) -> None:
+        self.recipe = recipe
+        self.problems: list[str] = []
+        self.post = post_calls(recipe, self.problems)
+        self.names = names
+        self._weights = WeightsTemplate(recipe.labels, recipe.weights, recipe.normalize)
+        self._default = self._call(recipe.method, recipe.options, recipe.scale, "", available)
+        self._rules: list[tuple[list[tuple[str, Callable[[str], bool]]], CallTemplate | None, str]] = []
+        for i, rule in enumerate(recipe.rules):
+            where = f"rules.{i}: "
+            call = None
+            if not rule.keep:
+                same = rule.method in (None, recipe.method)
+                options = {**recipe.options, **rule.options} if same else rule.options
+                scale = recipe.scale if rule.scale is None else rule.scale
+                call = self._call(rule.method or recipe.method, options, scale, where, available, same=same)
+            self._rules.append((self._patterns(rule.match, where), call, "keep" if rule.keep else "merge"))
+        self._keep = self._patterns(recipe.keep, "keep: ")
+
+    def keeps(self, name: str) -> str | None:
+        """The pattern by which the recipe keeps the base's tensor `name`, or None."""
+        hit = self._match(self._keep, name)
+        if hit is not None:
+            return hit
+        for patterns, _, what in self._rules:
+            if (hit := self._match(patterns, name)) is not None:
+                return hit if what == "keep" else None
+        return None
+
+    def decide(self, spec: TensorSpec, layout: TensorLayout) -> Decision:
+        """Decision for one float tensor that is not kept."""
+        template, why = self._default, ""
+        for patterns, rule_call, _ in self._rules:
+            if (hit := self._match(patterns, spec.name)) is not None:
+                template, why = rule_call, f", chosen by the rule for '{hit}'"
+                break
+        if template is None:  # the method or its options were wrong: a problem was noted, go on finding others
+            return Decision("average", "", layout)
+        method = template.method
+        inside, reason, layout = self._inside(spec, layout, explicit=bool(why))
+        if inside and method.acts_on == "matrix" and not has_spectrum(layout):
+            inside, reason = False, f"{layout.reason}: {method.name} acts on matrices"
+        if not inside:
+            return Decision("average", f"{reason}: mean of the deltas", layout, self.average(spec.name))
+        try:
+            call, own = template.at(spec.name, self.places.get(spec.name, NOWHERE))
+            if has_spectrum(layout) and (self.recipe.space != "full" or self.post):  # else entries only
+                call = dataclasses.replace(call, space=self.recipe.space, post=self.post)
+            return Decision("merge", f"{reason}: {call.method}{own}{why}", layout, call)
+        except LookupError as missing:
+            self._note_missing(missing, spec.name)
+            return Decision("average", "", layout)
+
+    @functools.cached_property
+    def places(self) -> Mapping[str, Place]:
+        """Places of the tensors in depth."""
+        return places_of(self.names)
+
+    def unused_entries(self) -> list[str]:
+        """One sentence for each pattern of a weight or an option that matches no tensor."""
+        templates = [self._default, *(t for _, t, _ in self._rules)]
+        found = [*self._weights.patterns(), *(p for t in templates if t is not None for p in t.patterns())]
+        return [
+            f"{where}: the pattern '{text}' matches no tensor"
+            for where, text in dict.fromkeys(found)
+            if not any(map(compile_pattern(text), self.names))
+        ]
+
+    def unused_patterns(self, names: Collection[str]) -> list[str]:
+        """Patterns that match none of these tensors (a typo, most of the time), whichever rule takes them."""
+        listed = [*(pair for patterns, _, _ in self._rules for pair in patterns), *self._keep]
+        return [text for text, matches in listed if not any(map(matches, names))]
+
+    def _inside(self, spec: TensorSpec, layout: TensorLayout, explicit: bool) -> tuple[bool, str, TensorLayout]:
+        if not explicit and self.recipe.scope == "all" and is_variance(spec.name):
+            return False, "variance of a BatchNorm, which other methods may make negative", layout
+        if explicit or self.recipe.scope == "all":
+            return True, layout.reason, layout
+        if self.recipe.scope == "paper":
+            inside, reason = paper_scope(spec.name, spec)
+            if inside and not layout.role.is_matrix:
+                layout = TensorLayout(Role.LINEAR, reason)
+            return inside, reason, layout
+        if layout.role is Role.CONVOLUTION:
+            return self._convolution(spec, layout)
+        return layout.role.is_matrix and layout.role is not Role.ROUTER, layout.reason, layout
+
+    def _convolution(self, spec: TensorSpec, layout: TensorLayout) -> tuple[bool, str, TensorLayout]:
+        """A kernel of one point is a linear map of channels; a larger one sees its inputs shifted, so is averaged."""
+        if all(side == 1 for side in spec.shape[2:]) and min(spec.shape[:2]) > 1:
+            return True, f"{layout.reason}, a linear map of channels", layout
+        more = "" if spec.shape[1] == 1 else " (scope: all or a rule merges it unfolded)"
+        return False, f"{layout.reason}: no linear map of one vector{more}", layout
+
+    def average(self, name: str) -> MethodCall:
+        """The call for a tensor that the method does not apply to."""
+        weights = self._weights_of(name)
+        return MethodCall("average", {}, 1.0, weights if weights and sum(weights) != 0 else None)
+
+    def _weights_of(self, name: str) -> tuple[float, ...] | None:
+        try:
+            return self._weights.at(name, self.places.get(name, NOWHERE), plain=True)
+        except LookupError as missing:
+            self._note_missing(missing, name)
+            return None
+
+    def _note_missing(self, missing: LookupError, name: str) -> None:
+        self.problems.append(
+            f"{missing.args[0]} has no entry that matches tensor '{name}': end the list with an entry for all others, "
+            "{value: ...}"
+        )
+
+    def average_over(self, name: str, decision: Decision, having: Sequence[bool]) -> Decision:
+        """The average over the experts that have a delta, and the words for it."""
+        weights = self._weights_of(name) or (1.0,) * len(having)
+        chosen = tuple(w if has else 0.0 for w, has in zip(weights, having, strict=True))
+        if sum(chosen) == 0:
+            return decision
+        missing = [label for label, has in zip(self.recipe.labels, having, strict=True) if not has]
+        reason = f"{decision.reason} over the experts that have it; not in {', '.join(missing)}"
+        return dataclasses.replace(decision, reason=reason, call=MethodCall("average", {}, 1.0, chosen))
+
+    def _call(
+        self,
+        name: str,
+        options: Mapping[str, object],
+        scale: Value,
+        where: str,
+        available: frozenset[str],
+        *,
+        same: bool = True,
+    ) -> CallTemplate | None:
+        try:
+            method = get_method(name)
+            own = [e.options if same else {} for e in self.recipe.experts]
+            template = CallTemplate.make(method, options, own, scale, self._weights)
+        except MergeError as error:
+            self.problems.extend(where + p for p in error.problems)
+            return None
+        for of, text in dict.fromkeys([*self._weights.patterns(), *template.patterns()]):
+            self._patterns((text,), f"{where}{of}: ")
+        missing = [k for k in method.needs_statistics if k not in available]
+        if missing:
+            self.problems.append(
+                f"{where}method '{name}' needs statistics measured on data ({', '.join(missing)}), and not every "
+                "expert has them; collect them (actmat statistics collect) and give --statistics NAME=PATH once per "
+                "expert, or choose a data-free method (see `actmat methods`)"
+            )
+        n_experts = len(self.recipe.experts)
+        if method.max_experts is not None and n_experts > method.max_experts:
+            self.problems.append(
+                f"{where}method '{name}' merges at most {method.max_experts} expert(s), and there are {n_experts}"
+            )
+        if self._weights.is_given and not method.is_weighted:
+            self.problems.append(f"{where}method '{name}' takes no weights, but the recipe gives experts weights")
+        if self.recipe.normalize and not method.is_weighted:
+            self.problems.append(
+                f"{where}method '{name}' takes no weights, so that 'normalize' has no meaning: drop it"
+            )
+        self.problems.extend(where + p for p in space_problems(self.recipe.space, method, template.options))
+        return template
+
+    def _patterns(self, texts: tuple[str, ...], where: str) -> list[tuple[str, Callable[[str], bool]]]:
+        out = []
+        for text in texts:
+            try:
+                out.append((text, compile_pattern(text)))
+            except MergeError as error:
+                self.problems.extend(where + p for p in error.problems if where + p not in self.problems)
+        return out
+
+    def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
+        return next((text for text, matches in patterns if matches(name)), None)

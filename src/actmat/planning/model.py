@@ -1,0 +1,442 @@
+"""The plan: what will happen to every output and why, decided from headers. Frozen, reloadable, fingerprinted."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from actmat.bounds import read_bytes
+from actmat.checkpoints.base import FileIdentity, TensorSpec
+from actmat.checkpoints.writing.shards import Shard, plan_shards
+from actmat.errors import RecipeError, format_size
+from actmat.experts.base import Source
+from actmat.foreign import html_table, terminal
+from actmat.layout.types import TensorLayout
+from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
+from actmat.planning.forms import Extraction, FactorPlan, Plain
+from actmat.planning.method_call import MethodCall, PostCall
+from actmat.recipe import Recipe
+
+__all__ = [
+    "SUMS",
+    "Action",
+    "Cost",
+    "Extraction",
+    "FactorPlan",
+    "Form",
+    "InputSummary",
+    "Item",
+    "MergePlan",
+    "MethodCall",
+    "PostCall",
+    "count_actions",
+]
+
+Action = Literal["merge", "average", "copy", "tie"]
+"""merge: by the method the recipe asks for; average: mean of the deltas, because the method does not apply there;
+copy: the base's bytes; tie: the bytes of the tensor it is tied to."""
+
+Form = Literal["dense", "factored"]
+"""Input of the method: whole deltas, or the factors of low-rank ones."""
+
+FORMAT = 2
+"""Version of a plan's JSON; see docs/formats/plan.md."""
+
+MAX_FILE_BYTES = 4_000_000_000
+"""Largest plan that is read from a file: one of 100,000 tensors takes 100 MB."""
+
+
+SUMS = "actmat_sums/"
+"""Folder of what is kept beside an output, and prefix of its tensors' names."""
+
+SHOWN_GROUPS = 25
+"""Groups of items with one reason that a notebook shows of a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost(Plain):
+    """Estimated cost of one item, for one worker.
+
+    Args:
+        read_bytes, write_bytes: traffic to and from storage.
+        flops: leading term of the method's floating-point operations.
+        host_bytes: peak memory on the host, see `plan.cost`.
+        device_bytes: peak memory on the device that merges it, see `plan.placement`; 0: it is merged on the host.
+    """
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    flops: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Item(Plain):
+    """One logical output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
+
+    Args:
+        name: of the tensor in the base and in the output, or of the module.
+        shape: of the tensor as stored; `*batch O I` of a module's delta.
+        layout: meaning of the tensor.
+        action: see `Action`; `reason` says why, in words.
+        outputs: what is written: the tensor and those tied to it; A, B and bias of a module.
+        call: the method, for `merge` and `average`.
+        form: what the method is given.
+        base_dtype: dtype of the base's tensor; empty where the output needs no base.
+        sources: per expert, where its delta comes from (None: the expert lacks it); none for `copy` and `tie`.
+        twins: per expert, other names under which it stores the same tensor; their bytes must agree.
+        tied_to: for `tie`, the tensor whose bytes it gets.
+        pool: items with the same non-empty pool are merged as one matrix, their rows one below the other.
+        factors: how A and B are written, for a module.
+        cost: traffic, operations and memory.
+        encoding: layout of codes in which the tensor is written, in words; empty: as floats.
+        extraction: of an adapter that is extracted, the form in which it holds the tensor.
+        sums: what is kept of the experts' deltas beside the output: their weighted sum, and the sum of the sampled
+            entries (`engine.size`); empty: nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: TensorLayout
+    action: Action
+    reason: str
+    outputs: tuple[TensorSpec, ...]
+    call: MethodCall | None = None
+    form: Form = "dense"
+    base_dtype: str = ""
+    sources: tuple[Source | None, ...] = ()
+    twins: tuple[tuple[str, ...], ...] = ()
+    tied_to: str | None = None
+    pool: str = ""
+    factors: FactorPlan | None = None
+    cost: Cost = Cost()
+    encoding: str = ""
+    sums: tuple[TensorSpec, ...] = ()
+    extraction: Extraction | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of entries of the delta."""
+        return math.prod(self.shape)
+
+    @property
+    def pair(self) -> FactorPlan:
+        """Layout of A and B; only for items that are modules."""
+        assert self.factors is not None
+        return self.factors
+
+    @property
+    def out_dtype(self) -> str:
+        """dtype of what is written, or of what is read of it where it is written as codes."""
+        return self.base_dtype if self.encoding or not self.outputs else self.outputs[0].dtype
+
+    @property
+    def write_dtype(self) -> str:
+        """dtype that the merged tensor is rounded to; codes are made of float32."""
+        return "float32" if self.encoding else self.out_dtype
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Tied tensors that are written with the same bytes; of an adapter that is extracted, those of the base."""
+        if self.extraction is not None:
+            return self.extraction.tied
+        return () if self.factors is not None or self.encoding else tuple(s.name for s in self.outputs[1:])
+
+    @property
+    def expert_dtypes(self) -> tuple[str, ...]:
+        """dtype of the tensor in each expert."""
+        return tuple("" if s is None else s.dtype for s in self.sources)
+
+    @property
+    def is_observed(self) -> bool:
+        """True if a diagnosis measures it: everything but tensors that adapters trained in full."""
+        return self.factors is not None or bool(self.base_dtype)
+
+    @property
+    def is_chunkable(self) -> bool:
+        """True if every delta is read from storage, so that chunks of it cost no more than their bytes."""
+        return all(s is not None and s.kind == "stored" for s in self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class InputSummary(Plain):
+    """One input as the plan saw it.
+
+    Args:
+        commit: of a repository on the hub, whatever branch was asked for.
+        pinned: of a stack with parts on the hub: its text with their commits.
+    """
+
+    label: str
+    location: str
+    files: tuple[FileIdentity, ...]
+    n_tensors: int
+    nbytes: int
+    kind: Literal["model", "adapter"] = "model"
+    ignored: tuple[str, ...] = ()
+    commit: str = ""
+    pinned: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for manifests; times and etags stay out of the record, they belong to this machine."""
+        return {
+            "name": self.label,
+            "location": self.location,
+            "files": [{"path": f.path, "size": f.size} for f in self.files],
+            "tensors": self.n_tensors,
+            "bytes": self.nbytes,
+            "ignored_tensors": list(self.ignored),
+            **{n: v for n, v in (("commit", self.commit), ("pinned", self.pinned)) if v},
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class MergePlan(Plain):
+    """Plan of one merge, for any inputs and any output.
+
+    Args:
+        recipe: what is wanted.
+        output: what is written.
+        base: the checkpoint that deltas are added to, or are extracted from; None where only adapters are read.
+        experts: in the recipe's order.
+        items: in the order of reading.
+        specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
+        stems: of a pipeline: prefix of the names of a component's tensors -> folder and name of its files.
+        family: architecture that was recognised.
+        adapter_config: `adapter_config.json` of an adapter.
+        kept: tensors of which an adapter holds no delta, and the recipe's pattern that says so.
+        notes: decisions and warnings, in words.
+        left_out: files of the inputs' folders that do not go with the output, and why.
+        device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
+        device_memory: bytes that an item may take of one device; None: not known, or no device.
+        versions: of the software that determines the output's bytes.
+        statistics: per expert, a description of its statistics; `statistics_identity`: state of their files.
+    """
+
+    recipe: Recipe
+    output: Literal["model", "adapter"]
+    base: InputSummary | None
+    experts: tuple[InputSummary, ...]
+    items: tuple[Item, ...]
+    specs: tuple[TensorSpec, ...]
+    max_shard_bytes: int
+    stem: str = "model"
+    stems: Mapping[str, str] = field(default_factory=dict)
+    family: str | None = None
+    adapter_config: Mapping[str, Any] | None = None
+    kept: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    device_memory: int | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    statistics: tuple[Mapping[str, Any], ...] = ()
+    statistics_identity: tuple[Any, ...] = ()
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{n} {a}" for a, n in count_actions(self.items).items() if n)
+        of = f" of {self.base.location}" if self.base is not None else ""
+        sizes = f"read {format_size(self.read_bytes)}, write {format_size(self.write_bytes)}"
+        what = f"{self.recipe.method} over {len(self.experts)} experts{of}"
+        return terminal(f"<MergePlan: {what}; {len(self.items)} items: {counts}; {sizes}>")
+
+    def _repr_html_(self) -> str:
+        groups = Counter((i.action, i.reason) for i in self.items)
+        rows = [(n, action, reason) for (action, reason), n in groups.most_common(SHOWN_GROUPS)]
+        more = [("", "...", f"{len(groups) - SHOWN_GROUPS} more groups")] if len(groups) > SHOWN_GROUPS else []
+        return str(html_table(repr(self), ("items", "action", "why"), [*rows, *more]))
+
+    @functools.cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The files to write."""
+        return self._model_shards + (
+            plan_shards(self.sum_specs, self.max_shard_bytes, stem=f"{SUMS}model", prefix=SUMS)
+            if self.sum_specs
+            else ()
+        )
+
+    @functools.cached_property
+    def sum_specs(self) -> tuple[TensorSpec, ...]:
+        """Tensors that are kept beside the output, see `Item.sums`."""
+        return tuple(spec for item in self.items for spec in item.sums)
+
+    @property
+    def _model_shards(self) -> tuple[Shard, ...]:
+        if not self.stems:
+            return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
+        groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}
+        return tuple(
+            shard
+            for prefix, specs in groups.items()
+            for shard in plan_shards(specs, self.max_shard_bytes, stem=self.stems[prefix], prefix=prefix)
+        )
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Item]:
+        """Items by name."""
+        return {item.name: item for item in self.items}
+
+    @property
+    def modules(self) -> tuple[Item, ...]:
+        """Items of a merge of adapters that are written as factors."""
+        return tuple(i for i in self.items if i.factors is not None)
+
+    @property
+    def is_extracted(self) -> bool:
+        """True if an adapter is extracted from what is merged into a base; its tensors are known when it is done."""
+        return self.output == "adapter" and self.base is not None
+
+    @property
+    def inputs(self) -> tuple[InputSummary, ...]:
+        """Base, if there is one, and experts."""
+        return (*((self.base,) if self.base is not None else ()), *self.experts)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes to read from all inputs."""
+        if self.output == "adapter" and not self.is_extracted:  # adapters are read whole, to be hashed
+            return sum(e.nbytes for e in self.experts)
+        return sum(i.cost.read_bytes for i in self.items)
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes to write, headers included."""
+        return sum(s.size for s in self.shards)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all items, leading terms."""
+        return sum(i.cost.flops for i in self.items)
+
+    @property
+    def process_bytes(self) -> int:
+        """Memory of a run besides the items at work: interpreter and libraries, plan, records."""
+        return BASELINE_BYTES + len(self.items) * (ITEM_BYTES + SOURCE_BYTES * len(self.experts))
+
+    def peak_bytes(self, workers: int) -> int:
+        """Estimated peak of anonymous memory with so many workers: the process + the largest items."""
+        largest = sorted((i.cost.host_bytes for i in self.items), reverse=True)[:workers]
+        return self.process_bytes + sum(largest)
+
+    @property
+    def on_device(self) -> tuple[Item, ...]:
+        """Items that a device merges."""
+        return tuple(i for i in self.items if i.cost.device_bytes)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Estimated peak of a device's memory: its largest item; bytes on their way to it come on top."""
+        return max((i.cost.device_bytes for i in self.items), default=0)
+
+    def fingerprint(self, *, times: bool = True) -> str:
+        """Hash of everything that decides the output's bytes: recipe, inputs as they are now, versions, device.
+
+        Without `times`, those of the inputs' files are left out: contents may then differ.
+        """
+        files = [[[f.path, f.size, f.modified_ns, f.change_ns, f.etag] for f in i.files] for i in self.inputs]
+        state = {
+            "recipe": self.recipe.model_dump(mode="json", exclude={"out", "mute"}),
+            "inputs": files if times else [[[f.path, f.size, f.etag] for f in i.files] for i in self.inputs],
+            "output": [self.output, self.adapter_config],
+            "device": self.device.partition(":")[0],
+            "versions": dict(self.versions),
+            "statistics": self.statistics_identity,
+        }
+        content = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
+        content.update(_ITEMS.dump_json(self.items))
+        return content.hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, from which `from_json` makes the same plan; totals are added for readers."""
+        totals = {
+            "read_bytes": self.read_bytes,
+            "write_bytes": self.write_bytes,
+            "flops": self.flops,
+            "peak_bytes_one_worker": self.peak_bytes(1),
+            "peak_bytes_two_workers": self.peak_bytes(2),
+            "peak_device_bytes": self.peak_device_bytes,
+            "shards": {s.file: s.size for s in self.shards},
+        }
+        fields: dict[str, Any] = _PLAN.dump_python(self, mode="json", exclude_defaults=True)
+        return {"actmat_plan": FORMAT, **fields, "totals": totals}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MergePlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            RecipeError: not a plan of this version, with the places that do not fit.
+        """
+        found = data.get("actmat_plan") if isinstance(data, Mapping) else data
+        if found != FORMAT:
+            raise RecipeError(f"expected a plan of layout {FORMAT}, found {found!r}")
+        fields = {k: v for k, v in data.items() if k not in ("actmat_plan", "totals")}
+        try:
+            return _PLAN.validate_python(fields)
+        except ValidationError as error:
+            raise RecipeError("The plan is damaged.", _plan_problems(error)) from None
+
+    def write(self, path: Path) -> None:
+        """Write the JSON of `to_json`, without totals, in one pass: a second for 100,000 tensors.
+
+        Raises:
+            OSError: the disk.
+        """
+        text = _PLAN.dump_json(self, exclude_defaults=True)
+        if not all(map(_is_finite, {id(i.call): i.call.options for i in self.items if i.call is not None}.values())):
+            fields = _PLAN.dump_python(self, exclude_defaults=True)  # pydantic's own JSON has null for them
+            text = json.dumps(fields, separators=(",", ":")).encode()
+        with path.open("wb") as file:
+            file.write(b'{"actmat_plan":%d,' % FORMAT)
+            file.write(memoryview(text)[1:])
+
+    @classmethod
+    def read(cls, path: Path) -> MergePlan:
+        """The plan that `write` wrote.
+
+        Raises:
+            RecipeError: it cannot be read, or is none of this version.
+        """
+        text = read_bytes(path, most=MAX_FILE_BYTES, error=RecipeError)
+        start = b'{"actmat_plan":%d,' % FORMAT
+        if not text.startswith(start):
+            raise RecipeError(f"{path}: expected a plan of layout {FORMAT}, found other text")
+        try:
+            return _PLAN.validate_json(b"{" + memoryview(text)[len(start) :])
+        except ValidationError as error:
+            raise RecipeError(f"{path}: the plan is damaged.", _plan_problems(error)) from None
+
+
+def _is_finite(value: Any) -> bool:
+    """True if no number in an option's value is infinite or NaN."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _plan_problems(error: ValidationError) -> list[str]:
+    return [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False, include_input=False)]
+
+
+_PLAN = TypeAdapter(MergePlan)
+_ITEMS = TypeAdapter(tuple[Item, ...])
+
+
+def count_actions(items: Iterable[Item]) -> dict[str, int]:
+    """Number of items per action, in the order of `Action`."""
+    out = dict.fromkeys(("merge", "average", "copy", "tie"), 0)
+    for item in items:
+        out[item.action] += 1
+    return out

@@ -1,7 +1,0 @@
-"""The report as one HTML page."""
-
-from __future__ import annotations
-
-from actmat.report.html.diagnosis import render_html, write_html
-
-__all__ = ["render_html", "write_html"]
