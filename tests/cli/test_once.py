@@ -10,7 +10,7 @@ from tests.helpers.merging import actmat
 
 from actmat.cli import once
 from actmat.cli.once import is_first_time, state_file
-from actmat.planning.adapter.notes import INDEPENDENT
+from actmat.planning.adapter.serving import INDEPENDENT
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from actmat.engine.tensor import TensorMerge
 from safetensors.torch import load_file
 from tests.helpers.adapters import tiny
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, expert_of
@@ -22,12 +23,11 @@ from torch import Tensor
 import actmat
 from actmat import methods as methods_module
 from actmat.api import plan as plan_merge
+from actmat.engine.calls import generator_for
 from actmat.engine.executors.threads import ThreadExecutor
-from actmat.engine.needs import generator_for
 from actmat.engine.observer import NoWriter
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
-from actmat.engine.tensor import TensorMerge
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import CheckpointError, NumericalError, RecipeError
 from actmat.inputs import opened_inputs, plans_of

@@ -25,8 +25,8 @@ from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources, one_thread
-from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
-from actmat.engine.survey import run_surveys
+from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, RecipeError
 from actmat.planning.model import Item
@@ -43,7 +43,7 @@ class ReversedExecutor:
             for share in (items[1::2], items[::2]):
                 yield other_process().submit(observe_there, spec, share, fork()).result()
 
-        return run_surveys(spec, observe)
+        return run_surveys(spec.plans, observe)
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         for unit in reversed(units):
@@ -111,7 +111,7 @@ class SurveysHalf(HereExecutor):
                 self.session(spec).observe(item, state)
             return [state]
 
-        return run_surveys(spec, observe)
+        return run_surveys(spec.plans, observe)
 
 
 class ForgetsObservers(HereExecutor):

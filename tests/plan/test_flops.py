@@ -17,8 +17,7 @@ from actmat.linalg.interference import rereading
 from actmat.linalg.operations import gram, polar_factor, product, svd, thin_svd, total
 from actmat.methods import METHODS, get_method
 from actmat.methods.contract import MergeMethod
-from actmat.planning.cost import method_operations
-from actmat.planning.operations import item_operations
+from actmat.planning.cost import item_operations, method_operations
 
 ROWS, INPUTS, EXPERTS = 6, 10, 3
 """Of one matrix; number of deltas."""

@@ -12,7 +12,7 @@ from tests.helpers.rates import RATE, rates_of
 import actmat as library
 from actmat.errors import RecipeError
 from actmat.linalg.operations import Operation, total
-from actmat.planning.operations import item_operations
+from actmat.planning.cost import item_operations
 from actmat.timing.predict import Prediction, duration, parse_nodes, predict
 from actmat.timing.rates import save_rates
 from actmat.timing.schedule import Cluster, simulate

@@ -32,7 +32,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     """Groups of outputs with what happens to them and why; `full`: one line per output."""
     from actmat.cli.once import is_first_time
     from actmat.cli.screen import console, escape
-    from actmat.planning.adapter.notes import INDEPENDENT
+    from actmat.planning.adapter.serving import INDEPENDENT
     from actmat.report.words import action_counts, plan_traffic, plural
 
     from_adapters = plan.output == "adapter" and not plan.is_extracted
@@ -125,7 +125,7 @@ def print_summary(report: MergeReport) -> None:
     """Result of a merge: what was done, norms of an adapter, traffic, notes, findings if it was diagnosed."""
     from actmat.cli.screen import console, escape
     from actmat.errors import format_size
-    from actmat.planning.adapter.notes import INDEPENDENT
+    from actmat.planning.adapter.serving import INDEPENDENT
     from actmat.report.words import plural
 
     plan = report.plan

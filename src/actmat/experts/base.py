@@ -62,6 +62,11 @@ class Expert(abc.ABC):
             CheckpointError: no such tensor in `specs`.
         """
 
+    @property
+    def is_partial(self) -> bool:
+        """True if it has deltas of some tensors only and says nothing of the others, as adapters do."""
+        return self.kind == "adapter"
+
     def scheme(self, name: str) -> str:
         """Layout of a stored source of codes, in words, see `Checkpoint.scheme`; empty where it is not."""
         return ""

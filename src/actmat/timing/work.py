@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from actmat.engine.units import Unit, plan_units, planned_seconds
 from actmat.errors import RecipeError
 from actmat.linalg.operations import Operation
+from actmat.planning.cost import item_operations
 from actmat.planning.model import Item, MergePlan
-from actmat.planning.operations import item_operations
 from actmat.planning.pools import pooled
 from actmat.timing.rates import DeviceRates, Rates, seconds
 

@@ -11,7 +11,7 @@ from actmat.api.diagnosing import recipe_of_output
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import AgreementRow, DataResidual
-from actmat.engine.statistics import check_adapters
+from actmat.engine.content import check_adapters
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.experts.resolve import is_adapter
 from actmat.extras.collect.agreement import agreement as compare

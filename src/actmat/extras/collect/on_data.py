@@ -22,11 +22,11 @@ from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import DataResidual
+from actmat.engine.content import FOREIGN, check_probes, foreign_tensors
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
-from actmat.engine.statistics import FOREIGN, check_probes, foreign_tensors
 from actmat.errors import StatisticsError
 from actmat.linalg.outputs import output_energy
 from actmat.planning.model import Item, MergePlan

@@ -1,6 +1,9 @@
-"""Merge one module of adapters in the space of its factors, or a tensor that adapters trained in full.
+"""Kernel `factored`: a method on factors, of a module of adapters or of a tensor whose deltas are all products.
 
-    D* = method(b_1 a_1, ..., b_T a_T) = b a,   cut or padded to the planned rank,   A = a, B = scale * b, alpha = r
+    D* = method(b_1 a_1, ..., b_T a_T) = b a
+
+A tensor of a model is multiplied out once and added to the base. A module is cut or padded to the planned rank,
+`A = a, B = scale * b, alpha = r`; a method without a form on factors is given the products.
 
 Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts. The small matrices are float64, the factors
 are rounded once, to the output dtype.
@@ -17,90 +20,79 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import torch_dtype
-from actmat.checkpoints.hashing import hash_names
-from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.after import finish_factors, stacked
-from actmat.engine.apply import compute_dtype, merge_factors
-from actmat.engine.inputs import Inputs
-from actmat.engine.naming import named_errors
-from actmat.engine.needs import Surroundings, needs_of
+from actmat.engine.calls import (
+    CallContext,
+    apply_to_factors,
+    finish_factors,
+    merge_factors,
+    named_errors,
+    needs_of,
+    stacked,
+)
+from actmat.engine.kernels.regions import BaseEntries, adapter_record, by_regions
 from actmat.engine.observer import Merged
+from actmat.engine.reader import AdapterReader, TensorReader
 from actmat.engine.task import Record, Task, join_stats
-from actmat.errors import NumericalError
-from actmat.experts.lora.adapter import Adapter
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, Truncated, frobenius_norm, truncate, weighted_sum
 from actmat.planning.adapter.layouts import ALPHA
-from actmat.planning.model import Item
+from actmat.planning.item import Item
 from actmat.planning.regions import Region, cut, matrix_label
 
-__all__ = ["merge_full_tensor", "merge_module", "module_deltas"]
+__all__ = ["merged_by_factors", "module_deltas", "run"]
 
 
-def merge_module(task: Task, inputs: Inputs) -> Record:
-    """Merge and write the factors of one module.
+def run(tasks: Sequence[Task], reader: TensorReader | AdapterReader) -> list[Record]:
+    """Merge one tensor, or one module, by its factors.
 
     Raises:
-        NumericalError, RecipeError: from the method, with the name of the module.
+        NumericalError, RecipeError: from the method, with the name of the item.
     """
+    if isinstance(reader, AdapterReader):
+        return [_merge_module(task, reader) for task in tasks]
+    return by_regions(tasks, reader, _merge_tensor)
+
+
+def _merge_tensor(tasks: Sequence[Task], region: Region, base_raw: BaseEntries, reader: TensorReader) -> bool:
+    """True: the plan lists tensors as factored only where an expert changes them."""
+    for task in tasks:
+        factors, value = merged_by_factors(task, region, reader)
+        if task.observer is not None:
+            assert isinstance(base_raw, Tensor), "an observer is given everything whole"
+            task.observer.region(Merged(region, (), factors, base_raw, value, {}, task.stats))
+        task.output.take(region, base_raw, value, reader)
+    return True
+
+
+def merged_by_factors(task: Task, region: Region, reader: TensorReader) -> tuple[Sequence[Sequence[LowRank]], Tensor]:
+    """Factors of every expert per logical matrix of a region, and the merged delta, flat."""
+    factors = reader.factors(region)
+    return factors, apply_to_factors(task, region, factors, CallContext(reader.inputs.statistics, torch.float64))
+
+
+def _merge_module(task: Task, reader: AdapterReader) -> Record:
+    """Merge and write the factors of one module."""
     began = time.perf_counter()
-    item, statistics = task.item, inputs.statistics
-    deltas = _factors(item, inputs)
-    with named_errors("module", item.name, task.call.method):
-        dtype = torch.float64 if item.form == "factored" else compute_dtype(task)
-        values = _merge_blocks(task, deltas, Surroundings(statistics, dtype))
+    item = task.item
+    deltas = reader.factors(item)
+    with named_errors(task):
+        dtype = torch.float64 if item.form == "factored" else reader.compute_dtype
+        values = _merge_blocks(task, deltas, CallContext(reader.inputs.statistics, dtype))
     merged = _packed(item, values)
     truncated = truncate(LowRank(merged.b_OR * task.call.scale, merged.a_RI), item.pair.rank)
     task.stats = join_stats(task.stats, _norms(deltas, truncated))
     out = list(_stored(item, truncated.value))
     for spec in item.outputs[len(out) :]:
         is_scale = spec.name.endswith(ALPHA)
-        out.append(torch.tensor(float(item.pair.rank), dtype=torch.float64) if is_scale else _bias(task, inputs))
-    return _record(task, out, began)
+        out.append(torch.tensor(float(item.pair.rank), dtype=torch.float64) if is_scale else _bias(task, reader))
+    return adapter_record(task, out, began)
 
 
-def merge_full_tensor(task: Task, inputs: Inputs) -> Record:
-    """Write the mean of a tensor that adapters trained in full, over those that have it."""
-    began = time.perf_counter()
-    item = task.item
-    weights = task.call.weights or (1.0,) * len(item.sources)
-    found = [(e, s, w) for e, s, w in zip(inputs.experts, item.sources, weights, strict=True) if s is not None]
-    share = math.fsum(w for _, _, w in found)
-    total = torch.zeros(item.shape, dtype=torch.float64)
-    for expert, source, weight in found:
-        total.add_(expert.read(source.name).to(torch.float64), alpha=weight / share)
-    return _record(task, [total], began)
-
-
-def module_deltas(item: Item, inputs: Inputs, dtype: torch.dtype) -> Iterator[list[Any]]:
-    """Per logical matrix of a module, the deltas in the form that its method takes (for surveys).
-
-    Args:
-        dtype: of dense deltas.
-    """
-    for _, factors in _by_block(item, _factors(item, inputs)):
-        yield factors if item.form == "factored" else [f.dense().to(dtype) for f in factors]
-
-
-def _factors(item: Item, inputs: Inputs) -> list[LowRank]:
-    """The experts' deltas of a module in float64; an expert without the module gives a zero of rank 1."""
-    out = []
-    for expert, source in zip(inputs.experts, item.sources, strict=True):
-        if source is not None:
-            adapter = _adapter(expert.adapter)
-            out.append(adapter.factors(adapter.modules[source.name], torch.float64))
-        else:
-            *batch, rows, columns = item.shape
-            b_OR = torch.zeros(*batch, rows, 1, dtype=torch.float64)
-            out.append(LowRank(b_OR, torch.zeros(*batch, 1, columns, dtype=torch.float64)))
-    return out
-
-
-def _adapter(adapter: Adapter | None) -> Adapter:
-    assert adapter is not None, "the plan of an adapter has adapters only"
-    return adapter
+def module_deltas(item: Item, reader: AdapterReader) -> Iterator[list[Any]]:
+    """Per logical matrix of a module, the deltas in the form that its method takes (for surveys)."""
+    for _, factors in _by_block(item, reader.factors(item)):
+        yield factors if item.form == "factored" else [f.dense().to(reader.compute_dtype) for f in factors]
 
 
 def _by_block(item: Item, deltas: Sequence[LowRank]) -> Iterator[tuple[str, list[LowRank]]]:
@@ -121,14 +113,14 @@ def _logical(item: Item) -> Region:
     return Region(0, item.numel, item.shape, TensorLayout(role, item.layout.reason, blocks=item.pair.blocks))
 
 
-def _merge_blocks(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> list[LowRank]:
+def _merge_blocks(task: Task, deltas: Sequence[LowRank], context: CallContext) -> list[LowRank]:
     """Merged delta of every block, finished."""
     region, by_matrix = _logical(task.item), task.item.form == "factored" or task.method.acts_on == "matrix"
-    whole = None if by_matrix else _merge_stored(task, deltas, around)
+    whole = None if by_matrix else _merge_stored(task, deltas, context)
     values = []
     for k, (label, own) in enumerate(_by_block(task.item, deltas)):
         if whole is None:
-            values.append(_merge_block(task, region, k, own, around))
+            values.append(_merge_block(task, region, k, own, context))
         else:
             value = _as_factors(region.layout.to_matrices(whole)[k])
             values.append(finish_factors(task, value, own, region.layout, label))
@@ -136,24 +128,24 @@ def _merge_blocks(task: Task, deltas: Sequence[LowRank], around: Surroundings) -
     return values
 
 
-def _merge_block(task: Task, region: Region, k: int, deltas: Sequence[LowRank], around: Surroundings) -> LowRank:
+def _merge_block(task: Task, region: Region, k: int, deltas: Sequence[LowRank], context: CallContext) -> LowRank:
     """Merged delta of one block; random methods and spaces take a stack by matrix, as in a model."""
     if deltas[0].b_OR.ndim == 3 and (task.method.is_random or task.call.space != "full"):
         found = []
         for e in range(deltas[0].b_OR.shape[0]):
             own = [LowRank(d.b_OR[e], d.a_RI[e]) for d in deltas]
-            found.append(_merge_block(task, dataclasses.replace(region, label=str(e)), k, own, around))
+            found.append(_merge_block(task, dataclasses.replace(region, label=str(e)), k, own, context))
         return stacked(found)
     if task.item.form == "factored":
-        return merge_factors(task, region, k, deltas, around)
+        return merge_factors(task, region, k, deltas, context)
     label = matrix_label(region, k)
-    dense = [d.dense().to(around.dtype) for d in deltas]
-    merged = task.method.merge(dense, **needs_of(task, region, k, label, around), **task.call.options)
+    dense = [d.dense().to(context.dtype) for d in deltas]
+    merged = task.method.merge(dense, **needs_of(task, region, k, label, context), **task.call.options)
     task.note(label, merged.stats)
     return finish_factors(task, _as_factors(merged.value), deltas, region.layout, label)
 
 
-def _merge_stored(task: Task, deltas: Sequence[LowRank], around: Surroundings) -> Tensor:
+def _merge_stored(task: Task, deltas: Sequence[LowRank], context: CallContext) -> Tensor:
     """The merged delta of a method that knows no matrices.
 
     It is given the tensor as a model stores it, in the regions of a merge into a model, so that random methods draw the
@@ -161,12 +153,12 @@ def _merge_stored(task: Task, deltas: Sequence[LowRank], around: Surroundings) -
     """
     item = task.item
     turned = item.pair.transposed
-    dense = [d.dense().to(around.dtype) for d in deltas]
+    dense = [d.dense().to(context.dtype) for d in deltas]
     flat = [(d.mT if turned else d).reshape(-1) for d in dense]
     out = torch.empty_like(flat[0])
     for region in cut(item.pair.shape, item.layout, task.method.acts_on):
         own = [f[region.start : region.stop].view(region.shape) for f in flat]
-        merged = task.method.merge(own, **needs_of(task, region, 0, region.label, around), **task.call.options)
+        merged = task.method.merge(own, **needs_of(task, region, 0, region.label, context), **task.call.options)
         if task.method.acts_on == "tensor":
             task.note(region.label, merged.stats)
         out[region.start : region.stop] = merged.value.reshape(-1)
@@ -177,7 +169,7 @@ def _observe(task: Task, label: str, deltas: Sequence[LowRank], value: LowRank) 
     if task.observer is not None:
         shape = tuple(value.shape)
         region = Region(0, math.prod(shape), shape, TensorLayout(Role.LINEAR, ""), label)
-        task.observer.region(Merged(region, (), [deltas], None, value, lambda k: None, task.stats))
+        task.observer.region(Merged(region, (), [deltas], None, value, {}, task.stats))
 
 
 def _packed(item: Item, regions: Sequence[LowRank]) -> LowRank:
@@ -192,42 +184,6 @@ def _packed(item: Item, regions: Sequence[LowRank]) -> LowRank:
     layout = TensorLayout(Role.FUSED_LINEAR, "", blocks=item.pair.blocks)
     shape = (*item.shape[:-1], total)
     return LowRank(layout.from_matrices(wide, shape), torch.cat([p.a_RI for p in regions], dim=-2))
-
-
-def _record(task: Task, outputs: Sequence[Tensor], began: float) -> Record:
-    """Write the outputs of an item, each rounded once."""
-    hashes = {}
-    for spec, tensor in zip(task.item.outputs, outputs, strict=True):
-        sink = task.writer.sink(spec.name)
-        sink.write(raw_bytes(_rounded(spec.name, tensor, torch_dtype(spec.dtype))))
-        hashes[spec.name] = sink.digest
-    return Record(
-        name=task.item.name,
-        hash=hash_names(hashes.items()),
-        hashes=hashes,
-        stats=task.stats,
-        unchanged=task.item.factors is not None and not any(task.stats["expert_norms"]),
-        seconds=time.perf_counter() - began,
-        observed=task.observer.finish() if task.observer is not None else None,
-    )
-
-
-def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a tensor to the output dtype.
-
-    Raises:
-        NumericalError: NaN, Inf, or values beyond the range of the dtype.
-    """
-    out = tensor.to(dtype).contiguous()
-    if not bool(torch.isfinite(out).all()):
-        finite = bool(torch.isfinite(tensor).all())
-        raise NumericalError(
-            f"tensor '{name}' has values beyond {dtype}'s range; write with --dtype bfloat16 or float32"
-            if finite
-            else f"tensor '{name}' came out with NaN or Inf for finite factors. Likely cause: options out of "
-            "proportion to the deltas; try other options, or another method for this module"
-        )
-    return out
 
 
 def _as_factors(delta_OI: Tensor) -> LowRank:
@@ -264,14 +220,12 @@ def _norms(deltas: Sequence[LowRank], truncated: Truncated) -> dict[str, Any]:
     }
 
 
-def _bias(task: Task, inputs: Inputs) -> Tensor:
+def _bias(task: Task, reader: AdapterReader) -> Tensor:
     """Mean of what the experts add to the layer's bias, over those that add anything."""
-    item = task.item
-    total, share = torch.zeros(item.shape[-2], dtype=torch.float64), 0.0
-    weights = task.call.weights if task.call.weights and sum(task.call.weights) else (1.0,) * len(inputs.experts)
-    for expert, source, weight in zip(inputs.experts, item.sources, weights, strict=True):
-        adapter = _adapter(expert.adapter)
-        delta = None if source is None else adapter.bias_delta(adapter.modules[source.name], torch.float64)
+    total, share = torch.zeros(task.item.shape[-2], dtype=torch.float64), 0.0
+    found = reader.biases(task.item)
+    weights = task.call.weights if task.call.weights and sum(task.call.weights) else (1.0,) * len(found)
+    for delta, weight in zip(found, weights, strict=True):
         if delta is not None:
             total.add_(delta, alpha=weight)
             share += weight

@@ -1,4 +1,4 @@
-"""Words of a plan about quantised inputs: the layout of each tensor, and the form of the output."""
+"""Storage of the inputs and its consequences for the output: components, side files, codes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,95 @@ from collections.abc import Mapping, Sequence
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.experts.base import Expert, Source
+from actmat.layout.parts import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
 
-__all__ = ["encoding_problems", "quantisation_notes", "scheme_words"]
+__all__ = [
+    "absent_parts",
+    "encoding_problems",
+    "files_left_out",
+    "left_out_note",
+    "part_notes",
+    "quantisation_notes",
+    "scheme_words",
+    "stems_of",
+]
+
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+"""Start of the names of diffusers' weight files."""
+
+
+def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> dict[str, str]:
+    """Base tensor -> why it is copied: an expert has no tensor at all of its part, or its layout has no such tensor.
+
+    An expert that is one component of a pipeline has its names without the component's prefix.
+    """
+    out: dict[str, str] = {}
+    for part, prefix in parts_of(base.specs, base.config).items():
+        names = [n for n in base.specs if n.startswith(prefix)]
+        lacking = [
+            label
+            for label, expert in zip(labels, experts, strict=True)
+            if not expert.is_partial
+            and not any(n.startswith(prefix) for n in expert.specs)
+            and not any(n.removeprefix(prefix) in expert.specs for n in names)
+        ]
+        if lacking:
+            who = ", ".join(f"'{label}'" for label in lacking)
+            out |= dict.fromkeys(names, f"expert {who} has no {part} ({prefix}*): copied from the base")
+    for label, expert in zip(labels, experts, strict=True):
+        for name, why in expert.lacks.items():
+            out.setdefault(name, f"{why}, expert '{label}': copied from the base")
+    return out
+
+
+def stems_of(base: Checkpoint) -> tuple[str, Mapping[str, str]]:
+    """Name of the output's weight files; and for a pipeline, prefix of a component -> folder and name of its files."""
+    components = component_configs(base.config)
+    if components is None:
+        return _stem(base.config), {}
+    return "model", {f"{name}.": f"{name}/{_stem(config)}" for name, config in components.items()}
+
+
+def part_notes(base: Checkpoint) -> list[str]:
+    """Notes on a base that is a single file of an image or video tool, or a pipeline."""
+    components = component_configs(base.config)
+    if components is not None:
+        return [f"the base is a pipeline with weights in {', '.join(components)}; its other files are copied"]
+    single = single_file_of(base.specs)
+    return [] if single is None else [f"the base is {single.words}"]
+
+
+def _stem(config: Mapping[str, object] | None) -> str:
+    return DIFFUSERS_STEM if config is not None and "_class_name" in config else "model"
+
+
+SHOWN = 8
+"""Files that a note names."""
+UNSAID = ("hidden", "written anew")
+"""Reasons that need no note: nobody looks for such files in an output."""
+
+
+def files_left_out(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert]) -> dict[str, str]:
+    """Path -> reason, for the base's folder and that of the expert that `files_from` names (its label in brackets)."""
+    if base is None:
+        return {}
+    found = dict(base.side_files().left_out)
+    if recipe.files_of in recipe.labels:
+        expert = experts[recipe.labels.index(recipe.files_of)]
+        found |= {f"{path} ({recipe.files_of})": why for path, why in expert.side_files().left_out.items()}
+    return found
+
+
+def left_out_note(left_out: Mapping[str, str]) -> list[str]:
+    """One sentence on them; none where there is nothing to say.
+
+    >>> left_out_note({"optimizer.pt": "a pickle", ".git/": "hidden"})
+    ['not copied with the output: optimizer.pt (a pickle)']
+    """
+    told = [f"{path} ({why})" for path, why in left_out.items() if why not in UNSAID]
+    more = [f"and {len(told) - SHOWN} more, see the manifest"] if len(told) > SHOWN else []
+    return [f"not copied with the output: {', '.join(told[:SHOWN] + more)}"] if told else []
 
 
 def scheme_words(
@@ -83,7 +169,7 @@ def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
             "the output is not quantised: decoded tensors are written as floats, and config.json without its entry "
             "about quantisation"
         )
-    full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if e.kind == "model"]
+    full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.is_partial]
     other = [n for n, schemes in full if schemes != set(of_base)]
     if other:
         notes.append(

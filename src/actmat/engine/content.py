@@ -1,19 +1,60 @@
-"""Refuse statistics that were measured on another model than the one that is merged."""
+"""Checks of contents: tensors that are tied are one, statistics are of the models that are merged.
+
+A config that says "tied" while a checkpoint stores two different tensors is not rare (a head that was trained apart, a
+table that was resized on its own). Merging one of them for both would silently drop the other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.hashing import ContentHash
 from actmat.engine.inputs import Inputs
-from actmat.engine.ties import content_hash
 from actmat.errors import StatisticsError
 from actmat.experts.base import Expert
 from actmat.planning.model import Item
 from actmat.statistics.binding import adapter_content
 from actmat.statistics.store import Statistics
 
-__all__ = ["FOREIGN", "check_adapters", "check_probes", "foreign_tensors"]
+__all__ = ["FOREIGN", "broken_ties", "check_adapters", "check_probes", "content_hash", "foreign_tensors"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+def content_hash(stored: Checkpoint | Expert, name: str) -> str:
+    """Content hash of one stored tensor, read in chunks."""
+    nbytes = stored.specs[name].nbytes
+    seen, buffer = ContentHash(), memoryview(bytearray(min(_CHUNK_BYTES, max(nbytes, 1))))
+    while seen.size < nbytes:
+        chunk = buffer[: min(_CHUNK_BYTES, nbytes - seen.size)]
+        stored.read_into(name, seen.size, chunk)
+        seen.update(chunk)
+    return seen.hexdigest()
+
+
+def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Sequence[str]) -> list[str]:
+    """One sentence for each tied name of the item that a checkpoint stores with other content.
+
+    Args:
+        base_hash, expert_hashes: content hashes of the tensor that was read.
+    """
+    assert inputs.base is not None
+    groups: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = [
+        ("the base", inputs.base, item.name, base_hash, item.aliases)
+    ]
+    rows = zip(inputs.labels, inputs.experts, item.sources, expert_hashes, item.twins, strict=False)
+    for label, expert, source, digest, twins in rows:
+        if source is not None:
+            groups.append((f"expert '{label}'", expert, source.name, digest, twins))
+    return [
+        f"'{name}' and '{first}' of {who} are tied by config.json, but their values differ; to merge each by itself, "
+        "write 'ties: false' in the recipe (--no-ties) and check 'tie_word_embeddings'"
+        for who, stored, first, digest, names in groups
+        for name in names
+        if content_hash(stored, name) != digest
+    ]
+
 
 PROBES = 8
 """Tensors per expert that are compared before the work begins: the smallest, norms and biases as a rule."""
@@ -32,11 +73,11 @@ def check_probes(inputs: Inputs) -> None:
     """
     problems = []
     for label, file, expert in zip(inputs.labels, inputs.statistics.files, inputs.experts, strict=True):
-        if file is None or (expert.kind == "adapter" and inputs.base is None):
+        if file is None or (expert.is_partial and inputs.base is None):
             continue
         source: Checkpoint | Expert = expert
         who = f"expert '{label}'"
-        if expert.kind == "adapter":
+        if expert.is_partial:
             assert inputs.base is not None
             source, who = inputs.base, "the base"
         known = file.header.model.tensors
@@ -61,7 +102,7 @@ def foreign_tensors(item: Item, inputs: Inputs, base_hash: str, expert_hashes: S
         if file is None or source is None:
             continue
         on_base = source.kind != "stored"
-        if expert.kind == "adapter" and not on_base:
+        if expert.is_partial and not on_base:
             continue  # the adapter's own tensor: its hash was compared with the adapter's
         name, found = (item.name, base_hash) if on_base else (source.name, digest)
         expected = file.header.model.tensors.get(name)
