@@ -28,6 +28,7 @@ class Inputs:
     base: Checkpoint | None
     experts: Sequence[Expert]
     statistics: ExpertStatistics
+    kept: object = None  # until sums are gone
 
     @property
     def buffer_bytes(self) -> int:
