@@ -48,7 +48,6 @@ COMMANDS = {
     "import": "import_",
     "export": "export",
     "verify": "verify",
-    "calibrate": "calibrate",
     "ui": "ui",
     "demo": "demo",
     "statistics": "statistics",
