@@ -58,7 +58,7 @@ def main() -> None:
     for model in given.models:
         for method in given.methods:
             rows.append(row_of(headers_plan(model, method), model, method, given.parts))
-            print(markdown(rows[-1:]), flush=True)
+            print(markdown(rows[-1:], list(rows[-1])), flush=True)
     print(write_result(given.name, rows, parameters={m: parameters(shapes_of(m)) for m in given.models}))
 
 
