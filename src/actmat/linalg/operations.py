@@ -1,7 +1,7 @@
 """Operations of matrix routines by class, from shapes: the FLOPs of a plan, from which units are ordered.
 
-Counts are leading terms with their constants; for decompositions, whose work depends on the spectrum, they are the usual
-nominal counts.
+Counts are leading terms with their constants; for decompositions, whose work depends on the spectrum, they are the
+usual nominal counts.
 
     product    2 M N K of an `M x K` by `K x N` product
     cholesky   N^3 / 3 of a factorisation, N^2 per right-hand side and triangle, 2 N^3 / 3 of an inverse from it
