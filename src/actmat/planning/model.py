@@ -21,7 +21,7 @@ from actmat.errors import RecipeError, format_size
 from actmat.experts.base import Source
 from actmat.foreign import html_table, terminal
 from actmat.layout.types import TensorLayout
-from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
+from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nominal_seconds
 from actmat.planning.forms import Extraction, FactorPlan, Plain
 from actmat.planning.method_call import MethodCall, PostCall
 from actmat.recipe import Recipe
@@ -319,6 +319,11 @@ class MergePlan(Plain):
         return sum(i.cost.flops for i in self.items)
 
     @property
+    def seconds(self) -> float:
+        """Time of one worker on a usual core, from counts of operations and bytes; a guide, not a measurement."""
+        return nominal_seconds(self.flops, self.read_bytes + self.write_bytes)
+
+    @property
     def process_bytes(self) -> int:
         """Memory of a run besides the items at work: interpreter and libraries, plan, records."""
         return BASELINE_BYTES + len(self.items) * (ITEM_BYTES + SOURCE_BYTES * len(self.experts))
@@ -362,6 +367,7 @@ class MergePlan(Plain):
             "read_bytes": self.read_bytes,
             "write_bytes": self.write_bytes,
             "flops": self.flops,
+            "seconds_one_worker": self.seconds,
             "peak_bytes_one_worker": self.peak_bytes(1),
             "peak_bytes_two_workers": self.peak_bytes(2),
             "peak_device_bytes": self.peak_device_bytes,
