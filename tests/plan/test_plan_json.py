@@ -18,7 +18,7 @@ from tests.helpers.merging import CONFIG, EMBEDDING, expert_of, llama_tensors, s
 
 import actmat
 from actmat.errors import MergeError, RecipeError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.methods import METHODS
 from actmat.planning import MergePlan
 
