@@ -189,6 +189,6 @@ def test_average_export_extract_and_serve_command(place: Path) -> None:
 
 
 def test_layouts_that_other_tests_make_or_that_take_long() -> None:
-    """The fields that demo prints; calibrate, push, statistics, try and tune are pinned where they run."""
+    """The fields that demo prints; push, statistics, try and tune are pinned where they run."""
     assert {f.name for f in dataclasses.fields(DemoResult)} == PINNED["demo"]
     assert PINNED.keys() >= SCHEMAS.keys() - {"analyze", "experiment"}

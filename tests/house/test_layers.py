@@ -40,7 +40,6 @@ LAYERS = (
     "plan",
     "progress",
     "engine",
-    "timing",
     "diagnostics",
     "report",
     "api",  # other files directly in the package: runs, and the functions that `import actmat` offers

@@ -18,7 +18,7 @@ from tests.helpers.merging import CONFIG, EMBEDDING, expert_of, llama_tensors, s
 
 import actmat
 from actmat.errors import MergeError, RecipeError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.methods import METHODS
 from actmat.planning import MergePlan
 
@@ -157,6 +157,8 @@ def test_totals_are_those_of_the_plan(example: MergePlan) -> None:
     totals = example.to_json()["totals"]
     again = MergePlan.from_json(example.to_json())
     assert totals["flops"] == again.flops > 0
+    traffic = again.read_bytes + again.write_bytes
+    assert totals["seconds_one_worker"] == pytest.approx(again.flops / 5e10 + traffic / 5e8)
     assert totals["write_bytes"] == again.write_bytes == sum(totals["shards"].values())
     assert totals["peak_bytes_one_worker"] == again.peak_bytes(1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import AlignmentError, RecipeError, StatisticsError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.report.manifest import manifest_content
 from actmat.statistics import open_statistics
 

@@ -20,7 +20,6 @@ EXITS: Mapping[str, Mapping[int, str]] = {
     "add": {0: "added", 1: f"no finished merge, or an expert of that name is in it; {_INPUTS}"},
     "analyze": {0: "measured and saved", 1: f"there are results already; {_INPUTS}"},
     "average": {0: "averaged, or found complete and intact", 1: _INPUTS},
-    "calibrate": {0: "measured and written", 1: "nothing can be measured or written there"},
     "compare": {0: "compared, whether they differ or not", 1: "no two merges of the same base and experts"},
     "demo": {0: "all merges are there", 1: "the output place or a method is wrong"},
     "diagnose": {

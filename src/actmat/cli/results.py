@@ -20,7 +20,6 @@ SCHEMAS: Mapping[str, int] = {
     "add": 1,
     "analyze": 1,
     "average": 1,
-    "calibrate": 1,
     "compare": 1,
     "demo": 1,
     "diagnose": 1,

@@ -33,7 +33,8 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     from actmat.cli.once import is_first_time
     from actmat.cli.screen import console, escape
     from actmat.planning.adapter.serving import INDEPENDENT
-    from actmat.report.words import action_counts, plan_traffic, plural
+    from actmat.report.words import action_counts, plan_time, plan_traffic, plural
+    from actmat.system import usable_cores
 
     from_adapters = plan.output == "adapter" and not plan.is_extracted
     over = plural(len(plan.experts), "adapter" if from_adapters else "expert")
@@ -46,8 +47,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     _print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if from_adapters else escape(action_counts(plan)))
     console.print(plan_traffic(plan))
-    if plan.device != "cpu":
-        console.print(_devices(plan))
+    console.print(plan_time(plan, usable_cores()) if plan.device == "cpu" else _devices(plan))
     for note in plan.notes:
         if INDEPENDENT not in note or is_first_time("ranks"):
             console.print(f"note: {escape(note)}")

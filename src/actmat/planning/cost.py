@@ -1,4 +1,4 @@
-"""Cost of one item, from shapes, kernel and reading: memory of one worker, and floating-point operations.
+"""Cost of one item, from shapes, kernel and reading: memory of one worker, operations, and their time on a usual core.
 
     peak = raw base + raw chunk of each expert, of one where they    (storage dtype; of the base as well
            are read one after another                                 where it is read with streamed deltas)
@@ -36,6 +36,8 @@ __all__ = [
     "BASELINE_BYTES",
     "ITEM_BYTES",
     "MATRIX_BYTES",
+    "NOMINAL_BYTES",
+    "NOMINAL_FLOPS",
     "SOURCE_BYTES",
     "CallShape",
     "different",
@@ -43,6 +45,7 @@ __all__ = [
     "factored_tensor_bytes",
     "item_operations",
     "method_operations",
+    "nominal_seconds",
     "region_peak_bytes",
     "statistics_bytes",
     "tensor_peak_bytes",
@@ -58,6 +61,10 @@ ITEM_BYTES, SOURCE_BYTES = 6_000, 1_000
 MATRIX_BYTES = 120_000_000
 """Bytes that one worker's linear algebra library keeps (packing buffers, scratch), on top of the declared
 workspace of a method."""
+
+NOMINAL_FLOPS, NOMINAL_BYTES = 5e10, 5e8
+"""Operations and bytes per second of a usual core. They are constants, not measured: the order of units and the shares
+of parts follow from them, and must be the same on all machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +165,15 @@ def statistics_bytes(method: MergeMethod, matrices: Sequence[Sequence[int]], n_e
     return 0
 
 
+def nominal_seconds(flops: int, traffic: int) -> float:
+    """Time of one usual core for so many operations and bytes read and written.
+
+    >>> nominal_seconds(10**11, 10**9)
+    4.0
+    """
+    return flops / NOMINAL_FLOPS + traffic / NOMINAL_BYTES
+
+
 def factored_bytes(shape: tuple[int, ...], total_rank: int) -> int:
     """Memory of a factored merge: all factors, two bases, their products and the result, in float64."""
     *batch, rows, columns = shape
@@ -209,7 +225,7 @@ def method_operations(
             if term["power"] == "2":
                 found.append(entries(factor * math.prod(shape)))
             else:
-                found.append(Operation("product", factor * math.prod(shape) * shape[-1], min(shape[-2:]), double))
+                found.append(Operation("product", factor * math.prod(shape) * shape[-1], double))
     return found
 
 

@@ -19,7 +19,7 @@ from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import RecipeError, format_size
 from actmat.foreign import html_table, terminal
-from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
+from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nominal_seconds
 from actmat.planning.item import Cost, Item, MethodCall, Plain
 from actmat.recipe import Recipe
 
@@ -206,6 +206,11 @@ class MergePlan(Plain):
         return sum(i.cost.flops for i in self.items)
 
     @property
+    def seconds(self) -> float:
+        """Time of one worker on a usual core, from counts of operations and bytes; a guide, not a measurement."""
+        return nominal_seconds(self.flops, self.read_bytes + self.write_bytes)
+
+    @property
     def process_bytes(self) -> int:
         """Memory of a run besides the items at work: interpreter and libraries, plan, records."""
         return BASELINE_BYTES + len(self.items) * (ITEM_BYTES + SOURCE_BYTES * len(self.experts))
@@ -249,6 +254,7 @@ class MergePlan(Plain):
             "read_bytes": self.read_bytes,
             "write_bytes": self.write_bytes,
             "flops": self.flops,
+            "seconds_one_worker": self.seconds,
             "peak_bytes_one_worker": self.peak_bytes(1),
             "peak_bytes_two_workers": self.peak_bytes(2),
             "peak_device_bytes": self.peak_device_bytes,
