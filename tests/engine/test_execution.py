@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from actmat.engine.tensor import TensorMerge
 from safetensors.torch import load_file
 from tests.helpers.adapters import tiny
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, expert_of
@@ -330,13 +329,14 @@ class AtOnce(concurrent.futures.ThreadPoolExecutor):
 
 def test_several_workers_begin_with_the_largest_tensors(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    run = TensorMerge.run
+    merge_unit = Session.merge
 
-    def noting(merge: TensorMerge) -> Any:
-        sizes.append(merge.tasks[0].item.numel)
-        return run(merge)
+    def noting(session: Session, unit: Unit) -> UnitResult:
+        ((plan, n), *_), *_ = unit.groups
+        sizes.append(session.spec.plans[plan].items[n].numel)
+        return merge_unit(session, unit)
 
-    monkeypatch.setattr(TensorMerge, "run", noting)
+    monkeypatch.setattr(Session, "merge", noting)
     monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", AtOnce)
     merge(family, method="average", scope="all", threads=1)
     in_order = list(sizes)

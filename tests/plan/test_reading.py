@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 import actmat
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.planning.reading import Access, Reading, reading_of
+from actmat.planning.item import Reading
+from actmat.planning.reading import Access, reading_of
 from actmat.planning.regions import CHUNK, HELD_BYTES, Region
 
 SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
@@ -21,7 +22,7 @@ SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
 def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | None = None, **how: bool) -> Reading:
     method = get_method(name)
     region = Region(0, numel, (numel,), TensorLayout(Role.VECTOR, ""))
-    return reading_of(method, method.resolve_options(options or {}), region, experts, 4, Access(**how))
+    return reading_of(method, method.resolve_options(options or {}), [region], experts, 4, Access(**how))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,6 @@ def test_observers_are_given_whole_deltas() -> None:
     for name in ("dare", "ties", "karcher", "model_stock"):
         assert read(name, LARGE, observed=True) == Reading("held")
         assert read(name, LARGE, chunkable=False) == Reading("held")
-        assert read(name, LARGE, copied=True).base_held
         assert not read(name, LARGE).base_held
     assert read("average", SMALL, observed=True) == Reading("held")
     assert read("ties", LARGE, options={"trim": "global"}) == Reading("held")
@@ -62,7 +62,7 @@ def test_deltas_that_are_asked_for_twice_are_held_where_reading_is_costly(
 ) -> None:
     method, numel = get_method("actmat"), shape[0] * shape[1]
     region = Region(0, numel, shape, TensorLayout(Role.LINEAR, "OI"))
-    given = (method, method.resolve_options({}), region, experts, 4)
+    given = (method, method.resolve_options({}), [region], experts, 4)
     assert reading_of(*given, Access()) == Reading("each", times=times)
     costly = reading_of(*given, Access(costly=True))
     assert costly == (Reading("held") if times == 2 else Reading("each"))
