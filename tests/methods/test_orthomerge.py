@@ -166,7 +166,7 @@ def test_a_plane_turned_around_is_an_error():
 def test_the_base_is_needed():
     with pytest.raises(TypeError):
         merge(random_deltas(2, 4, 4))
-    with pytest.raises((ValueError, AttributeError)):
+    with pytest.raises(RecipeError, match="needs the base"):
         merge(random_deltas(2, 4, 4), base=None)
 
 

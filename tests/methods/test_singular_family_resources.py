@@ -34,8 +34,7 @@ def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod, op
     deltas = random_deltas(4, *shape, dtype=dtype)
     given = {"generator": torch.Generator()} if method.is_random else {}
     peak = peak_bytes(lambda: method.merge(deltas, **given, **options)) / dtype.itemsize
-    assert method.workspace is not None
-    declared = method.workspace(shape, 4, method.resolve_options(options))
+    declared = method.cost.workspace(shape, 4, method.resolve_options(options))
     assert peak <= declared
     assert declared <= 6 * peak
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from actmat.errors import RecipeError
 from actmat.linalg.interference.rule import Estimator, Fill, Filter, FilterKind, Normaliser, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
-from actmat.methods.contract import Bounds
+from actmat.methods.contract import About, Bounds
 
 __all__ = ["ACTMAT", "rule"]
 
@@ -92,14 +92,16 @@ def _minus_base(null: FillOption, filter: FilterKind) -> Fill:
 
 
 ACTMAT = member(
+    "actmat",
     rule,
-    name="actmat",
-    summary="Least interference between experts, with each delta's own Gram matrix in place of its input statistics.",
-    equation="D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+",
-    reference="Abdel Hameed et al., Model Merging via Data-Free Covariance Estimation, 2026, arXiv:2604.01329",
+    About(
+        "Least interference between experts, with each delta's own Gram matrix in place of its input statistics.",
+        "D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+",
+        "Abdel Hameed et al., Model Merging via Data-Free Covariance Estimation, 2026, arXiv:2604.01329",
+    ),
     laws=SHARED_LAWS
     | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     flops="(2T + 3) N^3",
-    base_when=lambda options: options["form"] == "weight",
+    base=lambda options: options["form"] == "weight",
     meets_every_expert=True,
 )

@@ -21,7 +21,7 @@ from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import About, Bounds, Cost, Fraction, LowRankForm, Merged, MergedLowRank, MergeMethod
 
 __all__ = ["CART", "kept_directions", "merge", "merge_lowrank"]
 
@@ -109,17 +109,17 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 CART = MergeMethod(
-    name="cart",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    acts_on="matrix",
-    summary="Average plus the leading directions in which each expert differs from it.",
-    equation="D* = N + a sum_t SVD_K(D_t - N), N = sum_t D_t / T",
-    reference="Choi et al., Revisiting Weight Averaging for Model Merging, arXiv:2412.12153",
+    "cart",
+    merge,
+    "matrix",
+    About(
+        "Average plus the leading directions in which each expert differs from it.",
+        "D* = N + a sum_t SVD_K(D_t - N), N = sum_t D_t / T",
+        "Choi et al., Revisiting Weight Averaging for Model Merging, arXiv:2412.12153",
+    ),
     laws=frozenset(
         {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
     ),
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
+    lowrank=LowRankForm(merge_lowrank),
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -29,7 +29,17 @@ from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, polar_factor, repeated
 from actmat.linalg.singular import Mean, Polar, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
-from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import (
+    About,
+    Access,
+    Cost,
+    Fraction,
+    LowRankForm,
+    Merged,
+    MergedLowRank,
+    MergeMethod,
+    Weights,
+)
 
 __all__ = ["ISO_C", "merge", "merge_lowrank"]
 
@@ -100,19 +110,20 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 ISO_C = MergeMethod(
-    name="iso_c",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    lowrank_when=lambda options, n_experts, weights: _FULL_RANK if options["null"] == "fill" else None,
-    acts_on="matrix",
-    summary="Sum of the deltas, all its singular values replaced by their mean.",
-    equation="D* = mean(s) U V^T, sum_t w_t D_t = U diag(s) V^T",
-    reference="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
+    "iso_c",
+    merge,
+    "matrix",
+    About(
+        "Sum of the deltas, all its singular values replaced by their mean.",
+        "D* = mean(s) U V^T, sum_t w_t D_t = U diag(s) V^T",
+        "Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
+    ),
     laws=frozenset(
         {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
     ),
-    one_pass=True,
-    workspace=_workspace,
-    operations=_operations,
-    flops="N^3",
+    lowrank=LowRankForm(
+        merge_lowrank, why_not=lambda options, n_experts, weights: _FULL_RANK if options["null"] == "fill" else None
+    ),
+    access=Access(one_pass=True),
+    cost=Cost("N^3", workspace=_workspace, operations=_operations),
 )

@@ -38,7 +38,17 @@ from actmat.linalg.operations import Operation, eigh, entries, gram, polar_facto
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Survey
+from actmat.methods.contract import (
+    About,
+    Bounds,
+    Cost,
+    Fraction,
+    LowRankForm,
+    Merged,
+    MergedLowRank,
+    MergeMethod,
+    Survey,
+)
 from actmat.methods.dare import drops
 from actmat.methods.ties import kept_entries
 
@@ -279,18 +289,17 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 KNOTS = MergeMethod(
-    name="knots",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    keeps_row_space=False,  # `ties` and `dare` select single coordinates over the inputs
-    acts_on="matrix",
-    summary="Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.",
-    equation="[D_1 .. D_T] = U diag(s) [V_1^T .. V_T^T]; D* = U rule(diag(s) V_1^T, .., diag(s) V_T^T)",
-    reference="Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
+    "knots",
+    merge,
+    "matrix",
+    About(
+        "Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.",
+        "[D_1 .. D_T] = U diag(s) [V_1^T .. V_T^T]; D* = U rule(diag(s) V_1^T, .., diag(s) V_T^T)",
+        "Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
+    ),
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
+    lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
     survey=Survey(
         applies=lambda options: options["rule"] == "ties" and options["trim"] == "global",
         start=_start,

@@ -136,10 +136,10 @@ def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -
         return ""
     if space == "factors":
         return " of A and of B apart (not the rule on deltas: their product mixes experts)"
-    sums = method.combine is not None or (method.merge_lowrank is not None and method.acts_on == "elementwise")
+    sums = method.combine is not None or (method.lowrank is not None and method.acts_on == "elementwise")
     if sums and not method.uses_base(options):
         return " in the core space (equal to the full space)"
-    if method.merge_lowrank is not None and method.laws >= ROTATIONS:
+    if method.lowrank is not None and method.laws >= ROTATIONS:
         return " in the core space (equal to the full space but for counts of its sides)"
     return " in the core space (another result than in the full space: the rule depends on the basis)"
 

@@ -80,8 +80,8 @@ def test_small_factors_give_the_dense_answer(name: str) -> None:
     options = {"rule": "task_arithmetic"} if name == "knots" else {}
     deltas = [LowRank(scaled(b, -70), scaled(a, -50)) for b, a in pairs]
     method = get_method(name)
-    assert method.merge_lowrank is not None
-    found = method.merge_lowrank(deltas, **options).value
+    assert method.lowrank is not None
+    found = method.lowrank.merge(deltas, **options).value
     expected = method.merge([d.dense() for d in deltas], **options).value
     assert expected.any()
     assert relative_error(scaled(found.dense(), 120), scaled(expected, 120)) < F32_SOLVE

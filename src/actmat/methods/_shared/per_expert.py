@@ -1,13 +1,29 @@
-"""Weights and options that are one number for all experts, or a list with one number each."""
+"""Checks of arguments that several methods take: weights, options per expert, the base."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from actmat.errors import RecipeError
+from actmat.linalg.masks.election import election_workspace
 
-__all__ = ["per_expert", "weights_and_sum"]
+__all__ = ["given_base", "per_expert", "weights_and_sum", "workspace_of_election"]
+
+
+def workspace_of_election(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    """Workspace of a method that masks deltas and elects signs, and of its result; see `Cost`."""
+    return math.prod(shape) + election_workspace(math.prod(shape), n_experts)
+
+
+def given_base(method: str, base: Tensor | None) -> Tensor:
+    """The base weights; RecipeError where none were given."""
+    if base is None:
+        raise RecipeError(f"{method} reads the base weights and needs the base; none was given. Pass base=W_0.")
+    return base
 
 
 def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> list[float]:
