@@ -9,7 +9,7 @@ from tests.helpers.spectra import orthogonal, random_deltas
 from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE, relative_error
 from torch import Tensor
 
-from actmat.errors import NumericalError
+from actmat.errors import NumericalError, RecipeError
 from actmat.methods import tsv
 from actmat.methods.orthomerge import generator_of, merge, nearest_rotation
 

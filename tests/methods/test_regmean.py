@@ -5,7 +5,7 @@ import torch
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.errors import StatisticsError
+from actmat.errors import RecipeError, StatisticsError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.regmean import REGMEAN
 

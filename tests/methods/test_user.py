@@ -85,7 +85,7 @@ def test_a_declaration_takes_the_place_of_a_name() -> None:
     average = get_method("average")
     assert get_method(average) is average
     assert actmat.merge_matrices(average, [torch.ones(2, 2)]).equal(torch.ones(2, 2))
-    with pytest.raises(RecipeError, match="given by its name, .* got 3"):
+    with pytest.raises(RecipeError, match=r"given by its name, .* got 3"):
         get_method(3)  # type: ignore[arg-type]
 
 
@@ -121,11 +121,9 @@ def test_a_distribution_adds_a_method_by_its_entry_point(installed: Path, tmp_pa
 
 
 def test_a_broken_entry_point_is_an_error_that_names_the_distribution(installed: Path) -> None:
-    with pytest.raises(
-        RecipeError, match="'lost' of the distribution halves 1.2 .* cannot be imported: ModuleNotFound"
-    ):
+    with pytest.raises(RecipeError, match=r"'lost' of the distribution halves 1\.2 .* cannot be imported: Mod"):
         get_method("lost")
-    with pytest.raises(RecipeError, match="distribution halves 1.2"):
+    with pytest.raises(RecipeError, match=r"distribution halves 1\.2"):
         all_methods()
     assert CliRunner().invoke(app, ["methods", "average"]).exit_code == 0
     (installed / "entry_points.txt").write_text("[actmat.methods]\nhalved = halves:FIRST\n")

@@ -346,8 +346,7 @@ class MergeMethod:
     def __post_init__(self) -> None:
         for name, kind in _FACETS.items():
             if not isinstance(found := getattr(self, name), kind):
-                expected = " | ".join(k.__name__ for k in typing.get_args(kind) or (kind,))
-                raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {expected}, got {found!r}")
+                raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {_type_name(kind)}, got {found!r}")
         for name, values, kind in (("acts_on", [self.acts_on], ActsOn), ("laws", self.laws, Law)):
             if wrong := [v for v in values if v not in typing.get_args(kind)]:
                 known = ", ".join(map(repr, typing.get_args(kind)))

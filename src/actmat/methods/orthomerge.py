@@ -177,8 +177,7 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     each = 2 * (3 * n_experts + 5) * rows * columns + 2 * 14 * columns * columns
     if options["rule"] == "tsv":
         method = tsv.TSV
-        assert method.workspace is not None
-        each += 2 * method.workspace((rows, columns), n_experts, method.resolve_options({}))
+        each += 2 * method.cost.workspace((rows, columns), n_experts, method.resolve_options({}))
     return each + 2 * math.prod(batch) * rows * columns
 
 
@@ -193,8 +192,8 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
     found.append(entries(8 * n_experts * rows * columns))
     if options["rule"] == "tsv":
         method = tsv.TSV
-        assert method.operations is not None
-        found += method.operations((rows, columns), n_experts, method.resolve_options({}), True)
+        assert method.cost.operations is not None
+        found += method.cost.operations((rows, columns), n_experts, method.resolve_options({}), True)
     return repeated(found, math.prod(batch))
 
 

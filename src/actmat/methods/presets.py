@@ -24,16 +24,16 @@ from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.rule import Estimator, Filter, Null, Rule
 from actmat.methods import regmean
 from actmat.methods._shared.interference import SHARED_LAWS, Declared, FillOption, RelativeCutoff, SolverOption, member
-from actmat.methods.contract import About, Bounds, MergeMethod
+from actmat.methods.contract import About, Bounds, Law, MergeMethod
 
 __all__ = ["PRESETS"]
 
 Positive = Annotated[float, Bounds(0, open_low=True)]
 FULL = "(2T + 3) N^3"
 PER_NORM = Estimator(normalise="norm")
-RIGHT = SHARED_LAWS | {"right_orthogonal", "zero_expert"}
-BOTH = RIGHT | {"left_orthogonal"}
-FROM_SUM = BOTH | {"single", "orthogonal_rows_sum"}
+RIGHT: frozenset[Law] = SHARED_LAWS | {"right_orthogonal", "zero_expert"}
+BOTH: frozenset[Law] = RIGHT | {"left_orthogonal"}
+FROM_SUM: frozenset[Law] = BOTH | {"single", "orthogonal_rows_sum"}
 
 
 def actmat_ridge(*, ridge: Positive = 0.1, null: FillOption = "zero", solver: SolverOption = "auto") -> Rule:
