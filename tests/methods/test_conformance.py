@@ -1,4 +1,4 @@
-"""What every merge rule owes its callers, generated from the declarations in `METHODS`."""
+"""Conformance of every method with its declaration, generated from `METHODS`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actmat.linalg.interference import rereading
 from actmat.methods import METHODS, MergeMethod
 
 WORKSPACE_SLACK = 1.2
-"""How far the measured peak may pass the declared one: LAPACK's own work space differs between builds."""
+"""Largest ratio of the measured peak to the declared one: LAPACK's own work space differs between builds."""
 
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 

@@ -1,4 +1,4 @@
-"""The contract itself: how options are read from a signature, and what a wrong one is told."""
+"""The contract: options read from a signature, and errors for values that do not fit."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_declared_law(method, law, shape):
     ],
 )
 def test_laws_that_are_not_declared_do_not_hold(name, law):
-    """The declarations are complete: what they leave out fails by far."""
+    """The declarations are complete: other laws fail by far."""
     method = get_method(name)
     if name == "swudi":  # at time 300 the flow has all but arrived
         method = MergeMethod(

@@ -387,7 +387,7 @@ def basis_for(values_J: Tensor, counts_J: Tensor, wanted: float, tolerance: floa
 
     Args:
         values_J: Ritz values, descending.
-        counts_J: how many eigenvalues each stands for; their sum is the side of the matrix.
+        counts_J: number of eigenvalues that each stands for; their sum is the side of the matrix.
 
     >>> falling, side = torch.logspace(0, -8, 60, dtype=torch.float64), 600.0
     >>> alike = torch.full((60,), 10.0, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Operations of matrix routines by class, from shapes: what a predicted time is made of.
+"""Operations of matrix routines by class, from shapes: the inputs of a predicted time.
 
 Routines of one class run at one rate, which depends on the size of their matrices: products near the machine's peak,
 eigendecompositions far below it. Counts are leading terms with their constants; for decompositions, whose work depends

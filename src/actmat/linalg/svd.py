@@ -95,7 +95,7 @@ class ThinSVD:
 
 
 def part_stats(ways: Iterable[Way]) -> dict[str, float | int | str | bool]:
-    """For the record: how many matrices were decomposed in part, the largest basis, and why others were not."""
+    """For the record: number of matrices decomposed in part, the largest basis, and reasons for full decompositions."""
     ways = list(ways)
     sizes = [basis for basis, _ in ways if basis]
     reasons = sorted({refused for _, refused in ways if refused})

@@ -61,7 +61,7 @@ def merge(
     `A_t` is `D_t` less its mean row; `S_t = A_t^T A_t`, divided by its trace `r_t` where the gate is open;
     `R_t = S_t + e_t I`, `e_t = eps` (`eps / r_t` where it is open); `c = 1^T sum_t S_t / I`, divided by the mean
     `||D_t||^2` where it is open. `U, s, V` are those of `D_0 + sum_t D_t (S_t - sum_u R_u / T)`,
-    `K = int(leading min(O, I))`. Directions that this matrix does not have are left alone.
+    `K = int(leading min(O, I))`. Directions that this matrix does not have stay unchanged.
 
     Args:
         eps: ridge, in units of the squared entries of the deltas: not invariant to their size.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from actmat.errors import RecipeError
-from actmat.linalg.interference.rule import Estimator, Fill, Filter, FilterKind, Normaliser, Rule, Solver
+from actmat.linalg.interference.rule import Estimator, Fill, Filter, FilterKind, Normalizer, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import About, Bounds
 
@@ -26,7 +26,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     ridge: Annotated[float, Bounds(0, open_low=True)] = 0.1,
     time: Annotated[float, Bounds(0, open_low=True)] = 10.0,
     null: FillOption = "zero",
-    normalise: Normaliser = "none",
+    normalise: Normalizer = "none",
     trim: Annotated[float | None, Bounds(0, 1, open_low=True)] = None,
     centre: bool = False,
     power: Annotated[float, Bounds(0, 2, open_low=True)] = 1.0,
@@ -69,7 +69,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     [[1.0, 2.0]]
     """
     return Rule(
-        estimator=Estimator(trim=trim, centre=centre, power=power, normalise=normalise),
+        estimator=Estimator(trim=trim, centre=centre, power=power, normalize=normalise),
         spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
         null=null if form == "delta" else _minus_base(null, filter),
         solver=solver,

@@ -39,7 +39,7 @@ def merge(
     """`D* = sum_i (I - P_i) D_i`, `P_i` the projector on the outputs in which `D_i` harms the other tasks.
 
     `B_k` holds the `rank` leading eigenvectors (with a positive eigenvalue) of
-    `sum_{i != k} D_i (G_k - tradeoff G_i) D_i^T`: what the other deltas do to the inputs of task k, less what they
+    `sum_{i != k} D_i (G_k - tradeoff G_i) D_i^T`: effect of the other deltas on the inputs of task k, less what they
     do to their own. `P_i` projects on the span of all `B_k`, `k != i`, at once, so that the order of the experts
     does not matter (composing the projections one by one agrees where the bases are orthogonal, as for `T = 2`).
 

@@ -218,7 +218,7 @@ class LowRankForm:
             RecipeError for weights that no form takes. None: it applies under all options.
         keeps_row_space: every row of the result lies in the span of the rows of all deltas, so that maps which are
             packed into one tensor and merged separately still share their rows.
-        meets_every_expert: where the row spaces of the deltas are independent, the result equals each `D_t` on the
+        meets_every_expert: for deltas with independent row spaces, the result equals each `D_t` on the
             rows of `D_t` and is thus near the plain sum; plans for adapters then say so.
     """
 
@@ -230,7 +230,7 @@ class LowRankForm:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a method reads the deltas and the base.
+    """Reading of the deltas and the base.
 
     Args:
         one_pass: iterates over the deltas once, one at a time, and keeps no reference to a delta when it requests the
@@ -300,8 +300,8 @@ class Option:
         for number in numbers:
             if FLOAT32_MAX < abs(number) < math.inf:  # infinity is a limit that some options have
                 return f"option '{self.name}' must be at most {FLOAT32_MAX:g} in magnitude, got {str(number)[:40]}"
-        if self.bounds and not all(map(self.bounds.holds, numbers)):
-            return f"option '{self.name}' must lie in {self.bounds}, got {value!r}"
+        if self.bounds and (outside := [n for n in numbers if not self.bounds.holds(n)]):
+            return f"option '{self.name}' must lie in {self.bounds}, got {outside if numbers[1:] else outside[0]!r}"
         if value != self.default and not all(map(math.isfinite, numbers)):
             return f"option '{self.name}' must be finite, got {value!r}"
         return None

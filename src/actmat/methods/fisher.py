@@ -17,7 +17,7 @@ from actmat.methods.contract import About, Access, Bounds, Cost, Merged, MergeMe
 __all__ = ["FISHER", "merge"]
 
 _NOWHERE = 1e-30
-"""Added to every Fisher entry, far below any real one: where no expert has any, all count alike (the mean)."""
+"""Added to every Fisher entry, far below any real one: entries without Fisher information get the mean."""
 
 
 def merge(

@@ -64,7 +64,7 @@ def merge(
     Args:
         mean: "all" divides the sum of the singular values by `min(O, I)`, as published; "rank" by the numerical rank;
             "rms" takes the root of their mean square over `min(O, I)`, so that at full rank the norm of the sum stays.
-        null: "zero" leaves the null directions of a rank-deficient sum alone; "fill" gives them the mean singular
+        null: "zero" keeps the null directions of a rank-deficient sum at zero; "fill" gives them the mean singular
             value along the singular vectors that LAPACK returns, which the input does not determine.
         rtol: singular values at or below `rtol` times the largest one count as zero.
     """

@@ -39,7 +39,7 @@ def merge(
         weights: one per expert, `a` before it is normalised to sum 1 (the base's own weight is their mean).
         max_iter: most steps of the fixed-point iteration.
         tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
-        include_base: whether the base is one of the points.
+        include_base: make the base one of the points.
     """
     basis = prepend(given_base("karcher", base), deltas)
     gram_BB = inner_products(basis)

@@ -30,7 +30,7 @@ __all__ = ["PRESETS"]
 
 Positive = Annotated[float, Bounds(0, open_low=True)]
 FULL = "(2T + 3) N^3"
-PER_NORM = Estimator(normalise="norm")
+PER_NORM = Estimator(normalize="norm")
 RIGHT: frozenset[Law] = SHARED_LAWS | {"right_orthogonal", "zero_expert"}
 BOTH: frozenset[Law] = RIGHT | {"left_orthogonal"}
 FROM_SUM: frozenset[Law] = BOTH | {"single", "orthogonal_rows_sum"}

@@ -70,8 +70,8 @@ def merge_in_core(
 ) -> MergedLowRank:
     """`D* = U method(M_1 .. M_T) V^T` with `M_t = U^T b_t a_t V`, which loses nothing of any delta.
 
-    Singular vectors of a repeated singular value are not determined by the inputs, nor is what a method that looks at
-    single entries makes of them. A change of their signs changes no method that treats plus and minus alike.
+    The inputs do not determine the singular vectors of a repeated singular value, nor the result of a method that looks
+    at single entries in their basis. A change of their signs changes no method that treats plus and minus alike.
     """
     bases, retries = core_bases(deltas)
     cores = list(bases.cores_PQ)

@@ -10,7 +10,7 @@ Public implementations differ in three details, which `variant` fixes together (
 | mergekit | `int(d N)`, 1 at least   | exactly that many      | plus                          |
 | actmat   | `round(d N)`             | exactly that many      | entry becomes 0               |
 
-They also disagree on what is trimmed: the original ranks the entries of the whole model together (`trim="global"`,
+They also disagree on the scope of trimming: the original ranks the entries of the whole model together (`trim="global"`,
 so that layers that moved little lose nearly everything), most tools rank within each tensor (`trim="tensor"`, the
 default here: the result of a tensor does not depend on which others are merged, and the model is read once).
 """

@@ -27,10 +27,10 @@ def given_base(method: str, base: Tensor | None) -> Tensor:
 
 
 def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> list[float]:
-    """An option that is one number for all experts or a list with one number in [0, 1] each, as a list.
+    """An option that is one number for all experts or a list with one number each, as a list.
 
     Raises:
-        RecipeError: another length, or a number outside [0, 1].
+        RecipeError: a list of another length.
     """
     if isinstance(value, int | float):
         return [float(value)] * n_experts
@@ -39,8 +39,6 @@ def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> lis
             f"option '{name}' is a list of {len(value)}, but {n_experts} experts are merged. "
             "Give one number per expert, in the order of the experts, or a single number for all."
         )
-    if wrong := [v for v in value if not 0 <= v <= 1]:
-        raise RecipeError(f"option '{name}' must lie in [0, 1] for every expert, got {wrong}")
     return [float(v) for v in value]
 
 

@@ -48,7 +48,7 @@ class LayerStep:
     Args:
         measure: `(merged, base) -> numbers` of one matrix; `base` is `W_0` in the merged delta's dtype, or None.
         factors: `(measures, *, <options>) -> factors` of all matrices; must not depend on the order of `measures`.
-        needs_base: whether `measure` looks at the base.
+        needs_base: `measure` reads the base.
     """
 
     measure: Callable[[Tensor | LowRank, Tensor | None], tuple[float, ...]]

@@ -24,7 +24,7 @@ __all__ = ["SUBSPACE_BOOSTING", "apply", "apply_lowrank"]
 def apply(merged: Tensor, deltas: Sequence[Tensor], *, beta: Fraction = 0.01) -> Merged:
     """`D = U diag(s) V^T -> U diag(max(s, s_k)) V^T`, `k` the first index with `(s_1 + .. + s_k) / sum(s) >= beta`.
 
-    Null directions stay null: which vectors span them is not determined by the matrix.
+    Null directions stay null: the matrix does not determine the vectors that span them.
 
     Args:
         deltas: not looked at.

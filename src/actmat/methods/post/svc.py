@@ -1,4 +1,4 @@
-"""SVC: singular value calibration of a merged delta, by what the experts have along its directions.
+"""SVC: singular value calibration of a merged delta, by the experts' components along its directions.
 
 "Singular value calibration" (arXiv:2602.05536). A merged delta counts the directions that experts share once for every
 expert, and so overshoots along them.
