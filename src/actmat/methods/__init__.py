@@ -13,23 +13,12 @@ from actmat.methods.average import AVERAGE
 from actmat.methods.breadcrumbs import BREADCRUMBS
 from actmat.methods.cart import CART
 from actmat.methods.cat import CAT
-from actmat.methods.contract import (
-    About,
-    Access,
-    Bounds,
-    Cost,
-    LowRankForm,
-    Merged,
-    MergedLowRank,
-    MergeMethod,
-    Option,
-    Stages,
-    Survey,
-)
+from actmat.methods.contract import Bounds, MergeMethod, Option
 from actmat.methods.ctm import CTM
 from actmat.methods.dare import DARE
 from actmat.methods.dc_merge import DC_MERGE
 from actmat.methods.della import DELLA
+from actmat.methods.facets import About, Access, Cost, LowRankForm, Merged, MergedLowRank, Stages, Survey
 from actmat.methods.fisher import FISHER
 from actmat.methods.iso_c import ISO_C
 from actmat.methods.iso_cts import ISO_CTS

@@ -28,7 +28,8 @@ from actmat.linalg.operations import Operation, cholesky, cholesky_solve, entrie
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import About, Bounds, Cost, Fraction, LowRankForm, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["ACE", "heterogeneity", "merge", "merge_lowrank"]
 

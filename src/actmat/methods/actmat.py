@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 from actmat.errors import RecipeError
 from actmat.linalg.interference.rule import Estimator, Fill, Filter, FilterKind, Normalizer, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
-from actmat.methods.contract import About, Bounds
+from actmat.methods.contract import Bounds
+from actmat.methods.facets import About
 
 __all__ = ["ACTMAT", "rule"]
 
@@ -101,7 +102,6 @@ ACTMAT = member(
     ),
     laws=SHARED_LAWS
     | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
-    flops="(2T + 3) N^3",
     base=lambda options: options["form"] == "weight",
     meets_every_expert=True,
 )

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import inner_products, one_pass_sum
-from actmat.methods.contract import About, Access, Cost, Merged, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import SUM_LAWS, About, Access, Cost, Merged
 
 __all__ = ["ADAMERGING", "AdamState", "adam_step", "coefficient_gradient", "entropy", "merge"]
 
@@ -107,9 +108,7 @@ ADAMERGING = MergeMethod(
         "D* = sum_t c_t D_t, c = argmin of the entropy of the predictions",
         "Yang et al., AdaMerging, ICLR 2024, arXiv:2310.02575",
     ),
-    laws=frozenset(
-        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
-    ),
+    laws=SUM_LAWS,
     access=Access(one_pass=True),
     cost=Cost("T N^2"),
 )

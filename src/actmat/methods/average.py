@@ -14,7 +14,8 @@ from torch import Tensor
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import weights_and_sum
-from actmat.methods.contract import About, Access, Cost, LowRankForm, Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import MergeMethod, Weights
+from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["AVERAGE", "finish_sum", "merge", "merge_lowrank"]
 
@@ -61,9 +62,7 @@ AVERAGE = MergeMethod(
         "D* = sum_t w_t D_t / sum_t w_t",
         "Wortsman et al., Model soups, ICML 2022",
     ),
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
-    ),
+    laws=MEAN_LAWS,
     lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
     access=Access(one_pass=True, baseless=True),
     cost=Cost("T N^2"),

@@ -21,7 +21,8 @@ from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import About, Bounds, Cost, Fraction, LowRankForm, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import MEAN_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["CART", "kept_directions", "merge", "merge_lowrank"]
 
@@ -117,9 +118,7 @@ CART = MergeMethod(
         "D* = N + a sum_t SVD_K(D_t - N), N = sum_t D_t / T",
         "Choi et al., Revisiting Weight Averaging for Model Merging, arXiv:2412.12153",
     ),
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
-    ),
+    laws=MEAN_LAWS,
     lowrank=LowRankForm(merge_lowrank),
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -18,7 +18,8 @@ from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
 from actmat.linalg.operations import Operation, entries, product, repeated, svd
 from actmat.linalg.operations import eigh as eigh_operations
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
-from actmat.methods.contract import About, Bounds, Cost, Merged, MergeMethod
+from actmat.methods.contract import Bounds, MergeMethod
+from actmat.methods.facets import About, Cost, Merged
 
 __all__ = ["CAT", "merge", "removal_basis"]
 

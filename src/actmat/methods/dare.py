@@ -18,7 +18,8 @@ from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import l1_factors
 from actmat.linalg.masks.random import Drop
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
-from actmat.methods.contract import About, Access, Cost, Fractions, Merged, MergeMethod, Weights
+from actmat.methods.contract import Fractions, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["DARE", "drops", "merge"]
 

@@ -27,7 +27,8 @@ from actmat.linalg.singular import join, slots_per_expert
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import About, Bounds, Cost, Fraction, LowRankForm, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["DC_MERGE", "merge", "merge_lowrank", "smoothed"]
 
@@ -193,7 +194,7 @@ DC_MERGE = MergeMethod(
             "singular values in small layers ('entries_kept' in the records)"
         ),
     ),
-    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
+    laws=LINEAR_LAWS,
     lowrank=LowRankForm(merge_lowrank),
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -17,7 +17,8 @@ from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Keep
 from actmat.linalg.masks.random import magnitude_sampled
 from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import About, Access, Bounds, Cost, Fractions, Merged, MergeMethod, Weights
+from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["DELLA", "merge"]
 

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from actmat.methods.contract import About, Access, Bounds, Cost, Merged, MergeMethod, Weights
+from actmat.methods.contract import Bounds, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["FISHER", "merge"]
 

@@ -29,17 +29,8 @@ from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, polar_factor, repeated
 from actmat.linalg.singular import Mean, Polar, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
-from actmat.methods.contract import (
-    About,
-    Access,
-    Cost,
-    Fraction,
-    LowRankForm,
-    Merged,
-    MergedLowRank,
-    MergeMethod,
-    Weights,
-)
+from actmat.methods.contract import Fraction, MergeMethod, Weights
+from actmat.methods.facets import SUM_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["ISO_C", "merge", "merge_lowrank"]
 
@@ -118,9 +109,7 @@ ISO_C = MergeMethod(
         "D* = mean(s) U V^T, sum_t w_t D_t = U diag(s) V^T",
         "Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
     ),
-    laws=frozenset(
-        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
-    ),
+    laws=SUM_LAWS,
     lowrank=LowRankForm(
         merge_lowrank, why_not=lambda options, n_experts, weights: _FULL_RANK if options["null"] == "fill" else None
     ),

@@ -19,7 +19,8 @@ from torch import Tensor
 from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
-from actmat.methods.contract import About, Access, Bounds, Combination, Cost, Merged, MergeMethod, Weights
+from actmat.methods.contract import Bounds, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Combination, Cost, Merged
 
 __all__ = ["KARCHER", "merge", "sphere_mean"]
 

@@ -38,18 +38,9 @@ from actmat.linalg.operations import Operation, eigh, entries, gram, polar_facto
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import (
-    About,
-    Bounds,
-    Cost,
-    Fraction,
-    LowRankForm,
-    Merged,
-    MergedLowRank,
-    MergeMethod,
-    Survey,
-)
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.dare import drops
+from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank, Survey
 from actmat.methods.ties import kept_entries
 
 __all__ = ["KNOTS", "merge", "merge_lowrank"]
@@ -215,6 +206,10 @@ _SurveyState = tuple[StreamedCut, ...]
 """One selection per expert."""
 
 
+def _is_surveyed(options: Mapping[str, Any]) -> bool:
+    return options["rule"] == "ties" and options["trim"] == "global"
+
+
 def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:
     rank = partial(_kept, _density(options["rule"], options["density"]))
     return tuple(StreamedCut(rank) for _ in range(n_experts))
@@ -300,13 +295,5 @@ KNOTS = MergeMethod(
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
     lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
-    survey=Survey(
-        applies=lambda options: options["rule"] == "ties" and options["trim"] == "global",
-        start=_start,
-        observe=_observe,
-        fork=_fork,
-        join=_join,
-        advance=_advance,
-        finish=_finish,
-    ),
+    survey=Survey(_is_surveyed, _start, _observe, _fork, _join, _advance, _finish),
 )

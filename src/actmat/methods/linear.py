@@ -14,7 +14,8 @@ from actmat.errors import RecipeError
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import weights_and_sum
-from actmat.methods.contract import About, Access, Cost, LowRankForm, Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import MergeMethod, Weights
+from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["LINEAR", "finish_sum", "merge", "merge_lowrank"]
 
@@ -82,9 +83,7 @@ LINEAR = MergeMethod(
         "W* = sum_t w_t W_t / sum_t w_t",
         "Goddard et al., Arcee's MergeKit, EMNLP 2024 (linear)",
     ),
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
-    ),
+    laws=MEAN_LAWS,
     lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
     access=Access(
         one_pass=True,

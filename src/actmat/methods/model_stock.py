@@ -15,7 +15,8 @@ from torch import Tensor
 
 from actmat.linalg.chunks import SHORT_CHUNK, empty_result, shape_and_dtype
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.methods.contract import About, Access, Combination, Cost, Merged, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import MEAN_LAWS, About, Access, Combination, Cost, Merged
 
 __all__ = ["MODEL_STOCK", "merge"]
 
@@ -98,9 +99,7 @@ MODEL_STOCK = MergeMethod(
         "D* = t mean_t(D_t), t = T c / (1 + (T-1) c), c = mean cosine over pairs of experts",
         "Jang, Yun, Han, Model Stock, ECCV 2024, arXiv:2403.19522",
     ),
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
-    ),
+    laws=MEAN_LAWS,
     access=Access(streams=lambda options: not options["filter_wise"], walks_again=True),  # chunks end within filters
     cost=Cost("T^2 N^2", workspace=_workspace),
     combine=combine,

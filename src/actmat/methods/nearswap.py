@@ -10,7 +10,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from actmat.methods.contract import About, Access, Bounds, Cost, Merged, MergeMethod
+from actmat.methods.contract import Bounds, MergeMethod
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["NEARSWAP", "merge"]
 

@@ -28,7 +28,8 @@ from actmat.linalg.operations import Operation, entries, product, repeated, svd
 from actmat.methods import tsv
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import About, Bounds, Cost, Fraction, Merged, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import About, Cost, Merged
 
 __all__ = ["ORTHOMERGE", "generator_of", "merge", "nearest_rotation"]
 

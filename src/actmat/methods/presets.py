@@ -17,23 +17,28 @@ adds texts, laws and cost. Weights are non-negative in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Literal, Unpack
 
 from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.rule import Estimator, Filter, Null, Rule
 from actmat.methods import regmean
-from actmat.methods._shared.interference import SHARED_LAWS, Declared, FillOption, RelativeCutoff, SolverOption, member
-from actmat.methods.contract import About, Bounds, Law, MergeMethod
+from actmat.methods._shared.interference import (
+    SHARED_LAWS,
+    Declared,
+    FillOption,
+    RelativeCutoff,
+    RuleOf,
+    SolverOption,
+    member,
+)
+from actmat.methods.contract import Bounds, MergeMethod
+from actmat.methods.facets import MEAN_LAWS, SUM_LAWS, About, Law
 
 __all__ = ["PRESETS"]
 
 Positive = Annotated[float, Bounds(0, open_low=True)]
-FULL = "(2T + 3) N^3"
 PER_NORM = Estimator(normalize="norm")
-RIGHT: frozenset[Law] = SHARED_LAWS | {"right_orthogonal", "zero_expert"}
-BOTH: frozenset[Law] = RIGHT | {"left_orthogonal"}
-FROM_SUM: frozenset[Law] = BOTH | {"single", "orthogonal_rows_sum"}
+FROM_SUM: frozenset[Law] = SUM_LAWS | {"single", "orthogonal_rows_sum"}
 
 
 def actmat_ridge(*, ridge: Positive = 0.1, null: FillOption = "zero", solver: SolverOption = "auto") -> Rule:
@@ -147,7 +152,7 @@ def lot(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
 
 
 def _row(
-    rule: Callable[..., Rule | Adam], summary: str, equation: str, reference: str, of: str, **declared: Unpack[Declared]
+    rule: RuleOf, summary: str, equation: str, reference: str, of: str = "actmat", **declared: Unpack[Declared]
 ) -> MergeMethod:
     return member(rule.__name__, rule, About(summary, equation, reference, preset_of=of), **declared)
 
@@ -158,8 +163,7 @@ PRESETS: tuple[MergeMethod, ...] = (
         "ACTMat with weak directions faded out by a ridge relative to the mean eigenvalue.",
         "D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t + ridge tr(S)/I)^-1",
         "Tikhonov filter of ACTMat (Model Merging via Data-Free Covariance Estimation)",
-        of="actmat",
-        laws=BOTH,
+        laws=SUM_LAWS,
         flops="(2T + 2) N^3",
         meets_every_expert=True,
     ),
@@ -168,8 +172,7 @@ PRESETS: tuple[MergeMethod, ...] = (
         "ACTMat with a ridge, filled with the average and never longer than it: for adapters, too.",
         "X = N + (B - N S) (S + ridge tr(S)/I)^-1, D* = X min(1, |N|/|X|), N the average",
         "this project's study of variants of ACTMat (Model Merging via Data-Free Covariance Estimation)",
-        of="actmat",
-        laws=BOTH - {"zero_expert"} | {"single", "identical"},
+        laws=MEAN_LAWS,
         flops="(2T + 4) N^3",
         meets_every_expert=True,
     ),
@@ -178,9 +181,7 @@ PRESETS: tuple[MergeMethod, ...] = (
         "ACTMat with covariances estimated from the largest entries of each delta.",
         "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = trim(D_t)^T trim(D_t)",
         "Public code of Model Merging via Data-Free Covariance Estimation",
-        of="actmat",
         laws=SHARED_LAWS | {"zero_expert"},
-        flops=FULL,
         has_lowrank=False,
     ),
     _row(
@@ -188,36 +189,28 @@ PRESETS: tuple[MergeMethod, ...] = (
         "ACTMat with the mean row taken out of each delta before its covariance is estimated.",
         "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = (D_t - mean)^T (D_t - mean)",
         "Centring step of ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation",
-        of="actmat",
-        laws=RIGHT,
-        flops=FULL,
+        laws=SUM_LAWS - {"left_orthogonal"},
     ),
     _row(
         wudi,
         "Least interference in each expert's own row space, every expert counted equally.",
         "D* = argmin_D sum_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2",
         "Cheng et al., Whoever Started the Interference Should End It, ICML 2025",
-        of="actmat",
         laws=FROM_SUM | {"identical"},
-        flops=FULL,
     ),
     _row(
         swudi,
         "WUDI solved softly: gradient flow from the sum of the deltas, stopped at a finite time.",
         "D* = N (I - V f V^T) + B V (f / l) V^T, f = 1 - exp(-l t), N = sum_t D_t",
         "WalkerWorldPeace/MLLMerging, public code of SWUDI",
-        of="actmat",
         laws=FROM_SUM,
-        flops=FULL,
     ),
     _row(
         aswudi,
         "WUDI solved in as many leading directions as the spectrum's participation number says.",
         "D* = N (I - P) + B S^+ P, rank P = ceil((sum sqrt(l))^2 / sum l), N = sum_t D_t",
         "WalkerWorldPeace/MLLMerging, public code of ASWUDI",
-        of="actmat",
         laws=FROM_SUM,
-        flops=FULL,
     ),
     _row(
         lot,

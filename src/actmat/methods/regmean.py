@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 from actmat.linalg.interference.rule import Fill, Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, member
-from actmat.methods.contract import About, Bounds, Fraction
+from actmat.methods.contract import Bounds, Fraction
+from actmat.methods.facets import About
 
 __all__ = ["REGMEAN", "rule"]
 

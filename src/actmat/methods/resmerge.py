@@ -26,7 +26,8 @@ from actmat.linalg.operations import Operation, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import About, Bounds, Cost, Fraction, LowRankForm, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["RESMERGE", "merge", "merge_lowrank"]
 
@@ -221,7 +222,7 @@ RESMERGE = MergeMethod(
             "have no residual, so that nothing of them is merged ('no_residual' in the records counts them)"
         ),
     ),
-    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
+    laws=LINEAR_LAWS,
     lowrank=LowRankForm(merge_lowrank),
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -18,7 +18,8 @@ from actmat.linalg.chunks import chunks_of
 from actmat.linalg.masks.election import elect, election_workspace
 from actmat.linalg.masks.mask import Keep, Mask, Trim, Where, top_trims
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
-from actmat.methods.contract import About, Cost, Fraction, Merged, MergeMethod
+from actmat.methods.contract import Fraction, MergeMethod
+from actmat.methods.facets import About, Cost, Merged
 
 __all__ = ["SCE", "merge"]
 

@@ -21,7 +21,8 @@ import torch
 from actmat.errors import RecipeError
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, core_bases
-from actmat.methods.contract import MergedLowRank, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import MergedLowRank
 from actmat.methods.post.contract import Step, apply_steps, apply_steps_lowrank
 
 __all__ = [

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
-from actmat.methods.contract import About, Access, Cost, LowRankForm, Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import MergeMethod, Weights
+from actmat.methods.facets import SUM_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["TASK_ARITHMETIC", "finish_sum", "merge", "merge_lowrank"]
 
@@ -46,9 +47,7 @@ TASK_ARITHMETIC = MergeMethod(
         "D* = lambda sum_t w_t D_t",
         "Ilharco et al., Editing models with task arithmetic, ICLR 2023",
     ),
-    laws=frozenset(
-        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
-    ),
+    laws=SUM_LAWS,
     lowrank=LowRankForm(merge_lowrank),
     access=Access(one_pass=True),
     cost=Cost("T N^2"),

@@ -10,9 +10,9 @@ Public implementations differ in three details, which `variant` fixes together (
 | mergekit | `int(d N)`, 1 at least   | exactly that many      | plus                          |
 | actmat   | `round(d N)`             | exactly that many      | entry becomes 0               |
 
-They also disagree on the scope of trimming: the original ranks the entries of the whole model together (`trim="global"`,
-so that layers that moved little lose nearly everything), most tools rank within each tensor (`trim="tensor"`, the
-default here: the result of a tensor does not depend on which others are merged, and the model is read once).
+They also disagree on the scope of trimming: the original ranks the entries of the whole model together
+(`trim="global"`, so that layers that moved little lose nearly everything), most tools rank within each tensor
+(`trim="tensor"`, the default here: the result of a tensor does not depend on other tensors, and the model is read once).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from actmat.linalg.masks.election import ZeroSign, elect, sign_balance
 from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
 from actmat.linalg.masks.threshold import Cut, StreamedCut
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
-from actmat.methods.contract import About, Access, Cost, Fractions, Merged, MergeMethod, Survey, Weights
+from actmat.methods.contract import Fractions, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged, Survey
 
 __all__ = ["TIES", "GlobalTrim", "kept_entries", "merge"]
 
@@ -194,13 +195,5 @@ TIES = MergeMethod(
         walks_again=True,
     ),
     cost=Cost("T N^2", workspace=workspace_of_election),
-    survey=Survey(
-        applies=lambda options: options["trim"] == "global",
-        start=_start,
-        observe=_observe,
-        fork=_fork,
-        join=_join,
-        advance=_advance,
-        finish=_finish,
-    ),
+    survey=Survey(lambda options: options["trim"] == "global", _start, _observe, _fork, _join, _advance, _finish),
 )

@@ -23,18 +23,8 @@ from actmat.linalg.operations import polar_factor as polar_factor_operations
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import (
-    About,
-    Access,
-    Bounds,
-    Cost,
-    Fraction,
-    LowRankForm,
-    Merged,
-    MergedLowRank,
-    MergeMethod,
-    Weights,
-)
+from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["TSV", "merge", "merge_lowrank"]
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.layout.types import Role, TensorLayout
-from actmat.methods.contract import ActsOn, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import ActsOn
 from actmat.methods.spaces import Space
 from actmat.recipe import Postprocess
 

@@ -24,23 +24,10 @@ from actmat.linalg.interference.workspace import workspace
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
 from actmat.methods._shared.per_expert import given_base
-from actmat.methods.contract import (
-    NEEDS,
-    About,
-    Access,
-    Bounds,
-    Cost,
-    Law,
-    LowRankForm,
-    Merged,
-    MergedLowRank,
-    MergeMethod,
-    Stages,
-    Weights,
-    When,
-)
+from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Law, LowRankForm, Merged, MergedLowRank, Stages, When
 
-__all__ = ["SHARED_LAWS", "Declared", "FillOption", "RelativeCutoff", "SolverOption", "member"]
+__all__ = ["SHARED_LAWS", "Declared", "FillOption", "RelativeCutoff", "RuleOf", "SolverOption", "member"]
 
 SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
 """Laws of every member."""
@@ -72,7 +59,7 @@ _FILL_IS_DENSE = (
 class Declared(TypedDict):
     """Facts that a member declares.
 
-    laws, flops: see `MergeMethod` and `Cost`.
+    laws, flops: see `MergeMethod` and `Cost`; by default, the cost of accumulating both sums and one decomposition.
     has_grams: given Gram matrices take the place of the estimates, as `statistics`.
     has_lowrank: some options have a low-rank form.
     base: takes the base, and reads it under these options; see `Access`.
@@ -80,7 +67,7 @@ class Declared(TypedDict):
     """
 
     laws: frozenset[Law]
-    flops: str
+    flops: NotRequired[str]
     has_grams: NotRequired[bool]
     has_lowrank: NotRequired[bool]
     base: NotRequired[When]
@@ -109,7 +96,7 @@ def member(name: str, rule_of: RuleOf, about: About, **declared: Unpack[Declared
         laws=declared["laws"],
         lowrank=lowrank if declared.get("has_lowrank", True) else None,
         access=Access(one_pass=True, reads_again=family.reads_again, base=base),
-        cost=Cost(declared["flops"], workspace=family.workspace, operations=family.operations),
+        cost=Cost(declared.get("flops", "(2T + 3) N^3"), workspace=family.workspace, operations=family.operations),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(
             family.key, family.prepare, family.finish, sums_own_grams=False if has_grams else family.sums_own_grams

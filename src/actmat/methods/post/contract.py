@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.contract import Merged, MergedLowRank, Option, declared_options, resolved_options
+from actmat.methods.contract import Option, declared_options, resolved_options
+from actmat.methods.facets import Merged, MergedLowRank
 
 __all__ = ["Layer", "LayerStep", "Measures", "PostStep", "Step", "apply_steps", "apply_steps_lowrank"]
 

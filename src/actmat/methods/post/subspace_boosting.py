@@ -15,7 +15,8 @@ from torch import Tensor
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.linalg.svd import ThinSVD, thin_svd
-from actmat.methods.contract import Fraction, Merged, MergedLowRank
+from actmat.methods.contract import Fraction
+from actmat.methods.facets import Merged, MergedLowRank
 from actmat.methods.post.contract import PostStep
 
 __all__ = ["SUBSPACE_BOOSTING", "apply", "apply_lowrank"]
