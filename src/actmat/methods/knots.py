@@ -207,7 +207,7 @@ _SurveyState = tuple[StreamedCut, ...]
 
 
 def _is_surveyed(options: Mapping[str, Any]) -> bool:
-    return options["rule"] == "ties" and options["trim"] == "global"
+    return bool(options["rule"] == "ties" and options["trim"] == "global")
 
 
 def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:

@@ -22,15 +22,7 @@ from typing import Annotated, Literal, Unpack
 from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.rule import Estimator, Filter, Null, Rule
 from actmat.methods import regmean
-from actmat.methods._shared.interference import (
-    SHARED_LAWS,
-    Declared,
-    FillOption,
-    RelativeCutoff,
-    RuleOf,
-    SolverOption,
-    member,
-)
+from actmat.methods._shared.interference import Declared, FillOption, RelativeCutoff, RuleOf, SolverOption, member
 from actmat.methods.contract import Bounds, MergeMethod
 from actmat.methods.facets import MEAN_LAWS, SUM_LAWS, About, Law
 
@@ -181,7 +173,7 @@ PRESETS: tuple[MergeMethod, ...] = (
         "ACTMat with covariances estimated from the largest entries of each delta.",
         "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = trim(D_t)^T trim(D_t)",
         "Public code of Model Merging via Data-Free Covariance Estimation",
-        laws=SHARED_LAWS | {"zero_expert"},
+        laws=SUM_LAWS - {"left_orthogonal", "right_orthogonal"},
         has_lowrank=False,
     ),
     _row(

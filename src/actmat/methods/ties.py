@@ -12,7 +12,7 @@ Public implementations differ in three details, which `variant` fixes together (
 
 They also disagree on the scope of trimming: the original ranks the entries of the whole model together
 (`trim="global"`, so that layers that moved little lose nearly everything), most tools rank within each tensor
-(`trim="tensor"`, the default here: the result of a tensor does not depend on other tensors, and the model is read once).
+(`trim="tensor"`, the default here: the result of a tensor does not depend on others, and the model is read once).
 """
 
 from __future__ import annotations
