@@ -30,7 +30,7 @@ def model_card(plan: MergePlan) -> str:
     head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
     head |= licence.head
     method = get_method(recipe.method)
-    about = f"{method.summary}\n\n    {method.equation}\n\nReference: {method.reference}."
+    about = f"{method.about.summary}\n\n    {method.about.equation}\n\nReference: {method.about.reference}."
     if not recipe.experts:
         about = "Layers of models, one after the other, copied as they are."
     thing, with_what = (
