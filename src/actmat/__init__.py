@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from actmat.errors import OutputError as OutputError
     from actmat.errors import RecipeError as RecipeError
     from actmat.errors import StatisticsError as StatisticsError
-    from actmat.growing import GrowthReport as GrowthReport
-    from actmat.growing import add_experts as add_experts
-    from actmat.growing import remove_experts as remove_experts
     from actmat.matrices import merge_matrices as merge_matrices
     from actmat.report.verify import verify as verify
     from actmat.tune.arguments import tune as tune
@@ -72,7 +69,6 @@ _NAMES = {
         "RecipeError",
         "StatisticsError",
     ),
-    "actmat.growing": ("GrowthReport", "add_experts", "remove_experts"),
     "actmat.matrices": ("merge_matrices",),
     "actmat.report.verify": ("verify",),
     "actmat.tune.arguments": ("tune", "tune_scale"),

@@ -147,6 +147,14 @@ def test_inputs_cannot_be_taken_off_the_record(out: Path, what: str) -> None:
     assert any(says in p for p in error.value.problems), error.value.problems
 
 
+def test_a_merge_that_kept_sums_is_refused(out: Path) -> None:
+    edit(out, lambda m: m["recipe"].update(keep_sums=False), hashed=True)
+    assert verify(out).ok
+    edit(out, lambda m: m["recipe"].update(keep_sums=True), hashed=True)
+    with pytest.raises(CheckpointError, match="merge again, with all experts"):
+        verify(out)
+
+
 def test_hashes_of_inputs_add_up_to_their_content(out: Path) -> None:
     wrong = "0" * 32
     edit(out, lambda m: m["tensors"][0]["input_hashes"].update(expert0=wrong), hashed=True)

@@ -91,21 +91,11 @@ class _Item(_Strict):
     method: str | None = None
 
 
-class _Sums(_Strict):
-    """Sums that are kept of one tensor, see `keep_sums`."""
-
-    hash: Hash
-    sample: Hash
-    kinds: list[Literal["stored", "formed", "zero"]]
-    unmoved: list[Size]
-
-
 class _ModelTensor(_Item):
     out_dtype: str
     hash: Hash
     sources: list[str] | None = None
     input_hashes: dict[str, Hash]
-    sums: _Sums | None = None
 
 
 class _AdapterTensor(_Strict):

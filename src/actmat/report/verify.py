@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from actmat.bounds import is_url
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_names
 from actmat.checkpoints.resolve import open_checkpoint
@@ -19,8 +18,6 @@ from actmat.experts.diffusion import is_in_other_layout, may_be_converted, open_
 from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.experts.vocabulary import align_vocabularies
 from actmat.foreign import html_table
-from actmat.plan.model import SUMS
-from actmat.plan.sums import SAMPLE
 from actmat.recipe.vocabulary import Vocabulary
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
@@ -96,13 +93,10 @@ def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda 
         problems = _form_problems(checkpoint, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
         problems += _compare(checkpoint, expected, "the output", progress)
-    problems += _sum_problems(out, manifest, progress)
     problems += _edits(manifest)
     files = _recorded_files(manifest)
     problems += _file_problems(output, manifest, files)
     unchecked = list(_unchecked(output, manifest))
-    if is_url(location) and any(row.get("sums") is not None for row in manifest["tensors"]):
-        unchecked.append("the content of the sums that were kept: they are checked in a folder only")
     checked = []
     if not inputs:
         unchecked.append(f"inputs {', '.join(label for label, _, _ in _inputs(manifest, directory))}: not asked for")
@@ -132,19 +126,6 @@ def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict
         return found
     base = _read_from_base(manifest)
     return [("base", input_location(manifest["base"], out), base), *found]
-
-
-def _sum_problems(out: str | Path, manifest: Mapping[str, Any], progress: Progress) -> list[str]:
-    """Differences of the sums that were kept beside the output; none where it kept none, or lies at a URL."""
-    kept = {row["name"]: row["sums"] for row in manifest["tensors"] if row.get("sums") is not None}
-    if not kept or is_url(str(out)):
-        return []
-    if not (Path(out) / SUMS).is_dir():
-        return []  # its files are named as missing
-    expected = {name: sums["hash"] for name, sums in kept.items()}
-    expected |= {f"{name}{SAMPLE}": sums["sample"] for name, sums in kept.items()}
-    with open_checkpoint(Path(out) / SUMS) as stored:
-        return _compare(stored, expected, "the sums", progress)
 
 
 def _edits(manifest: Mapping[str, Any]) -> Iterator[str]:
