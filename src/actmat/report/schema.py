@@ -78,7 +78,7 @@ class _Recipe(_Strict):
 class _Output(_Strict):
     content: Hash
     files: dict[FileName, Size]
-    side_files: dict[FileName, _File] | None = None
+    side_files: dict[FileName, _File]
     sha256: dict[FileName, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
 
 
@@ -109,7 +109,7 @@ class _Statistics(_Strict):
     expert: str
     location: Location
     from_here: Location | None = None
-    content: Hash | None = None
+    content: Hash
 
 
 class _Timing(_Strict):
@@ -119,7 +119,7 @@ class _Timing(_Strict):
 class _Manifest(_Strict):
     """Fields that manifests of models and of adapters have in common."""
 
-    content: Hash | None = None
+    content: Hash
     recipe: _Recipe
     versions: dict[str, str]
     hash: str
