@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import METHODS, get_method
-from actmat.methods.contract import ActsOn, MergeMethod
+from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import ActsOn
 from actmat.planning import regions as regions_module
 from actmat.planning.cost import MATRIX_BYTES, CallShape, region_peak_bytes, tensor_peak_bytes

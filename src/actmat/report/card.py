@@ -22,7 +22,7 @@ __all__ = ["model_card"]
 def model_card(plan: MergePlan) -> str:
     """Markdown with a YAML head: `base_model`, `license`, `tags: [merge]`, the recipe, what was done.
 
-    Cards and licence files of the inputs are read, where they have any.
+    Cards of the inputs are read, where they have any.
     """
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
     origins = origins_of(plan.inputs)
