@@ -156,7 +156,7 @@ def _fisher(task: Task, t: int, context: CallContext) -> Tensor:
 def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Sequence[Tensor]:
     """One at a time for a method that takes one pass over the experts; any other may ask again, so they are kept."""
     lazy = LazySequence(count, read)
-    return lazy if method.one_pass else list(lazy)
+    return lazy if method.access.one_pass else list(lazy)
 
 
 _ALIGNMENT = 64
@@ -297,8 +297,8 @@ def merge_factors(task: Task, region: Region, k: int, deltas: Sequence[LowRank],
         merged = merge_in_space(call.space, method, deltas, needs, call.options, call.matrix_steps)
         task.note(label, merged.stats)
         return limit_factors(task, merged.value, deltas, region.layout, label)
-    assert method.merge_lowrank is not None, "the plan chose the factored form"
-    merged = method.merge_lowrank(deltas, **needs, **call.options)
+    assert method.lowrank is not None, "the plan chose the factored form"
+    merged = method.lowrank.merge(deltas, **needs, **call.options)
     task.note(label, merged.stats)
     return finish_factors(task, merged.value, deltas, region.layout, label)
 

@@ -28,7 +28,6 @@ class Inputs:
     base: Checkpoint | None
     experts: Sequence[Expert]
     statistics: ExpertStatistics
-    kept: object = None  # until sums are gone
 
     @property
     def buffer_bytes(self) -> int:

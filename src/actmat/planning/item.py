@@ -231,8 +231,6 @@ class Item(Plain):
         cost: traffic, operations and memory.
         encoding: layout of codes in which the tensor is written, in words; empty: as floats.
         extraction: of an adapter that is extracted, the form in which it holds the tensor.
-        sums: what is kept of the experts' deltas beside the output: their weighted sum, and the sum of the sampled
-            entries (`engine.size`); empty: nothing.
     """
 
     name: str
@@ -254,7 +252,6 @@ class Item(Plain):
     factors: FactorPlan | None = None
     cost: Cost = Cost()
     encoding: str = ""
-    sums: tuple[TensorSpec, ...] = ()
     extraction: Extraction | None = None
 
     @property

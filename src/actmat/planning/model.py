@@ -23,17 +23,15 @@ from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nomin
 from actmat.planning.item import Cost, Item, MethodCall, Plain
 from actmat.recipe import Recipe
 
-__all__ = ["SUMS", "Cost", "Draft", "InputSummary", "Item", "MergePlan", "MethodCall", "count_actions"]
+__all__ = ["Cost", "Draft", "InputSummary", "Item", "MergePlan", "MethodCall", "count_actions"]
 
-FORMAT = 2
+
+FORMAT = 3
 """Version of a plan's JSON; see docs/formats/plan.md."""
 
 MAX_FILE_BYTES = 4_000_000_000
 """Largest plan that is read from a file: one of 100,000 tensors takes 100 MB."""
 
-
-SUMS = "actmat_sums/"
-"""Folder of what is kept beside an output, and prefix of its tensors' names."""
 
 SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
@@ -146,19 +144,6 @@ class MergePlan(Plain):
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The files to write."""
-        return self._model_shards + (
-            plan_shards(self.sum_specs, self.max_shard_bytes, stem=f"{SUMS}model", prefix=SUMS)
-            if self.sum_specs
-            else ()
-        )
-
-    @functools.cached_property
-    def sum_specs(self) -> tuple[TensorSpec, ...]:
-        """Tensors that are kept beside the output, see `Item.sums`."""
-        return tuple(spec for item in self.items for spec in item.sums)
-
-    @property
-    def _model_shards(self) -> tuple[Shard, ...]:
         if not self.stems:
             return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
         groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}

@@ -96,7 +96,7 @@ def reading_of(
         shapes = {tuple(_shapes(method, region)) for region in regions}
         times = 2 if any(method.reads_again(of[0], n_experts, options) for of in shapes) else 1
         single = all(len(of) == 1 for of in shapes)
-        each = method.one_pass and single and not access.observed and not (times > 1 and access.costly)
+        each = method.access.one_pass and single and not access.observed and not (times > 1 and access.costly)
         return Reading("each", times=times) if each else Reading("held")
     if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
         return Reading("combine", base_held=False)

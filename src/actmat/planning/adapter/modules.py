@@ -61,7 +61,7 @@ def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str
     """Wishes of the recipe that an adapter cannot hold."""
     problems = []
     for name in dict.fromkeys(d.call.method for d in decided.values() if d.call is not None):
-        if get_method(name).needs_base and get_method(name).merge_lowrank is None:
+        if get_method(name).needs_base and get_method(name).lowrank is None:
             problems.append(f"method '{name}' looks at the base's weights; write a full model (--base ..., --to model)")
     if recipe.pool:
         problems.append("'pool' merges layers as one matrix, of which modules are no factors; write a full model")
@@ -331,9 +331,7 @@ class _ModulePlanner:
         width = torch_dtype(self.recipe.compute_dtype).itemsize
         peak = factored_bytes(item.shape, sum(item.pair.ranks))
         if item.form == "dense":
-            size = item.numel
-            if method.workspace is not None:
-                size = method.workspace(item.shape, n_experts, item.call.options)
+            size = method.cost.workspace(item.shape, n_experts, item.call.options)
             peak += item.numel * width * (n_experts + 6) + size * width
             # the truncation decomposes a delta of full rank
             peak = max(peak, factored_bytes(item.shape, min(item.shape[-2:])))
