@@ -78,7 +78,8 @@ def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str]
     if full:
         for item in items:  # line by line: a table of 100,000 rows would take gigabytes
             shape = "x".join(map(str, item.shape)) or "scalar"
-            console.print(f"{item.action}  {escape(item.name)}  {shape}: {escape(item.reason)}")
+            way = item.kernel if item.reading is None else f"{item.kernel}, {item.reading}"
+            console.print(f"{item.action}  {escape(item.name)}  {shape} ({way}): {escape(item.reason)}")
     groups = item_groups(items if not full else (), kept)
     if not groups:
         return

@@ -27,11 +27,11 @@ from actmat.layout.classify import is_variance
 from actmat.planning.item import Item
 from actmat.planning.regions import CHUNK, Region
 
-__all__ = ["Output", "TensorOutput", "check_range", "check_sign", "write_tensor"]
+__all__ = ["Output", "TensorOutput", "check_range", "check_sign", "rounded", "write_tensor"]
 
 
-def write_tensor(writer: SinkSource, spec: TensorSpec, value: Tensor) -> str:
-    """Round a whole tensor to the dtype of its spec and write it; its content hash.
+def rounded(spec: TensorSpec, value: Tensor) -> Tensor:
+    """A whole tensor in the dtype of its spec.
 
     Raises:
         NumericalError: NaN, Inf, or values beyond the range of the dtype.
@@ -45,8 +45,17 @@ def write_tensor(writer: SinkSource, spec: TensorSpec, value: Tensor) -> str:
             else f"tensor '{spec.name}' came out with NaN or Inf for finite factors. Likely cause: options out of "
             "proportion to the deltas; try other options, or another method for this module"
         )
+    return out
+
+
+def write_tensor(writer: SinkSource, spec: TensorSpec, value: Tensor) -> str:
+    """Write a whole tensor, rounded; its content hash.
+
+    Raises:
+        NumericalError: see `rounded`.
+    """
     sink = writer.sink(spec.name)
-    sink.write(raw_bytes(out))
+    sink.write(raw_bytes(rounded(spec, value)))
     return sink.digest
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.engine.kernels import combine, dense, factored
 from actmat.engine.observer import NoWriter
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.task import Record, Task
-from actmat.engine.writing import Output, write_tensor
+from actmat.engine.writing import Output, rounded, write_tensor
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.svd import thin_svd
 from actmat.planning.item import Extraction
@@ -105,7 +105,7 @@ class DeltaFactors(Output):
         norm = float(torch.linalg.vector_norm(delta_OI, dtype=torch.float64))
         self._stats = {"norm": norm}
         if norm:
-            b_OR, a_RI, self._stats = _factors(delta_OI.view(rows, columns), self._form, torch_dtype(item.out_dtype))
+            b_OR, a_RI, self._stats = _factors(delta_OI.view(rows, columns), self._form, item.outputs)
             self._delta = torch.empty(0)
             pairs = zip(item.outputs, (a_RI, b_OR), strict=True)
             self._hashes = {spec.name: write_tensor(self.writer, spec, factor) for spec, factor in pairs}
@@ -122,8 +122,8 @@ class DeltaFactors(Output):
         return self._stats
 
 
-def _factors(delta_OI: Tensor, form: Extraction, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """B and A in `dtype`; rank, energy and error, which is that of the rounded factors."""
+def _factors(delta_OI: Tensor, form: Extraction, specs: Sequence[TensorSpec]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """B and A in the dtype of their specs (A, B); rank, energy and error, which is that of the rounded factors."""
     svd = thin_svd(delta_OI)
     squares = svd.s_K.square()
     total = float(squares.sum())
@@ -134,8 +134,8 @@ def _factors(delta_OI: Tensor, form: Extraction, dtype: torch.dtype) -> tuple[Te
         rank = int(reached.int().argmax()) + 1 if bool(reached.any()) else len(squares)
     root_K = svd.s_K[:rank].sqrt()
     none = max(0, rank - len(root_K))  # zeros fill up: one rank for all layers is what loaders want
-    b_OR = torch.nn.functional.pad(svd.u_OK[:, :rank] * root_K, (0, none)).to(dtype).contiguous()
-    a_RI = torch.nn.functional.pad((svd.v_IK[:, :rank] * root_K).mT, (0, 0, 0, none)).to(dtype).contiguous()
+    b_OR = rounded(specs[1], torch.nn.functional.pad(svd.u_OK[:, :rank] * root_K, (0, none)))
+    a_RI = rounded(specs[0], torch.nn.functional.pad((svd.v_IK[:, :rank] * root_K).mT, (0, 0, 0, none)))
     norm = float(torch.linalg.vector_norm(delta_OI, dtype=torch.float64))
     numerical, energy, retries = int(svd.rank), float(squares[:rank].sum()) / total, svd.retries
     del svd, squares
