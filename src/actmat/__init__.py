@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from actmat.errors import OutputError as OutputError
     from actmat.errors import RecipeError as RecipeError
     from actmat.errors import StatisticsError as StatisticsError
-    from actmat.extras.collect.api_agreement import agreement as agreement
-    from actmat.extras.collect.api_agreement import residual_on_data as residual_on_data
+    from actmat.extras.collect.on_data import agreement as agreement
+    from actmat.extras.collect.on_data import residual_on_data as residual_on_data
     from actmat.extras.collect.staged import staged_statistics as staged_statistics
     from actmat.extras.training.exporting import export as export
     from actmat.extras.tune.arguments import tune as tune
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "actmat.api": ("MergeReport", "average", "diagnose", "merge", "plan"),
-    "actmat.extras.collect.api_agreement": ("agreement", "residual_on_data"),
+    "actmat.extras.collect.on_data": ("agreement", "residual_on_data"),
     "actmat.extras.training.exporting": ("export",),
     "actmat.api.in_memory": ("MemoryMerge", "merge_in_memory"),
     "actmat.api.extracting": ("ExtractReport", "extract"),

@@ -15,9 +15,9 @@ from tests.tune.conftest import TEXTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
+from actmat.api.loading import load_model
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.collect.models import load_model
 from actmat.extras.tune import TuneReport
 from actmat.extras.tune.answers import compare_answers, default_predict, keep_answers
 from actmat.extras.tune.evaluate import loss_of

@@ -16,12 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.api.loading import Loaded, extra
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.errors import StatisticsError, did_you_mean
-from actmat.extras.collect.models import Loaded, extra
+from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.foreign import in_brief, in_one_line
+from actmat.recipe import Recipe
 
-__all__ = ["TEMPLATE", "DataOptions", "check_data", "class_names", "class_prompts", "is_contrastive", "make_batches"]
+__all__ = [
+    "SAMPLES",
+    "TEMPLATE",
+    "DataOptions",
+    "DataSource",
+    "check_data",
+    "class_names",
+    "class_prompts",
+    "data_of",
+    "is_contrastive",
+    "make_batches",
+    "prepare_data",
+]
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -29,6 +42,9 @@ TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")
 IMAGE_COLUMNS = ("image", "img", "images")
 TEMPLATE = "a photo of a {}."
 """Prompt of a class, for models with an image and a text encoder."""
+
+SAMPLES = 64
+"""Inputs per expert, as many as the study of docs/forecast.md had."""
 
 Row = Mapping[str, Any]
 
@@ -57,6 +73,9 @@ class DataOptions:
         return found | ({"classes": ", ".join(self.classes), "template": self.template} if self.classes else {})
 
 
+DataSource = str | Path | DataOptions
+
+
 def check_data(options: DataOptions) -> None:
     """Read one row, so that unusable data is reported before a model is loaded."""
     try:
@@ -69,6 +88,36 @@ def check_data(options: DataOptions) -> None:
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
     if found is None:
         raise StatisticsError(f"{options.location} is empty: expected at least one sample")
+
+
+def data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
+    """Expert -> its data, in the order of the experts."""
+    given = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
+    if unknown := [name for name in given if name not in recipe.labels]:
+        known = f"Experts: {', '.join(recipe.labels)}"
+        raise RecipeError(
+            "Data is given for experts that the merge does not have.",
+            [f"no expert is named '{n}'.{did_you_mean(n, recipe.labels)} {known}" for n in unknown],
+        )
+    if not given:
+        raise StatisticsError("No data is given: name a data set for at least one expert.")
+    return {label: _options(given[label]) for label in recipe.labels if label in given}
+
+
+def _options(source: DataSource) -> DataOptions:
+    return source if isinstance(source, DataOptions) else DataOptions(str(source), max_samples=SAMPLES)
+
+
+def prepare_data(chosen: Mapping[str, DataOptions]) -> None:
+    """Open every data set before the first model is loaded, which may take minutes."""
+    problems: list[str] = []
+    for options in dict.fromkeys(chosen.values()):
+        try:
+            check_data(options)
+        except StatisticsError as error:
+            problems += error.problems
+    if problems:
+        raise StatisticsError("The data cannot be used.", problems)
 
 
 def make_batches(

@@ -23,12 +23,12 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
 from actmat.experts.resolve import is_adapter
 from actmat.extras.collect.batches import Batch
+from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
+from actmat.extras.collect.measures import Run
 from actmat.extras.collect.settings import Settings
-from actmat.statistics.binding import Binding, bind, content_hash
 from actmat.statistics.combine import join_statistics
-from actmat.statistics.header import ModelInfo
-from actmat.statistics.kinds.base import Run
+from actmat.statistics.header import ModelInfo, content_hash
 from actmat.statistics.store import open_statistics
 
 __all__ = ["staged_statistics"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from actmat.api.merging import Location, make_arguments
-from actmat.extras.collect.api_agreement import SAMPLES
 from actmat.extras.collect.data import DataOptions, class_names, is_contrastive
+from actmat.extras.collect.on_data import SAMPLES
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.search import parse_budget
 from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_progress

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from actmat.api.loading import Loaded, load_model
 from actmat.experts.resolve import is_adapter
 from actmat.extras.collect.batches import DataSeen
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.collect.models import Loaded, load_model
 from actmat.extras.tune.answers import keep_answers
 from actmat.extras.tune.evaluate import Asked
 from actmat.extras.tune.inputs import ExpertInputs, Source, prepare_inputs

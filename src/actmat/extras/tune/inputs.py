@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.api.loading import Loaded
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import DataOptions, class_prompts, make_batches
-from actmat.extras.collect.models import Loaded
 
 __all__ = ["ExpertInputs", "InputBatch", "Source", "prepare_inputs"]
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from actmat.extras.collect.models import Loaded
+from actmat.api.loading import Loaded
 from actmat.extras.tune.answers import Predict, default_predict
 from actmat.extras.tune.evaluate import Score, Trial
 from actmat.extras.tune.memory import MemoryPlan

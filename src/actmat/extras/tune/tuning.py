@@ -12,8 +12,8 @@ from pathlib import Path
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.experts.resolve import is_adapter, open_adapter
-from actmat.extras.collect.api_agreement import DataSource, data_of, prepare_data
 from actmat.extras.collect.data import DataOptions
+from actmat.extras.collect.on_data import DataSource, data_of, prepare_data
 from actmat.extras.tune.asking import Questioner, load_with, mark_of
 from actmat.extras.tune.evaluate import Evaluator, Trial
 from actmat.extras.tune.finishing import final_recipe, notes_on_choice, notes_on_space

@@ -15,7 +15,6 @@ from actmat.cli.signature import Fields, with_flags
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
-    from actmat.extras.collect.settings import CollectOptions
     from actmat.statistics.header import Header
 
 __all__ = ["collect", "merge", "show", "staged", "statistics"]
@@ -86,7 +85,7 @@ class Measuring:
     ] = True
     seed: Annotated[int, typer.Option("--seed", help="Seed of the labels drawn for the Fisher.")] = 0
 
-    def options(self, data: DataOptions) -> CollectOptions:
+    def options(self, data: DataOptions) -> dict[str, Any]:
         """Options of `actmat.statistics.collect` for a data set."""
         return {
             "gram": self.gram,
@@ -127,10 +126,10 @@ def collect(
     _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
     from rich.progress import BarColumn, TimeRemainingColumn
 
+    from actmat.api.loading import load_model
     from actmat.cli.screen import progress_bar
-    from actmat.extras.collect import collect as measure
+    from actmat.extras.collect.collect import collect as measure
     from actmat.extras.collect.data import make_batches
-    from actmat.extras.collect.models import load_model
     from actmat.statistics.store import check_output
 
     check_output(out, overwrite=overwrite)
@@ -201,9 +200,9 @@ def staged(
     """
     _one_of("--compute-dtype", staging.compute_dtype, ("float32", "float64"))
     _one_of("--dtype", staging.dtype, flags.MODEL_DTYPES)
+    from actmat.api.loading import load_model
     from actmat.cli.recipes import split_name
     from actmat.extras.collect.data import make_batches
-    from actmat.extras.collect.models import load_model
     from actmat.extras.collect.staged import staged_statistics
     from actmat.recipe import ExpertRef
     from actmat.statistics import open_statistics

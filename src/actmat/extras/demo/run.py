@@ -16,17 +16,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from actmat.demo.data import Split, load_photographs, moved_views, split_photographs
-from actmat.demo.heads import Head, correct, features, fit_head, majority_correct, save_heads
-from actmat.demo.merging import choose_methods, merge_experts
-from actmat.demo.model import Encoder, EncoderConfig, load_encoder, save_encoder
-from actmat.demo.output import DemoFolder, claim_folder
-from actmat.demo.results import DemoResult, Row, accuracy_table, drop_table, next_command, score_row
-from actmat.demo.tasks import LOOKS, TASKS, Task, TaskData, pose_split
-from actmat.demo.train import finetune, pretrain
-from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
+from actmat.extras.demo.data import Split, load_photographs, moved_views, split_photographs
+from actmat.extras.demo.heads import Head, correct, features, fit_head, majority_correct, save_heads
+from actmat.extras.demo.merging import choose_methods, merge_experts
+from actmat.extras.demo.model import Encoder, EncoderConfig, load_encoder, save_encoder
+from actmat.extras.demo.output import DemoFolder, claim_folder
+from actmat.extras.demo.results import DemoResult, Row, accuracy_table, drop_table, next_command, score_row
+from actmat.extras.demo.tasks import LOOKS, TASKS, Task, TaskData, pose_split
+from actmat.extras.demo.train import finetune, pretrain
+from actmat.extras.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat.foreign import terminal
 from actmat.version import __version__
 

@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from actmat.demo.intervals import Interval, mean_interval, wilson_interval
+from actmat.extras.demo.intervals import Interval, mean_interval, wilson_interval
 
 __all__ = ["DemoResult", "Row", "accuracy_table", "drop_table", "next_command", "score_row"]
 

@@ -10,7 +10,7 @@ decide:
 The encoder comes out of a wheel, see `wheels.MINILM`; without a network the second half is left out, and a line says
 why.
 
-    python -m actmat.demo.texts [--out demo-output/texts]
+    python -m actmat.extras.demo.texts [--out demo-output/texts]
 
 Shapes: `N` texts, `L` tokens, `D` features, `C` classes.
 """
@@ -38,14 +38,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from actmat.demo.heads import Head, fit_head
-from actmat.demo.merging import merge_experts
-from actmat.demo.output import claim_folder
-from actmat.demo.results import DemoResult, Row, accuracy_table, next_command, score_row
-from actmat.demo.training import Schedule, descend, generator_for, side_by_side, steps_of
-from actmat.demo.wheels import MINILM, Fetch, Wheel, check_wheel, pip_download
 from actmat.engine.resources import one_thread
 from actmat.errors import CheckpointError
+from actmat.extras.demo.heads import Head, fit_head
+from actmat.extras.demo.merging import merge_experts
+from actmat.extras.demo.output import claim_folder
+from actmat.extras.demo.results import DemoResult, Row, accuracy_table, next_command, score_row
+from actmat.extras.demo.training import Schedule, descend, generator_for, side_by_side, steps_of
+from actmat.extras.demo.wheels import MINILM, Fetch, Wheel, check_wheel, pip_download
 from actmat.version import __version__
 
 __all__ = ["METHODS", "TASKS", "TextDemo", "load_questions", "run_texts", "wheel_at_hand"]
@@ -96,7 +96,7 @@ class Posed:
 
 def load_questions() -> list[dict[str, str]]:
     """The texts with their labels `asks` and `about`."""
-    text = files("actmat.demo").joinpath("questions.jsonl").read_text(encoding="utf-8")
+    text = files("actmat.extras.demo").joinpath("questions.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -285,7 +285,9 @@ def _rows(out: Path, tasks: Mapping[str, Posed], heads: Mapping[str, Head]) -> l
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the second half, or say in a line why it is left out."""
-    parser = argparse.ArgumentParser(prog="python -m actmat.demo.texts", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m actmat.extras.demo.texts", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--out", type=Path, default=Path("demo-output") / "texts")
     given, console = parser.parse_args(arguments), Console()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actmat" / "wheels"

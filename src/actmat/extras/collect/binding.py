@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
-from actmat.checkpoints.hashing import ContentHash, hash_names
-from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.hashing import hash_names
 from actmat.errors import StatisticsError
 from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import Located, Slice, locate, names_on_disk
-from actmat.statistics.header import AdapterInfo, ModelInfo
+from actmat.statistics.header import AdapterInfo, ModelInfo, adapter_content, content_hash
 
-__all__ = ["Binding", "adapter_content", "bind", "content_hash", "transformers_model"]
+__all__ = ["Binding", "bind", "transformers_model"]
 
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER_PARTS = (".lora_", ".original_module.", "lora_magnitude_vector", ".ranknum")
@@ -75,12 +74,6 @@ def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | Non
     architecture = next(iter(config.get("architectures") or ()), type(model).__name__)
     info = ModelInfo(location=location, architecture=architecture, content=content, tensors=hashes, adapter=on_top)
     return Binding(info, {n: p for n, p in parameters.items() if n in located}, located)
-
-
-def adapter_content(adapter: Adapter) -> str:
-    """Content hash of an adapter's state: its tensors and the scaling that its config gives them."""
-    scales = {f"{m.name} scaling": f"{m.scaling!r}" for m in adapter.modules.values()}
-    return hash_names([*adapter.hashes.items(), *scales.items()])
 
 
 def _clean_name(name: str) -> str:
@@ -137,13 +130,6 @@ def _same(value: Tensor, stored: Tensor) -> bool:
     """Equal in the coarser of their dtypes."""
     coarser = min((value.dtype, stored.dtype), key=lambda d: (d.itemsize, d != torch_dtype("float16")))
     return torch.equal(value.to(coarser), stored.to(coarser))
-
-
-def content_hash(tensor: Tensor) -> str:
-    """Content hash of a tensor's bytes."""
-    seen = ContentHash()
-    seen.update(raw_bytes(tensor.detach().cpu().resolve_neg().contiguous()))
-    return seen.hexdigest()
 
 
 def _x(shape: Sequence[int]) -> str:

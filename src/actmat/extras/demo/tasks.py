@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.demo.data import SIDE, Photographs, Split, moved_views
-from actmat.demo.training import generator_for
+from actmat.extras.demo.data import SIDE, Photographs, Split, moved_views
+from actmat.extras.demo.training import generator_for
 
 __all__ = ["LOOKS", "QUESTIONS", "TASKS", "Examples", "Look", "Question", "Task", "TaskData", "pose", "pose_split"]
 

@@ -5,7 +5,7 @@ Its steps: `data` and `tasks` -> `train.pretrain` -> `heads` -> `train.finetune`
 
 from __future__ import annotations
 
-from actmat.demo.results import DemoResult
-from actmat.demo.run import DemoSettings, run_demo
+from actmat.extras.demo.results import DemoResult
+from actmat.extras.demo.run import DemoSettings, run_demo
 
 __all__ = ["DemoResult", "DemoSettings", "run_demo"]
