@@ -106,7 +106,8 @@ def _grid(subject: Subject, recipe: Any, folder: Path, settings: TuneSettings) -
     asked_of = recipe.model_copy(update={"experts": tuple(experts), "out": None})
     merges = Merges(asked_of, work / "merges", RunSettings(threads=1, durable=False))
     choices = merges.make(space.merges())
-    live, _ = open_live(merges, choices[0], space, settings, work)
+    loader = settings.loader(str(subject.base))
+    live, _ = open_live(merges.plans[choices[0].key], space.groups, loader)
     asked = _asked(subject)
     rows = []
     for choice in choices:

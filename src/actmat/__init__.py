@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from actmat.extras.collect.on_data import residual_on_data as residual_on_data
     from actmat.extras.collect.staged import staged_statistics as staged_statistics
     from actmat.extras.training.exporting import export as export
-    from actmat.extras.tune.arguments import tune as tune
-    from actmat.extras.tune.arguments import tune_scale as tune_scale
+    from actmat.extras.tune.tuning import tune as tune
+    from actmat.extras.tune.tuning import tune_scale as tune_scale
     from actmat.growing import GrowthReport as GrowthReport
     from actmat.growing import add_experts as add_experts
     from actmat.growing import remove_experts as remove_experts
@@ -75,7 +75,7 @@ _NAMES = {
     "actmat.growing": ("GrowthReport", "add_experts", "remove_experts"),
     "actmat.matrices": ("merge_matrices",),
     "actmat.report.verify": ("verify",),
-    "actmat.extras.tune.arguments": ("tune", "tune_scale"),
+    "actmat.extras.tune.tuning": ("tune", "tune_scale"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]

@@ -18,9 +18,8 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.tune import TuneProgress, TuneReport, memory
-from actmat.extras.tune.live import LiveModel, state_of
+from actmat.extras.tune.live import LiveModel, StoredTensors, state_of
 from actmat.extras.tune.memory import MemoryPlan, Sizes, model_device, plan_memory, sizes_of
-from actmat.extras.tune.stored import StoredTensors
 from actmat.settings import RunSettings
 
 SPECS = {

@@ -7,7 +7,7 @@ since it was loaded, or another model, is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import Located, Slice, locate, names_on_disk
 from actmat.statistics.header import AdapterInfo, ModelInfo, adapter_content, content_hash
 
-__all__ = ["Binding", "bind", "transformers_model"]
+__all__ = ["Binding", "bind", "locate_parameters", "transformers_model"]
 
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER_PARTS = (".lora_", ".original_module.", "lora_magnitude_vector", ".ranknum")
@@ -61,7 +61,7 @@ def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | Non
         located = {n: Located(tuple(p.shape), (Slice(n),)) for n, p in parameters.items()}
         location = type(model).__name__
     else:
-        located, why = _locate(model, parameters, checkpoint)
+        located, why = locate_parameters(model, parameters, checkpoint)
         if not located:
             cause = why or "is it the checkpoint of this model?"
             raise StatisticsError(f"No parameter of the model is found in {checkpoint.location}: {cause}")
@@ -81,16 +81,20 @@ def _clean_name(name: str) -> str:
     return _WRAPPED.sub("", name.removeprefix("base_model.model."))
 
 
-def _locate(
-    model: nn.Module, parameters: Mapping[str, Tensor], checkpoint: Checkpoint
+def locate_parameters(
+    model: nn.Module, names: Collection[str], checkpoint: Checkpoint
 ) -> tuple[dict[str, Located], str]:
-    """Parameters located in the checkpoint, and the reason why others may not have been found."""
+    """Parameters located in the checkpoint, and the reason why others may not have been found.
+
+    Args:
+        names: of the parameters, without PEFT's wrappers around them.
+    """
     inner = transformers_model(model)
     if inner is None:
-        return locate(checkpoint, [[n] for n in parameters])
+        return locate(checkpoint, [[n] for n in names])
     state = {_clean_name(n): None for n in inner.state_dict()}
     converted, why = names_on_disk(checkpoint, inner, state)
-    return {n: p for n, p in converted.items() if n in parameters}, why
+    return {n: p for n, p in converted.items() if n in names}, why
 
 
 def transformers_model(model: nn.Module) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from actmat.extras.tune.arguments import scale_space, usual_inputs
 from actmat.extras.tune.evaluate import Trial
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.report import Rival, TuneReport
 from actmat.extras.tune.settings import TuneProgress, TuneSettings
 from actmat.extras.tune.space import Candidate, Space, load_space, make_space
-from actmat.extras.tune.tuning import tune_recipe
+from actmat.extras.tune.tuning import scale_space, tune_recipe, usual_inputs
 
 __all__ = [
     "Candidate",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from torch import nn
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.tune.answers import Answers, Comparison, Predict, compare_answers
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch
-from actmat.extras.tune.live import Direction, LiveModel
-from actmat.extras.tune.space import Candidate, MergeChoice
+from actmat.extras.tune.live import Directions, LiveModel
+from actmat.extras.tune.space import Candidate
 
 __all__ = ["Asked", "Evaluator", "Named", "Score", "TaskScore", "Trial", "loss_of"]
 
@@ -107,35 +106,31 @@ def loss_of(found: Comparison, score: Named, sample: Sequence[int] | None = None
 
 
 class Evaluator:
-    """Evaluates candidates; what an earlier run evaluated is read from the journal.
+    """Evaluates candidates; trials of an earlier run are read from the journal.
 
     Args:
         live: the base's model.
-        load: merge -> its direction.
+        directions: of the merges.
         asked: per expert.
-        score: what is minimised.
+        score: the function to minimise.
         journal: file of finished trials.
         mark: of everything that a loss depends on besides the candidate; trials of another mark are not used.
-        memory: bytes of directions that are kept in memory.
     """
 
     def __init__(
         self,
         live: LiveModel,
-        load: Callable[[MergeChoice], Direction],
+        directions: Directions,
         asked: Mapping[str, Asked],
         score: Score,
         journal: Path,
         *,
         mark: str = "",
-        memory: int,
     ) -> None:
-        self._live, self._load, self._asked = live, load, asked
+        self._live, self._directions, self._asked = live, directions, asked
         self._score = score
-        self._journal, self._mark, self._memory = journal, mark, memory
-        self._directions: OrderedDict[str, Direction] = OrderedDict()
+        self._journal, self._mark = journal, mark
         self._done = _read_journal(journal)
-        self.evaluated = 0
 
     def trial(self, candidate: Candidate, share: float) -> Trial:
         """Losses of a candidate on the first `share` of the inputs."""
@@ -147,7 +142,6 @@ class Evaluator:
             with self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
             self._done[key] = entry
-        self.evaluated += 1
         return Trial(candidate, share, entry["losses"], entry["agreement"])
 
     def _measure(self, share: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -167,7 +161,7 @@ class Evaluator:
 
     def write(self, candidate: Candidate) -> None:
         """Make the live model the candidate."""
-        self._live.write(self._direction(candidate.merge), candidate.factor)
+        self._live.write(self._directions.of(candidate.merge), candidate.factor)
 
     def final(self, candidate: Candidate | None) -> dict[str, Comparison]:
         """Comparison with every expert on the inputs that were kept for the end; None: of the base."""
@@ -179,16 +173,6 @@ class Evaluator:
             label: compare_answers(self._live.model, a.inputs.final, a.final, a.predict)
             for label, a in self._asked.items()
         }
-
-    def _direction(self, choice: MergeChoice) -> Direction:
-        """The direction of a merge; the ones used last stay in memory."""
-        if choice.key not in self._directions:
-            loaded = self._load(choice)
-            while self._directions and sum(d.nbytes for d in self._directions.values()) + loaded.nbytes > self._memory:
-                self._directions.popitem(last=False)
-            self._directions[choice.key] = loaded
-        self._directions.move_to_end(choice.key)
-        return self._directions[choice.key]
 
 
 def _finite(value: float, name: str) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from actmat.api.loading import Loaded
 from actmat.extras.tune.answers import Predict, default_predict
 from actmat.extras.tune.evaluate import Score, Trial
+from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.search import Budget
 from actmat.notebook import NotebookLine, in_notebook
@@ -28,7 +29,7 @@ class TuneSettings:
         new_tokens: tokens that a generating expert adds to an input.
         predict: logits of a model, for models that transformers does not load as they should be asked; or one for
             each expert by its name, where they have heads of their own.
-        load: from a location to a model, in place of `load_model`.
+        load: from a location to a model, in place of `api.loading.load_model`.
         average: compare the chosen merge with the average in the end.
         seed: of the search and of the bootstrap.
         keep: keep the merges that were tried in the work folder.
@@ -50,6 +51,10 @@ class TuneSettings:
     def predict_of(self, label: str) -> Predict:
         """Logits for the inputs of an expert."""
         return self.predict[label] if isinstance(self.predict, Mapping) else self.predict
+
+    def loader(self, base: str) -> Loader:
+        """Loads the models of a search."""
+        return Loader(base, self.model_class, self.dtype, self.device, self.load)
 
     @property
     def score_name(self) -> str:
