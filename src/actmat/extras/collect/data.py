@@ -33,6 +33,7 @@ __all__ = [
     "data_of",
     "is_contrastive",
     "make_batches",
+    "pad_token",
     "prepare_data",
 ]
 
@@ -121,16 +122,24 @@ def prepare_data(chosen: Mapping[str, DataOptions]) -> None:
 
 
 def make_batches(
-    loaded: Loaded, options: DataOptions, *, labels: bool = False, apart: bool = False
+    loaded: Loaded,
+    options: DataOptions,
+    *,
+    labels: bool = False,
+    apart: bool = False,
+    note: Callable[[str], object] = lambda text: None,
 ) -> Iterator[dict[str, Tensor]]:
     """Batches of keyword arguments for the model, on its device.
 
     Args:
         labels: add labels to them, if the model takes any.
         apart: the labels of `label_column` are taken out before the model is called: they are there in any case.
+        note: called with a fact about the data that the user should know.
     """
     rows = itertools.islice(_rows(options), options.max_samples)
     encode = _Encoder(loaded, options, labels=labels, apart=apart)
+    if encode.padded_by is not None:
+        note(f"the tokenizer has no pad token: texts are padded by '{encode.padded_by}', and padding is masked")
     device = next(loaded.model.parameters()).device
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
@@ -260,8 +269,7 @@ class _Encoder:
                 f"{loaded.files}: {what} cannot be loaded from there: {in_brief(error)}. Copy its files beside the "
                 "model."
             ) from error
-        if self.tokenizer is not None and self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token  # any token will do: padding is masked
+        self.padded_by = None if self.tokenizer is None else pad_token(self.tokenizer)
 
     def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """Keyword arguments that the model has parameters for."""
@@ -283,6 +291,14 @@ class _Encoder:
         elif self._labels and options.label_column is None and "labels" in self.known:
             out["labels"] = out["input_ids"].masked_fill(out["attention_mask"] == 0, -100)
         return out
+
+
+def pad_token(tokenizer: Any) -> str | None:
+    """Give a tokenizer without a pad token one, and return it; any token will do, since padding is masked."""
+    if tokenizer.pad_token is not None:
+        return None
+    tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+    return str(tokenizer.pad_token)
 
 
 def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str | None, what: str) -> dict[str, Tensor]:

@@ -39,28 +39,35 @@ def ask_experts(
         folder: for statistics.
     """
     experts, asked = [], {}
+    notes: set[str] = set()
     for expert in recipe.experts:
         progress.doing(f"asking {expert.label}")
         loaded, source = loader.load(expert.path), data[expert.label]
         measuring = bool(kinds) and not expert.statistics
-        asked[expert.label] = found = _answers(expert.label, loaded, source, settings, measuring=measuring)
+        predict, labels = settings.predict_of(expert.label), settings.score in ("accuracy", "perplexity")
+        inputs = prepare_inputs(
+            expert.label,
+            loaded,
+            source,
+            new_tokens=settings.new_tokens,
+            labels=labels,
+            measuring=measuring,
+            note=notes.add,
+        )
+        search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
+        asked[expert.label] = Asked(inputs, search, final, predict)
         statistics = expert.statistics
         if measuring:
-            mark = mark_of({expert.label: replace(found.inputs, search=found.inputs.measured)})
+            mark = mark_of({expert.label: replace(inputs, search=inputs.measured)})
             out = folder / f"{expert.label}-{mark}"
             if not out.exists():
-                _collect(loaded, found.inputs, source, kinds, out)
+                _collect(loaded, inputs, source, kinds, out)
             statistics = str(out)
         del loaded  # before the next one is loaded
         experts.append(ExpertRef.model_validate({**expert.model_dump(), "statistics": statistics}))
+    for note in sorted(notes):
+        progress.note(note)
     return recipe.model_copy(update={"experts": tuple(experts)}), asked
-
-
-def _answers(label: str, loaded: Loaded, source: Source, settings: TuneSettings, *, measuring: bool) -> Asked:
-    predict, labels = settings.predict_of(label), settings.score in ("accuracy", "perplexity")
-    inputs = prepare_inputs(label, loaded, source, new_tokens=settings.new_tokens, labels=labels, measuring=measuring)
-    search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
-    return Asked(inputs, search, final, predict)
 
 
 def _collect(loaded: Loaded, inputs: ExpertInputs, source: Source, kinds: frozenset[str], out: Path) -> None:

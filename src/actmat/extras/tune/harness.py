@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.extras.collect.data import pad_token
 from actmat.foreign import in_one_line
 
 __all__ = ["PREFIX", "LmEval"]
@@ -108,8 +109,7 @@ class LmEval:
     def _tokenizer(self) -> Any:
         transformers = _imported("transformers")
         tokenizer = transformers.AutoTokenizer.from_pretrained(self._files)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        pad_token(tokenizer)
         return tokenizer
 
 

@@ -11,7 +11,7 @@ Shapes: `N` samples, `L` tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,7 @@ def prepare_inputs(
     new_tokens: int = 32,
     labels: bool = False,
     measuring: bool = False,
+    note: Callable[[str], object] = lambda text: None,
 ) -> ExpertInputs:
     """Read the inputs of an expert, and let it write continuations where it is a generating model.
 
@@ -94,12 +95,13 @@ def prepare_inputs(
         new_tokens: tokens that a generating model adds to an input; 0: the input's own tokens are predicted.
         labels: read labels too (`label_column`).
         measuring: set every second input of the search apart to measure statistics on.
+        note: see `make_batches`.
 
     Raises:
         StatisticsError: too few inputs for a sample in each part, or data that cannot be used.
     """
     search, final, measured = _Part(), _Part(), _Part()
-    given, shared, name = _batches(loaded, source, labels=labels)
+    given, shared, name = _batches(loaded, source, note, labels=labels)
     for batch in given:
         whole = replace(_completed(loaded, batch, new_tokens), shared=shared)
         even, odd = range(0, whole.samples, 2), range(1, whole.samples, 2)
@@ -136,7 +138,7 @@ class _Part:
 
 
 def _batches(
-    loaded: Loaded, source: Source, *, labels: bool
+    loaded: Loaded, source: Source, note: Callable[[str], object], *, labels: bool
 ) -> tuple[Iterable[Mapping[str, Tensor]], Mapping[str, Tensor], str]:
     """Batches, keyword arguments that all of them share, and the name of the data for messages."""
     if not isinstance(source, DataOptions):
@@ -144,7 +146,7 @@ def _batches(
         return ({k: v.to(device) for k, v in b.items()} for b in source), {}, "the given batches"
     reading = replace(source, batch_size=2 * source.batch_size)
     shared = class_prompts(loaded, source) if source.classes else {}
-    given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True)
+    given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True, note=note)
     return given, shared, source.location
 
 

@@ -128,6 +128,7 @@ def collect(
 
     from actmat.api.loading import load_model
     from actmat.cli.screen import progress_bar
+    from actmat.cli.streams import say
     from actmat.extras.collect.collect import collect as measure
     from actmat.extras.collect.data import make_batches
     from actmat.statistics.store import check_output
@@ -137,6 +138,7 @@ def collect(
     loaded = load_model(model, **asdict(loading))
     labels = measuring.fisher and measuring.fisher_labels == "given"
     settings = measuring.options(options)
+    notes: list[str] = []
     counts = "{task.completed} samples, {task.fields[tokens]} tokens"
     if getattr(loaded.model, "main_input_name", "") == "pixel_values":
         counts = "{task.completed} images"
@@ -144,7 +146,7 @@ def collect(
         task = bar.add_task("measuring", total=reading.samples, tokens=0)
         result = measure(
             loaded.model,
-            make_batches(loaded, options, labels=labels),
+            make_batches(loaded, options, labels=labels, note=notes.append),
             checkpoint=loaded.checkpoint,
             adapter=loaded.adapter,
             out=out,
@@ -152,6 +154,8 @@ def collect(
             progress=lambda samples, tokens: bar.update(task, completed=samples, tokens=tokens),
             **settings,
         )
+    for note in () if shown.quiet else notes:
+        say(f"note: {note}")
     _show({out: result.header}, json=shown.json, quiet=shown.quiet)
 
 
