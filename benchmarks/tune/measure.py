@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from actmat.extras.tune import make_space, tune_recipe
-from actmat.extras.tune.answers import Answers, Predict, compare_answers, keep_answers
-from actmat.extras.tune.evaluate import loss_of
+from actmat.extras.tune.evaluate import Answers, Predict, compare_answers, keep_answers, loss_of
 from actmat.extras.tune.inputs import InputBatch, prepare_inputs
 from actmat.extras.tune.merges import Merges
 from actmat.extras.tune.settings import TuneSettings

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from actmat.api.loading import Loaded
-from actmat.extras.tune.answers import Predict, default_predict
+from actmat.extras.tune.evaluate import Predict, default_predict
 from actmat_experiments.datafree.factors import peft_factors, read_factors, save_factors
 from actmat_experiments.forecast.models import FAMILIES, Factors, train
 from actmat_experiments.harness.cache import Cache, library_versions

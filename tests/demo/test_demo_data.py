@@ -9,7 +9,7 @@ import torch
 from tests.helpers.demo import some_photographs
 
 from actmat.errors import MergeError
-from actmat.extras.demo.data import load_photographs, moved_views, shift, split_photographs
+from actmat.extras.demo.tasks import load_photographs, moved_views, shift, split_photographs
 
 
 def test_photographs_are_real_and_scaled_to_one():

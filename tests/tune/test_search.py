@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from actmat.errors import RecipeError, StatisticsError
-from actmat.extras.tune.answers import Comparison
-from actmat.extras.tune.evaluate import Evaluator, Trial
+from actmat.extras.tune.evaluate import Comparison, Evaluator, Trial
 from actmat.extras.tune.report import RESAMPLES, compare_finally, notes_on_space
 from actmat.extras.tune.search import Around, Budget, choose, pareto_front, parse_budget, search
 from actmat.extras.tune.space import Candidate, MergeChoice, load_space, make_space

@@ -12,8 +12,7 @@ from actmat.api.loading import Loaded
 from actmat.extras.collect.batches import DataSeen
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.tune.answers import keep_answers
-from actmat.extras.tune.evaluate import Asked
+from actmat.extras.tune.evaluate import Asked, keep_answers
 from actmat.extras.tune.inputs import ExpertInputs, Source, prepare_inputs
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.settings import TuneProgress, TuneSettings

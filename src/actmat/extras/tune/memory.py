@@ -17,7 +17,7 @@ from actmat.engine.devices.names import check_device, parse_devices
 from actmat.engine.memory import available_memory
 from actmat.errors import RecipeError, format_size
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.tune.answers import TOP
+from actmat.extras.tune.evaluate import TOP
 from actmat.extras.tune.inputs import Source
 from actmat.settings import RunSettings
 

@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from actmat.extras.tune.answers import Comparison
-from actmat.extras.tune.evaluate import Named, Trial, loss_of
+from actmat.extras.tune.evaluate import Comparison, Named, Trial, loss_of
 from actmat.extras.tune.groups import group_rules
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.space import Candidate, MergeChoice, Space

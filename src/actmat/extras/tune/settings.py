@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from actmat.api.loading import Loaded
-from actmat.extras.tune.answers import Predict, default_predict
-from actmat.extras.tune.evaluate import Score, Trial
+from actmat.extras.tune.evaluate import Predict, Score, Trial, default_predict
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.search import Budget

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat.extras.demo.heads import Head, load_heads
+from actmat.extras.demo.merging import DemoFolder
 from actmat.extras.demo.model import Encoder, EncoderConfig, load_encoder
-from actmat.extras.demo.output import DemoFolder
 from actmat.extras.demo.run import DemoSettings, load_data
 from actmat.extras.demo.tasks import TASKS, Examples, Task, TaskData
 from actmat.extras.demo.training import Schedule, generator_for

