@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from tests.helpers.demo import TINY
 
 from actmat.errors import OutputError, RecipeError
-from actmat.extras.demo import run_demo
 from actmat.extras.demo.heads import load_heads
 from actmat.extras.demo.merging import choose_methods
 from actmat.extras.demo.model import load_encoder
+from actmat.extras.demo.run import run_demo
 from actmat.extras.demo.tasks import TASKS
 from actmat.methods import METHODS
 

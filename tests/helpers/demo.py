@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from actmat.extras.demo import DemoSettings
 from actmat.extras.demo.model import EncoderConfig
 from actmat.extras.demo.results import DemoResult, Interval, Row
+from actmat.extras.demo.run import DemoSettings
 from actmat.extras.demo.tasks import TASKS, Photographs
 from actmat.extras.demo.training import Schedule
 

@@ -69,7 +69,7 @@ class GramInfo(_Strict):
 
 
 class SumInfo(_Strict):
-    """Sums of one kind: what a mean divides by, stored tensor -> hash, and settings that must agree to add files up."""
+    """Sums of one kind: divisor of a mean, stored tensor -> hash, and settings that must agree to add files up."""
 
     count: Count
     tensors: dict[str, Hash]

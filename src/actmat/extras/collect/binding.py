@@ -45,7 +45,7 @@ class Binding:
             yield piece.name, piece.of(value)
 
     def renamed(self) -> dict[str, str]:
-        """Stored tensor -> name in memory, where they differ."""
+        """Stored tensor -> name in memory, if they differ."""
         return {s.name: name for name, found in self.located.items() for s in found.slices if s.name != name}
 
 

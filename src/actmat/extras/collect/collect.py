@@ -64,7 +64,7 @@ def collect(
         batches: mappings (keyword arguments of the model), tuples (positional ones) or single tensors.
         checkpoint: the checkpoint of the model, so that statistics have its names and hashes. Default: the one that
             a transformers model names; any other model is recorded under its own names.
-        adapter: the adapter on the model, where PEFT put one on; it is bound by hash as well.
+        adapter: the adapter on the model, if PEFT put one on; it is bound by hash as well.
         out: folder to write, if any.
         overwrite: replace earlier statistics at `out`.
         progress: called after each batch with the samples and tokens so far.

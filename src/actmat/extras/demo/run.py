@@ -95,7 +95,7 @@ def run_demo(
         methods: names of merge rules; default: every rule that needs no data.
         threads: experts trained, and tensors merged, side by side; default: one per core. Changes no number.
         overwrite: replace an earlier demo in `out`.
-        console: where tables and progress go; default: nowhere.
+        console: for tables and progress; default: none.
         settings: sizes and schedules.
 
     Raises:

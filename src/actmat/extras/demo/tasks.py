@@ -101,7 +101,7 @@ def split_photographs(photographs: Photographs, *, n_validation: int, n_test: in
 
 
 def shift(image_HW: Tensor, down: int, right: int) -> Tensor:
-    """The image moved by whole pixels; what leaves is lost, what comes in is black."""
+    """The image moved by whole pixels; pixels that leave are lost, new ones are black."""
     height, width = image_HW.shape
     padded_HW = torch.nn.functional.pad(image_HW, (max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)))
     return padded_HW[max(-down, 0) :, max(-right, 0) :][:height, :width]
@@ -169,7 +169,7 @@ QUESTIONS: dict[Question, int] = {"digit": 10, "parity": 2, "large": 2, "mod3": 
 
 
 def _inverted_where(pattern_HW: Tensor) -> Callable[[Tensor], Tensor]:
-    """Negative where the pattern is 1, unchanged where it is 0."""
+    """A function that makes pixels negative if the pattern is 1 there."""
     return lambda images_NHW: (pattern_HW - images_NHW).abs()
 
 
@@ -189,7 +189,7 @@ LOOKS: dict[Look, Callable[[Tensor], Tensor]] = {
     "columns": _inverted_where((_column_HW % 2).float()),
     "jumbled": _jumble,
 }
-"""Functions of a batch of images; each is one-to-one, so that no look loses what is needed to answer."""
+"""Functions of a batch of images; each is one-to-one, so that no look loses information."""
 
 
 def pose(photographs: Photographs, look: Look, question: Question, generator: torch.Generator) -> Examples:

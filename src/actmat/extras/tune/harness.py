@@ -28,7 +28,7 @@ PREFIX = "lm-eval:"
 
 
 class LmEval:
-    """A `TaskScore`: the first metric of every task, negated where larger is better.
+    """A `TaskScore`: the first metric of every task, negated if larger is better.
 
     Args:
         tasks: names of lm-eval (tasks, groups, tags), or paths of a task's YAML file.
@@ -60,7 +60,7 @@ class LmEval:
         """Task -> loss on the first `share` of the questions that `limit` leaves.
 
         Raises:
-            RecipeError: lm-eval cannot run the tasks on this model; says why in its words.
+            RecipeError: lm-eval cannot run the tasks on this model; with lm-eval's words.
         """
         limit: float | None = None if share >= 1 else share
         if self._limit is not None:
@@ -150,7 +150,7 @@ def _imported(name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Neither warnings nor bars of lm-eval, which speaks of each of its calls."""
+    """Silence lm-eval's logging and progress bars."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

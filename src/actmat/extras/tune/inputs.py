@@ -1,10 +1,10 @@
 """Unlabelled inputs of every expert, prepared once: half to search with, half for the final comparison.
 
-Where statistics are measured, half of the inputs to search with are for that alone: a merge by statistics is nearer to
-the experts on the inputs that these were measured on than on others, by which these inputs would favour it.
+If statistics are measured, half of the inputs to search with are set apart for them: a merge by statistics is nearer to
+the experts on inputs that were measured than on others, so these inputs would favour it.
 
 Causal language models continue each input themselves, and encoder-decoder models write their own target, so that a
-candidate is compared on what the expert would say, in one forward pass (teacher forcing).
+candidate is compared on the expert's own words, in one forward pass (teacher forcing).
 
 Shapes: `N` samples, `L` tokens.
 """
@@ -84,7 +84,7 @@ def prepare_inputs(
     measuring: bool = False,
     note: Callable[[str], object] = lambda text: None,
 ) -> ExpertInputs:
-    """Read the inputs of an expert, and let it write continuations where it is a generating model.
+    """Read the inputs of an expert, and let it write continuations if it is a generating model.
 
     Samples with even numbers go to the search, those with odd ones to the final comparison; numbers are by batch.
 

@@ -32,7 +32,7 @@ class Rival:
     """A merge in the final comparison, on inputs that the search did not see.
 
     Args:
-        name: what it is.
+        name: the candidate in words.
         losses, agreement: per expert.
         mean: mean loss over the experts.
         low, high: 95 % interval (bootstrap over inputs, within each expert) of its mean loss minus the chosen one's;
@@ -65,9 +65,9 @@ class TuneReport:
         trials: everything that was tried, in order.
         front: trials that no other beats in both the mean and the worst loss.
         finals: the final comparison, the chosen merge first.
-        score: what was minimised.
-        refused: merge -> why it could not be made.
-        notes: what to know, in words.
+        score: name of the minimised score.
+        refused: merge -> the reason why it could not be made.
+        notes: facts for the user, in words.
         seconds: wall time.
         memory: the plan of the search's memory.
         merged: report of the final merge.
@@ -96,7 +96,7 @@ class TuneReport:
 
     @property
     def compared(self) -> str:
-        """The loss of the final comparison: the score, or the divergence where the score is not of the inputs."""
+        """The loss of the final comparison: the score, or the divergence if the score is not of the inputs."""
         return self.score if self.score in get_args(Named) else "divergence"
 
     def to_json(self) -> dict[str, Any]:

@@ -26,8 +26,8 @@ class TuneSettings:
         least_agreement: share of its own predictions that every expert must keep in the chosen merge.
         model_class, dtype, device: of the models while they run.
         new_tokens: tokens that a generating expert adds to an input.
-        predict: logits of a model, for models that transformers does not load as they should be asked; or one for
-            each expert by its name, where they have heads of their own.
+        predict: logits of a model, for models whose output has none; or one for
+            each expert by its name, if they have heads of their own.
         load: from a location to a model, in place of `api.loading.load_model`.
         average: compare the chosen merge with the average in the end.
         seed: of the search and of the bootstrap.

@@ -39,7 +39,7 @@ from actmat.extras.tune.report import (
     notes_on_choice,
     notes_on_space,
 )
-from actmat.extras.tune.search import Around, choose, pareto_front, parse_budget, search
+from actmat.extras.tune.search import Varied, choose, pareto_front, parse_budget, search
 from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_progress
 from actmat.extras.tune.space import Candidate, MergeChoice, Space, make_space
 from actmat.planning.model import MergePlan
@@ -88,7 +88,7 @@ def tune(
         data: expert -> its unlabelled inputs (32 to 256), or one data set for all: a location, `DataOptions`, or
             batches of keyword arguments of the model.
         out: directory to write; the search itself is described in `OUT.tune`.
-        space: what is tried: `{"methods": [...], "scales": [...], "groups": "kind", "weights": True}`; default:
+        space: the candidates: `{"methods": [...], "scales": [...], "groups": "kind", "weights": True}`; default:
             twelve methods at six scales.
         budget: evaluations (200) or time ("15m").
         progress: receives callbacks.
@@ -396,8 +396,8 @@ class _Search:
         self.progress.doing("searching")
         names = sorted({g for g in groups.values() if g != FIXED}) if self.space.groups != "none" else []
         samples = min(sum(b.samples for b in a.inputs.search) for a in asked.values())
-        around = Around(samples, names, len(asked) if self.space.weights else 0, self.settings.seed)
-        return search(self.space, choices, evaluator, self.settings.budget, around, report)
+        varied = Varied(samples, names, len(asked) if self.space.weights else 0, self.settings.seed)
+        return search(self.space, choices, evaluator, self.settings.budget, varied, report)
 
     def _finals(self, chosen: Candidate, evaluator: Evaluator, merges: Merges) -> list[Rival]:
         """The chosen merge, the average, the recipe's own method at its own scale, and the base, on unseen inputs."""

@@ -304,7 +304,7 @@ class LayerInputs(Generic[S]):
             yield NamedSum(key, shared.sum, first.parameter, tuple(r for _, readers in used for r in readers))
 
     def absent(self, present: set[str]) -> dict[str, str]:
-        """Stored matrices that are not in `present`, and why no input of them was summed."""
+        """Stored matrices that are not in `present`, each with the reason."""
         refused = self._refused()
         out: dict[str, str] = {}
         for name, parameter in self._binding.parameters.items():
@@ -316,7 +316,7 @@ class LayerInputs(Generic[S]):
         return out
 
     def _readers(self, linear_map: LinearMap) -> list[LinearMap]:
-        """Stored tensors of a linear map; the expert is named where they are stacked on disk as well."""
+        """Stored tensors of a linear map; the expert is named if they are stacked on disk as well."""
         slices = self._binding.located[linear_map.parameter].slices
         return [
             LinearMap(s.name, linear_map.expert if s.index is None else None, linear_map.rows)
@@ -325,7 +325,7 @@ class LayerInputs(Generic[S]):
         ]
 
     def _refused(self) -> dict[str, str]:
-        """Parameters whose inputs cannot be told, or that were used in two ways, and why."""
+        """Parameters whose inputs are not known, or that were used in two ways, each with the reason."""
         uses: dict[str, set[bool]] = {}
         for shared in self._sums.shared():
             for member in shared.members:
