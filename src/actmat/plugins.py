@@ -17,6 +17,7 @@ actmat.formats    `checkpoints.source.Format`
 actmat.methods    `methods.MergeMethod`
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    a reader of another tool's configurations, see `recipe.load`
+actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     a kind of remote storage, see `checkpoints.resolve`
 actmat.reports    a writer of pages about a merge, see `report.write`
 """

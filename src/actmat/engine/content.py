@@ -14,7 +14,7 @@ from actmat.engine.inputs import Inputs
 from actmat.errors import StatisticsError
 from actmat.experts.base import Expert
 from actmat.planning.model import Item
-from actmat.statistics.binding import adapter_content
+from actmat.statistics.header import adapter_content
 from actmat.statistics.store import Statistics
 
 __all__ = ["FOREIGN", "broken_ties", "check_adapters", "check_probes", "content_hash", "foreign_tensors"]

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
-from actmat.statistics.binding import content_hash
-from actmat.statistics.header import DataInfo, GramInfo, GramOf, Header, ModelInfo
+from actmat.statistics.header import DataInfo, GramInfo, GramOf, Header, ModelInfo, content_hash
 from actmat.statistics.store import write_statistics
 
 __all__ = ["Samples"]
