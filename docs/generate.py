@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from actmat.cli.exits import COMMON, EXITS
+from actmat.cli.results import SCHEMAS as LAYOUTS
 from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.small import small_table
 from benchmarks.evidence.tables import evidence_table
@@ -41,9 +43,7 @@ from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
 from actmat.cli.catalogue import FILE, describe
-from actmat.cli.exits import COMMON, EXITS
-from actmat.cli.results import SCHEMAS as LAYOUTS
-from actmat.cli.signature import with_flags
+from actmat.cli.flags import with_flags
 from actmat.errors import MergeError
 from actmat.extras.pages.html.explained import FILE as EXPLAINED
 from actmat.layout.families import FAMILIES, PLAIN

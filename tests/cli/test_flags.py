@@ -15,10 +15,9 @@ from tests.helpers.merging import NORM, Family, actmat
 from typer.testing import CliRunner
 
 from actmat.cli.diagnose import MEASURING, OF_OUTPUT, diagnose
+from actmat.cli.flags import Fields, RecipeFlags, deferred, resolved, with_flags
 from actmat.cli.merge import merge
 from actmat.cli.plan import plan
-from actmat.cli.recipes import RecipeFlags
-from actmat.cli.signature import Fields, deferred, resolved, with_flags
 from actmat.errors import RecipeError
 from actmat.flag import Flag
 from actmat.recipe import ExpertRef, Recipe

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import typer.main
+from actmat.cli.exits import COMMON, EXITS
+from actmat.cli.results import SCHEMAS
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.json_layouts import PINNED, pinned, said
 from tests.helpers.merging import actmat
 
-from actmat.cli.exits import COMMON, EXITS
+from actmat.cli.flags import resolved
 from actmat.cli.main import COMMANDS, app
-from actmat.cli.results import SCHEMAS
-from actmat.cli.signature import resolved
 from actmat.demo.results import DemoResult
 from actmat.diagnostics.model import Diagnosis
 from actmat.planning import MergePlan

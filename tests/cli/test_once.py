@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from actmat.cli.once import is_first_time, state_file
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
 
 from actmat.cli import once
-from actmat.cli.once import is_first_time, state_file
 from actmat.planning.adapter.notes import INDEPENDENT
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.helpers.merging import actmat
-
 from actmat.cli.results import SCHEMAS
+from tests.helpers.merging import actmat
 
 MERGE = {
     "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "nonfinite", "size",
