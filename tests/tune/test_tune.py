@@ -18,11 +18,11 @@ import actmat
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.collect.models import load_model
-from actmat.extras.tune import TuneReport
 from actmat.extras.tune.answers import compare_answers, default_predict, keep_answers
 from actmat.extras.tune.evaluate import loss_of
 from actmat.extras.tune.groups import patterns_for
 from actmat.extras.tune.inputs import prepare_inputs
+from actmat.extras.tune.report import TuneReport
 from actmat.planning.choose import depth_of
 from actmat.recipe import load_recipe
 from actmat.statistics import open_statistics

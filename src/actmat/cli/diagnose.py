@@ -103,9 +103,8 @@ def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFla
     if not statistics:
         return found
     with counting("measuring on data", quiet=quiet) as counted:
-        return replace(
-            found, residual_on_data=behind("statistics")(merged, statistics_of(statistics), progress=counted)
-        )
+        measured = behind("statistics")(merged, statistics_of(statistics), progress=counted)
+    return replace(found, residual_on_data=measured)
 
 
 def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet: bool) -> Diagnosis:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.models import OptionInfo
 
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError
@@ -42,7 +43,7 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes in which a model can run."""
 
 PANELS: Mapping[str, tuple[str, ...]] = {
-    "First": ("base", "experts", "method", "options", "scale", "out", "plan"),
+    "Options": ("base", "experts", "method", "options", "scale", "out", "plan", "json", "full", "quiet"),
     "What is merged": (
         *("weight", "normalize", "scope", "keep", "ties", "space", "post", "statistics", "vocabulary", "seed"),
         *("allow_nonfinite", "any_base", "mute", "tune_scale", "average", "as_given"),
@@ -56,7 +57,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Measures": ("diagnose", "exact", "strict"),
 }  # fmt: skip
-"""Panels of the help of a command -> names of parameters; of a command that takes a recipe."""
+"""Panels of the help of a command that takes a recipe, the first first -> names of parameters."""
 
 RecipeFile = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
@@ -313,16 +314,14 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_panels(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """The parameters in the order of `PANELS`, each option in its panel; others last."""
-    panels = {name: (place, panel) for panel, names in PANELS.items() for place, name in enumerate(names)}
-    order = list(PANELS)
+    """The parameters in the order of `PANELS`, each option in its panel, others last in one more."""
+    panels = {name: panel for panel, names in PANELS.items() for name in names}
+    order = list(panels)
     for parameter in parameters:
         option = typing.get_args(parameter.annotation)[1]
-        if parameter.name in panels and option.rich_help_panel is None:
-            option.rich_help_panel = panels[parameter.name][1]
-    last = (len(order), 0)
-    found = {n: (order.index(panel), place) for n, (place, panel) in panels.items()}
-    return sorted(parameters, key=lambda p: found.get(p.name, last))
+        if isinstance(option, OptionInfo) and option.rich_help_panel is None:
+            option.rich_help_panel = panels.get(parameter.name, "More")
+    return sorted(parameters, key=lambda p: order.index(p.name) if p.name in panels else len(order))
 
 
 def _group(annotation: Any) -> _Group | None:

@@ -39,7 +39,7 @@ def merge(
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RECIPE.yaml]",
+            metavar="RECIPE.yaml",
             help="A recipe file; flags replace its fields. With --average: the checkpoints.",
         ),
     ] = None,

@@ -3,8 +3,8 @@
 Lines that are longer than the terminal are continued with an indentation, on a terminal and in a pipe: a part of a long
 name in a downloaded file could otherwise begin a line and be taken for one of ours.
 
-JSON is one object per command on stdout, with the name and version of its layout, compact unless all is wanted. It begins
-with `schema`, such as `actmat.verify/1`. A version grows when a field is renamed, is removed or means something else;
+JSON is one object per command on stdout, compact unless all is wanted. It begins with `schema`, the name and version of
+its layout, such as `actmat.verify/1`. A version grows when a field is renamed, is removed or means something else;
 new fields may appear at any time. Lists with a row per tensor are left out unless `--full` is given; `left_out` says
 which, and how long they are. `docs/commands/README.md` has the table.
 """

@@ -34,7 +34,7 @@ def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
         return [write_diagnosis(diagnosis, file)]
     if write_page is None:
         raise MergeError(
-            f"{file} cannot be written: no plug-in that writes pages is installed (entry points 'actmat.reports'). Fix: "
+            f"{file} cannot be written: no plug-in writes pages here (entry points 'actmat.reports'). Fix: "
             "pip install --force-reinstall actmat, or write a .json file."
         )
     return [write_page(diagnosis, file)]

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from actmat.extras.tune import TuneProgress, TuneReport
+    from actmat.extras.tune.report import TuneReport
+    from actmat.extras.tune.settings import TuneProgress
     from actmat.recipe import Recipe
     from actmat.run import MergeReport
     from actmat.settings import RunSettings
@@ -22,7 +23,9 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
 
     from actmat.cli.screen import escape, progress_bar
     from actmat.cli.streams import say
-    from actmat.extras.tune import MemoryPlan, Trial, TuneProgress
+    from actmat.extras.tune.evaluate import Trial
+    from actmat.extras.tune.memory import MemoryPlan
+    from actmat.extras.tune.settings import TuneProgress
 
     with progress_bar("{task.description}", TimeElapsedColumn(), quiet=quiet) as bar:
         task = bar.add_task("starting", total=None)
@@ -73,7 +76,9 @@ def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings
     from actmat.cli.streams import optional_stdout
     from actmat.cli.summary import print_summary
     from actmat.extras.collect.commands.agreement import pairs_of
-    from actmat.extras.tune import TuneSettings, scale_space, tune_recipe, usual_inputs
+    from actmat.extras.tune.arguments import scale_space, usual_inputs
+    from actmat.extras.tune.settings import TuneSettings
+    from actmat.extras.tune.tuning import tune_recipe
 
     places = pairs_of(data, "--tune-scale")
     reports = []
