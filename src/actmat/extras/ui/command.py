@@ -32,7 +32,7 @@ def ui(
     """
     from actmat.cli.catalogue import read_catalogue
     from actmat.cli.screen import console, print_result
-    from actmat.extras.ui import Server
+    from actmat.extras.ui.server import Server
 
     with Server(list(read_catalogue().values()), port) as server:
         if json:
