@@ -362,7 +362,7 @@ def explanations() -> str:
 
 WRITTEN = {
     ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
-    ROOT / "src" / "actmat" / "report" / "html" / EXPLAINED: explanations,
+    ROOT / "src" / "actmat" / "extras" / "pages" / "html" / EXPLAINED: explanations,
 }
 """Files of the package that are made from declarations and pages."""
 

@@ -1,4 +1,4 @@
-"""`actmat average`, and merges without a base."""
+"""`actmat merge --average`, and merges without a base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actmat serve-command` prints lines that load the output; the Python ones are run."""
+"""`actmat inspect --serve` prints lines that load the output; the Python ones are run."""
 
 from __future__ import annotations
 
