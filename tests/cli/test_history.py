@@ -1,4 +1,4 @@
-"""`actmat inspect --history`: merges found by their manifests, experts and files by their content, changes between two."""
+"""`actmat inspect --history`: merges by their manifests, experts and files by their content, changes between two."""
 
 from __future__ import annotations
 
