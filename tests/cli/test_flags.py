@@ -116,7 +116,7 @@ def test_a_command_takes_some_of_the_fields() -> None:
 
 def test_the_help_shows_the_main_flags_first() -> None:
     names = taken(merge)
-    assert names[:7] == ["base", "experts", "method", "options", "scale", "out", "plan"]
+    assert names[:8] == ["inputs", "base", "experts", "method", "options", "scale", "out", "plan"]
     lines = actmat(["merge", "--help"]).out.splitlines()
     panels = [line.split()[1:-1] for line in lines if line.startswith("╭─")]
     titles = [" ".join(w for w in words if "─" not in w) for words in panels]

@@ -314,14 +314,15 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_panels(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """The parameters in the order of `PANELS`, each option in its panel, others last in one more."""
+    """Arguments, then options in the order of `PANELS`, each in its panel, others last in one more."""
     panels = {name: panel for panel, names in PANELS.items() for name in names}
-    order = list(panels)
     for parameter in parameters:
         option = typing.get_args(parameter.annotation)[1]
         if isinstance(option, OptionInfo) and option.rich_help_panel is None:
             option.rich_help_panel = panels.get(parameter.name, "More")
-    return sorted(parameters, key=lambda p: order.index(p.name) if p.name in panels else len(order))
+    ranks = {name: rank for rank, name in enumerate(panels, start=1)}
+    arguments = {p.name: 0 for p in parameters if not isinstance(typing.get_args(p.annotation)[1], OptionInfo)}
+    return sorted(parameters, key=lambda p: (ranks | arguments).get(p.name, len(panels) + 1))
 
 
 def _group(annotation: Any) -> _Group | None:

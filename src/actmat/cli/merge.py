@@ -51,7 +51,7 @@ def merge(
         typer.Option(
             "--average",
             metavar="WEIGHTS",
-            help="Average checkpoints of one run, without a base: uniform, linear, ema:DECAY, wsd[:linear|cosine], or "
+            help="Average checkpoints of one run, without a base: uniform, linear, ema:DECAY, wsd, or "
             "a number per checkpoint.",
         ),
     ] = None,
