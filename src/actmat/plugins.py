@@ -19,7 +19,9 @@ actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    a reader of another tool's configurations, see `recipe.load`
 actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     a kind of remote storage, see `checkpoints.resolve`
-actmat.reports    a writer of pages about a merge, see `report.write`
+actmat.flags      the function that a flag of a core command calls, such as `--history`, see `cli.flags.behind`
+actmat.inspections  `(location, specs) -> fields or None`: a description of an adapter's file, see `cli.inspect`
+actmat.reports    `html`: a function of a diagnosis and a path that writes a page, see `report.write`
 """
 
 from __future__ import annotations

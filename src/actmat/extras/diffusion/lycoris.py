@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -286,10 +287,17 @@ def _open_unfitted(location: str | Path) -> Expert:
     return unfitted_expert(adapter.with_problems((problem,)), LYCORIS)
 
 
-def described(specs: Mapping[str, TensorSpec]) -> tuple[str, Sequence[LycorisModule], list[str]]:
-    """Why the base is needed, the modules, and the problems of a file."""
+def describe_file(location: str, specs: Mapping[str, TensorSpec]) -> dict[str, Any] | None:
+    """Families, modules and problems of a file, for `actmat inspect`; None for a file of another kind."""
+    if not is_lycoris_file(location):
+        return None
     modules, problems = lycoris_modules(specs)
-    return _NEEDS_BASE, modules, problems
+    rows = [
+        {"name": m.group.module, "kind": m.words, "rank": 0, "part": m.part, "stored": list(m.group.names)}
+        for m in modules
+    ]
+    families = ", ".join(dict.fromkeys(m.words for m in modules))
+    return {"adapter": f"file of {families}", "needs_base": _NEEDS_BASE, "modules": rows, "problems": problems}
 
 
 LYCORIS = Family("LyCORIS file", None, _open, _open_unfitted, holds=_holds_modules)

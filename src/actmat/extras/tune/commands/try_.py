@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import RecipeFlags
-from actmat.cli.signature import Fields
+from actmat.cli.flags import Fields, RecipeFlags
+from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class QuestionFlags:
         return ask
 
 
+@command("choose", "answered", imports_torch=True)
 def try_(
     *,
     recipe: flags.RecipeFile = None,
@@ -115,7 +116,7 @@ def try_(
         if not json:
             _print(found, question.prompt or [])
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("try", {"prompts": question.prompt or [], "models": results})
 

@@ -1,4 +1,4 @@
-"""`actmat serve-command` prints lines that load the output; the Python ones are run."""
+"""`actmat inspect --serve` prints lines that load the output; the Python ones are run."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ def test_a_pipeline_of_diffusion_models_is_loaded_by_its_library(tmp_path: Path)
 
 def test_the_command_prints_lines_json_or_the_one_command(outputs: Path, tmp_path: Path) -> None:
     out = str(outputs / "adapter")
-    text = run(["serve-command", out]).out
+    text = run(["inspect", "--serve", out]).out
     assert text.startswith("# vLLM\nvllm serve ")
     assert compile(text.partition("# Python\n")[2], "printed", "exec")
-    assert json.loads(run(["serve-command", out, "--json"]).out)["vllm"] in text
-    assert run(["serve-command", out, "--quiet"]).out.startswith("vllm serve ")
+    assert json.loads(run(["inspect", "--serve", out, "--json"]).out)["vllm"] in text
+    assert run(["inspect", "--serve", out, "--quiet"]).out.startswith("vllm serve ")
     refused = edited(outputs / "adapter", tmp_path, "adapter_config.json", r=600)
-    silent = run(["serve-command", refused, "-q"])
-    assert (silent.code, silent.out, run(["serve-command", refused]).code) == (1, "", 0)
+    silent = run(["inspect", "--serve", refused, "-q"])
+    assert (silent.code, silent.out, run(["inspect", "--serve", refused]).code) == (1, "", 0)
     assert "rank 600 is above vLLM's largest" in silent.err
     with pytest.raises(CheckpointError, match=r"no actmat_manifest\.json"):
         serving_commands(str(outputs / "base"))
