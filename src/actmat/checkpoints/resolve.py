@@ -130,7 +130,7 @@ def _is_in_folder(path: Path) -> bool:
 def _open_url(url: str, handle: CheckpointHandle | None) -> Source:
     if url.startswith("hf://"):
         raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
-    from actmat.extras.remote.source import open_remote
+    from actmat.checkpoints.remote import open_remote
 
     pinned = {} if handle is None else {name: (size, etag) for name, size, etag in handle.etags}
     return open_remote(url, pinned=pinned)

@@ -113,16 +113,14 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _describe_adapter(location: str) -> dict[str, Any]:
-    from actmat.experts.peft import reader_of
-    from actmat.experts.resolve import open_adapter
-    from actmat.extras.diffusion.lycoris import described, is_lycoris_file
+    from actmat.experts.resolve import describe_adapter, open_adapter
 
     with open_adapter(location) as adapter:
-        specs, reader = adapter.weights.specs, reader_of(adapter.config.fields)
+        specs = adapter.weights.specs
         names = {"peft": "lora", "pairs": "list of factor pairs"}
         data = {
             "location": location,
-            "adapter": names.get(adapter.layout, adapter.layout) if reader is None else reader.name,
+            "adapter": names.get(adapter.layout, adapter.layout),
             "base_model": str(adapter.config.fields.get("base_model_name_or_path") or ""),
             "use_rslora": adapter.config.use_rslora,
             "fan_in_fan_out": adapter.config.fan_in_fan_out,
@@ -139,31 +137,7 @@ def _describe_adapter(location: str) -> dict[str, Any]:
             "dtypes": dict(Counter(s.dtype for s in specs.values())),
             "problems": list(adapter.problems),
         }
-        if reader is not None:
-            content = reader.read(specs, adapter.config.fields)
-            data |= {
-                "needs_base": reader.why_no_factors,
-                "modules": [
-                    {"name": c.target, "kind": c.kind, "rank": c.rank, "stored": [_role(n) for n in c.stored]}
-                    for c in content.changes
-                ],
-                "full_tensors": {n: list(specs[s].shape) for n, s in content.extras.items()},
-                "problems": list(content.problems),
-            }
-        elif is_lycoris_file(location):
-            why, modules, problems = described(specs)
-            rows = [
-                {"name": m.group.module, "kind": m.words, "rank": 0, "part": m.part, "stored": list(m.group.names)}
-                for m in modules
-            ]
-            families = ", ".join(dict.fromkeys(m.words for m in modules))
-            data |= {"adapter": f"file of {families}", "needs_base": why, "modules": rows, "problems": problems}
-        return data
-
-
-def _role(name: str) -> str:
-    """Last part of a stored name that says what it is."""
-    return next(part for part in reversed(name.split(".")) if part != "weight")
+        return data | describe_adapter(location, adapter)
 
 
 def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
-from actmat.experts.lora.naming import module_names
+from actmat.experts.resolve import module_names
 from actmat.recipe import Recipe
 
 __all__ = ["ALPHA", "STEMS", "in_one_layout", "module_outputs", "output_layout"]
