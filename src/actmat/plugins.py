@@ -19,6 +19,7 @@ actmat.methods    `methods.MergeMethod`
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    a reader of another tool's configurations, see `recipe.load`
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
+actmat.views      `checkpoints.resolve.View`: a checkpoint made of others
 actmat.reports    a writer of pages about a merge, see `report.write`
 """
 
@@ -33,7 +34,7 @@ from actmat.errors import MergeError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["entries", "hint", "load", "load_all"]
+__all__ = ["entries", "hint", "load", "load_all", "needed"]
 
 EXTRAS = "actmat.extras"
 
@@ -86,6 +87,18 @@ def load(group: str, name: str) -> Any:
             f"package that it needs is missing, or its version does not match. Fix: pip install -U {made_by}, or "
             "uninstall it."
         ) from error
+
+
+def needed(group: str, name: str) -> Any:
+    """The plug-in of that name.
+
+    Raises:
+        MergeError: there is none.
+    """
+    found = load(group, name)
+    if found is None:
+        raise MergeError(f"Expected the plug-in '{name}' of the group {group}, found none.{hint(group)}")
+    return found
 
 
 def load_all(group: str) -> dict[str, Any]:

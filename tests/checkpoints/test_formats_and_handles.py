@@ -18,12 +18,12 @@ from torch import Tensor
 
 from actmat.checkpoints import formats
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
-from actmat.checkpoints.conformance import CheckpointConformance
 from actmat.checkpoints.memory import HeldTensors, MemoryCheckpoint
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
+from actmat.extras.conformance.checkpoints import CheckpointConformance
 
 
 class HexCheckpoint(StoredCheckpoint, HeldTensors):

@@ -16,7 +16,7 @@ from tests.helpers.toy_adapters import TOY, save_toy
 from torch import Tensor
 
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.experts.conformance import ExpertConformance, StoredExpert
+from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
 
 
 def base_tensors(seed: int = 0) -> dict[str, Tensor]:

@@ -222,7 +222,7 @@ def test_a_merge_to_a_public_repository_is_refused_before_it_begins(
 def test_a_commit_that_somebody_else_made_meanwhile_is_not_overwritten(
     hub: HubStandIn, uploads: Uploads, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actmat.extras.remote import hub_upload as writing
+    from actmat.checkpoints import hub_push as writing
 
     package.push(models[1], "org/merged")
     place = writing.look_up("org/merged")

@@ -21,7 +21,7 @@ from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert
 from actmat.experts.resolve import open_handle as open_expert_handle
-from actmat.extras.remote import retry
+from actmat.checkpoints import retry
 from actmat.linalg.interference import rereading
 
 THREADS = ("--threads", "2")

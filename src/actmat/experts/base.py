@@ -1,6 +1,6 @@
 """The `Expert` contract: how a fine-tuned checkpoint or an adapter gives the deltas `D_t = W_t - W_0` of a base.
 
-`actmat.experts.conformance` is its shipped test-suite. `resolve.open_expert` picks the implementation.
+`actmat.extras.conformance.experts` is its shipped test-suite. `resolve.open_expert` picks the implementation.
 Shapes: `O` rows and `I` columns of a tensor as it is stored.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.base import Expert
-from actmat.layout.parts import component_configs, parts_of, single_file_of
+from actmat.layout.components import component_configs, parts_of, single_file_of
 
 __all__ = ["absent_parts", "part_notes", "stems_of"]
 

@@ -15,8 +15,8 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
+from actmat.experts.policy import align_vocabularies
 from actmat.experts.resolve import convert, is_adapter, open_stored, shares_names
-from actmat.experts.vocabulary import align_vocabularies
 from actmat.foreign import html_table
 from actmat.planning.model import SUMS
 from actmat.planning.sums import SAMPLE

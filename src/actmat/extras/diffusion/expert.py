@@ -20,7 +20,7 @@ from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows, number
 from actmat.errors import CheckpointError
 from actmat.experts.base import Conversion, ConvertedHandle
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.layout.parts import component_configs, single_file_of
+from actmat.layout.components import component_configs, single_file_of
 
 __all__ = ["CONVERSION", "ConvertedExpert"]
 
