@@ -61,7 +61,7 @@ def make_batches(tokens: int) -> list[dict[str, Tensor]]:
 
 def compare(family: str, hidden: int, layers: int, tokens: int) -> dict[str, Any]:
     """One model: seconds of the passes alone and under observation, and of all that comes with it."""
-    from actmat.extras.collect import collect
+    from actmat.extras.collect.collect import collect
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from actmat.extras.training.exporting import export as export
     from actmat.extras.tune.arguments import tune as tune
     from actmat.extras.tune.arguments import tune_scale as tune_scale
-    from actmat.growing import GrowthReport as GrowthReport
-    from actmat.growing import add_experts as add_experts
-    from actmat.growing import remove_experts as remove_experts
     from actmat.matrices import merge_matrices as merge_matrices
     from actmat.report.verify import verify as verify
 
@@ -72,7 +69,6 @@ _NAMES = {
         "RecipeError",
         "StatisticsError",
     ),
-    "actmat.growing": ("GrowthReport", "add_experts", "remove_experts"),
     "actmat.matrices": ("merge_matrices",),
     "actmat.report.verify": ("verify",),
     "actmat.extras.tune.arguments": ("tune", "tune_scale"),

@@ -131,7 +131,6 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
     if is_extraction(recipe):
         raise RecipeError("An adapter of full models is extracted into a folder (actmat merge ... --out OUT); in "
                           "memory, merge into a model (--to model).")  # fmt: skip
-    recipe = recipe.model_copy(update={"keep_sums": False})  # there is no folder to keep them in
     problems = Problems()
     room = checked_room(settings, executor, problems)
     with opened_inputs([recipe], problems) as inputs:

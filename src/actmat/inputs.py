@@ -16,17 +16,15 @@ from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.policy import VocabularyPolicy, align_vocabularies
-from actmat.experts.remembered import KeptSums
 from actmat.experts.resolve import has_factors, is_adapter, open_base, open_expert
 from actmat.planning import MergePlan, build_plan
 from actmat.planning.choose import Chooser
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.planning.statistics import declared_kinds, opened_statistics
-from actmat.planning.sums import weights_of
 from actmat.recipe import Recipe
 from actmat.reference import base_problems
 
-__all__ = ["Earlier", "Problems", "check_copied_files", "check_values", "is_extraction", "opened_inputs", "plans_of",
+__all__ = ["Problems", "check_copied_files", "check_values", "is_extraction", "opened_inputs", "plans_of",
            "writes_adapter"]  # fmt: skip
 
 
@@ -55,15 +53,12 @@ class Problems:
 
 
 @contextlib.contextmanager
-def opened_inputs(
-    recipes: Sequence[Recipe], problems: Problems | None = None, earlier: Earlier | None = None
-) -> Iterator[Inputs]:
+def opened_inputs(recipes: Sequence[Recipe], problems: Problems | None = None) -> Iterator[Inputs]:
     """Base, experts and statistics of recipes that share them, opened.
 
     Args:
         recipes: what is wanted.
         problems: found before.
-        earlier: a merge of the first experts, whose sums stand for them.
 
     Raises:
         MergeError: all inputs that cannot be opened, together with the problems found before.
@@ -80,9 +75,7 @@ def opened_inputs(
         if recipe.vocabulary is not None and base is not None:
             base, experts = _aligned(recipe, recipe.vocabulary.policy(), base, opened)
         else:
-            remembered = [] if earlier is None else list(earlier.experts)
-            rest = recipe.experts[len(remembered) :]
-            experts = [*remembered, *(opened(_opener(e.path, base, to_adapter)) for e in rest)]
+            experts = [opened(_opener(e.path, base, to_adapter)) for e in recipe.experts]
         if opened.problems:
             many = "s" * (len(opened.problems) > 1)
             problems.found.append(CheckpointError(f"{len(opened.problems)} problem{many} with the inputs.",
@@ -92,31 +85,7 @@ def opened_inputs(
                 problems.found.append(RecipeError("The recipe is not valid.", choices))
             problems.check()
         statistics = stack.enter_context(opened_statistics(recipe))
-        sums = None if earlier is None else earlier.sums
-        yield Inputs(recipe.labels, base, [e for e in experts if e is not None], statistics, sums)
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The first experts of a merge as an earlier one recorded them, and the sums over their deltas that it kept."""
-
-    experts: Sequence[Expert]
-    sums: KeptSums
-
-    def problems(self, plan: MergePlan) -> list[str]:
-        """Tensors for which the sums are not those that the plan wants, one sentence each."""
-        count = self.sums.count
-        found = []
-        for item in plan.items:
-            row = self.sums.rows.get(item.name)
-            if item.call is None:
-                continue
-            if row is None:
-                if any(s is not None and s.kind != "zero" for s in item.sources[:count]):
-                    found.append(f"tensor '{item.name}' was copied, and would be merged now")
-            elif (now := weights_of(item.call.weights, len(plan.experts))[:count]) != list(row.weights):
-                found.append(f"tensor '{item.name}': weights {list(row.weights)} were added up, {now} are wanted now")
-        return found
+        yield Inputs(recipe.labels, base, [e for e in experts if e is not None], statistics)
 
 
 T = TypeVar("T", bound=Checkpoint | Expert)
@@ -244,8 +213,6 @@ def plans_of(
     for recipe in (r.model_copy(update={"executor": None}) for r in recipes):  # no part of what is merged
         config = None
         with problems.noted():
-            if inputs.base is None and recipe.keep_sums:
-                raise RecipeError("keep_sums goes with a full model: give --base, or leave it out for an adapter.")
             if inputs.base is None and recipe.base:
                 with open_checkpoint(recipe.base) as base:
                     config = base.config

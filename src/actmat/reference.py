@@ -17,7 +17,7 @@ from actmat.recipe.values import leaves
 
 __all__ = ["base_problems", "with_reference", "with_references"]
 
-BASELESS = tuple(m.name for m in METHODS if m.baseless_when is not None)
+BASELESS = tuple(m.name for m in METHODS if m.access.baseless)
 
 
 def with_references(recipes: Sequence[Recipe]) -> list[Recipe]:

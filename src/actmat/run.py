@@ -24,7 +24,7 @@ from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_errors
 from actmat.finished import check_finished, has_manifest_of, present_output
 from actmat.foreign import html_table, terminal
-from actmat.inputs import Earlier, Problems, check_copied_files, check_values, opened_inputs, plans_of
+from actmat.inputs import Problems, check_copied_files, check_values, opened_inputs, plans_of
 from actmat.output import StagedOutput, check_outputs, staged_outputs
 from actmat.places import checked_room, executor_of, out_path, resources_of
 from actmat.planning import MergePlan
@@ -114,8 +114,6 @@ def run_recipes(
     recipes: Sequence[Recipe],
     settings: RunSettings | None = None,
     progress: Progress | None = None,
-    *,
-    earlier: Earlier | None = None,
 ) -> list[MergeReport]:
     """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
 
@@ -126,7 +124,6 @@ def run_recipes(
         recipes: each with its own `out`.
         settings: how to run them.
         progress: receives callbacks.
-        earlier: a merge of the first experts of the only recipe; the sums that it kept stand for them.
 
     Raises:
         MergeError: nothing is at any `out` unless that output was finished. What was done of the others is kept for
@@ -145,14 +142,10 @@ def run_recipes(
     same = () if settings.overwrite else {o for r, o in zip(recipes, outs, strict=True) if has_manifest_of(r, o)}
     with problems.noted():
         check_outputs(recipes, outs, overwrite=settings.overwrite, finished=same)
-    with problems.noted():
-        _check_sums(recipes, outs)
-    with opened_inputs(recipes, problems, earlier) as inputs:
+    with opened_inputs(recipes, problems) as inputs:
         with problems.noted():
             check_copied_files(recipes, inputs)
         plans = dict(zip(outs, plans_of(recipes, inputs, room, problems), strict=True))
-        if earlier is not None and (differences := [d for p in plans.values() for d in earlier.problems(p)]):
-            raise RecipeError("The sums that were kept are not those of this merge: merge all anew.", differences)
         reports = {out: _finished(plans[out], out, settings) for out in outs if out in same}
         plans = {out: plan for out, plan in plans.items() if out not in same}
         if plans:
@@ -291,20 +284,6 @@ def _judge(findings: Findings) -> None:
         )
         error.recurs = True
         raise error
-
-
-def _check_sums(recipes: Sequence[Recipe], outs: Sequence[Path | str]) -> None:
-    """Refuse to keep sums of several merges at once, or at a URL.
-
-    Raises:
-        RecipeError: that is wanted.
-    """
-    if not any(r.keep_sums for r in recipes):
-        return
-    if len(recipes) > 1:
-        raise RecipeError(f"keep_sums goes with one merge at a time; {len(recipes)} are wanted: run each by itself.")
-    if isinstance(outs[0], str):
-        raise RecipeError(f"keep_sums keeps sums in the folder of an output, and {outs[0]} is a URL: drop it.")
 
 
 _SHARED = ("base", "experts", "vocabulary", "compute_dtype", "allow_nonfinite", "to", "executor")

@@ -22,7 +22,6 @@ __all__ = [
     "NOFOLLOW",
     "NONBLOCK",
     "free_memory",
-    "load_average",
     "optional_module",
     "peak_memory",
     "read_at",
@@ -62,11 +61,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def load_average() -> float:
-    """Processes that wait for a core, over the last minute; 0 where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def read_at(handle: int, out: memoryview, offset: int) -> int:

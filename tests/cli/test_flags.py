@@ -19,7 +19,6 @@ from actmat.cli.merge import merge
 from actmat.cli.plan import plan
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields, deferred, resolved, with_flags
-from actmat.cli.simulation import SimulationFlags
 from actmat.errors import RecipeError
 from actmat.flag import Flag
 from actmat.recipe import ExpertRef, Recipe
@@ -54,9 +53,8 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {f.name for f in dataclasses.fields(RunSettings)}
     assert set(taken(merge)) == fields | settings | {"recipe", "strict", "json", "quiet", "part", "tune_scale"}
-    simulation = {f.name for f in dataclasses.fields(SimulationFlags)}
     own = {"device", "device_memory", "recipe", "json", "part", "full", "quiet"}
-    assert set(taken(plan)) == fields - {"out"} | simulation | own
+    assert set(taken(plan)) == fields - {"out"} | own
     assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))
 
 

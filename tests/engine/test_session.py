@@ -24,7 +24,7 @@ from actmat.engine.findings import Findings
 from actmat.engine.observer import NoWriter
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import plan_units
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.inputs import opened_inputs, plans_of
 from actmat.planning.placement import DeviceRoom
 from actmat.recipe import make_recipe

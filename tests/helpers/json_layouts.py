@@ -19,7 +19,6 @@ PINNED: dict[str, set[str]] = {
     "merge part": {"part", "out", "tensors", "resumed", "was_finished"},
     "merge size": {"merged", "sum", "experts", "warning"},
     "average": {"outputs"},
-    "calibrate": {"file", "rates"},
     "demo": {"out", "seed", "settings", "tasks", "n_photographs", "rows", "left_out", "versions", "seconds"},
     "export": {"out", "checkpoint", "form"},
     "extract": {"out", "was_finished", "relative_error", "layers", "saved", "left_out", "notes"},
@@ -35,13 +34,11 @@ PINNED: dict[str, set[str]] = {
         "actmat_tune", "version", "out", "recipe", "score", "compared", "chosen", "final", "front", "refused", "notes",
         "seconds", "memory", "left_out",
     },
-    "add": MERGE | {"from_sums", "why_read"},
-    "remove": MERGE | {"from_sums", "why_read"},
     "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "seconds", "notes"},
     "plan": {"plans"},
     "plan plans": {
         "kind", "method", "base", "experts", "family", "items", "groups", "kept", "read_bytes", "write_bytes",
-        "peak_bytes", "device", "notes",
+        "peak_bytes", "seconds_one_worker", "device", "notes",
     },
     "diagnose": {
         "format", "kind", "actmat", "created", "recipe", "method", "options", "source", "base", "out", "experts",

@@ -36,7 +36,6 @@ LONG = {
     "docs/analyses/drift.md",
     "docs/commands/analyze.md",
     "docs/commands/average.md",
-    "docs/commands/calibrate.md",
     "docs/commands/compare.md",
     "docs/commands/diagnose.md",
     "docs/commands/extract.md",

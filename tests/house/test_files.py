@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from tests.helpers.repository import ROOT, modules, source_lines, tree
 
 LONGEST = 500
-MEDIAN = 180
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -52,10 +50,6 @@ def missing(tree: ast.Module) -> list[str]:
 def test_no_file_is_too_long() -> None:
     long = {str(p.relative_to(ROOT)): source_lines(p) for p in modules() if source_lines(p) > LONGEST}
     assert not long, f"more than {LONGEST} lines, split along the concepts: {long}"
-
-
-def test_the_median_file_is_short() -> None:
-    assert statistics.median(source_lines(p) for p in modules()) <= MEDIAN
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -17,8 +17,10 @@ from actmat.linalg.interference import rereading
 from actmat.linalg.operations import gram, polar_factor, product, svd, thin_svd, total
 from actmat.methods import METHODS, get_method
 from actmat.methods.contract import MergeMethod
+from actmat.planning import MergePlan
 from actmat.planning.cost import method_operations
 from actmat.planning.operations import item_operations
+from actmat.report.words import plan_time
 
 ROWS, INPUTS, EXPERTS = 6, 10, 3
 """Of one matrix; number of deltas."""
@@ -44,7 +46,7 @@ def test_matrices_and_stacks_add_up(method: MergeMethod) -> None:
     one = by_class(method_operations(method, [(ROWS, INPUTS)], EXPERTS, options))
     assert one, "every method costs something"
     if method.acts_on != "matrix":
-        assert one == {"entry": BY_HAND[method.flops]}
+        assert one == {"entry": BY_HAND[method.cost.flops]}
     twice = {kind: 2 * flops for kind, flops in one.items()}
     assert by_class(method_operations(method, [(ROWS, INPUTS)] * 2, EXPERTS, options)) == twice
     assert by_class(method_operations(method, [(2, ROWS, INPUTS)], EXPERTS, options)) == twice
@@ -137,7 +139,6 @@ def test_counts_of_the_routines() -> None:
     assert product(2, 3, 4).flops == 48
     assert gram(10, 100).flops == 2 * 10 * 100 * 100
     assert gram(10, 4096).flops == pytest.approx(2 * 10 * 4096**2 * 17 / 32), "sixteen panels"
-    assert gram(10, 4096).panels == 8
     assert svd(30, 20).flops == 6 * 30 * 400 + 20 * 8000
     assert by_class(thin_svd(30, 20, 5, double=False))["eigh"] == 9 * 8000
     assert by_class(polar_factor(30, 20, double=True)).keys() == {"svd", "product"}
@@ -177,3 +178,13 @@ def test_factored_items_are_counted_on_their_cores(tmp_path: Path) -> None:
         for item in found:
             assert item.cost.flops == total(item_operations(item, "float32"))
             assert by_class(item_operations(item, "float32"))["eigh"] == 9 * 8**3, "two experts of rank 4"
+
+
+def test_a_predicted_time_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Family.make(tmp_path, layers=1, experts=2)
+    plan = actmat.plan(family.base, family.experts)
+    assert plan_time(plan, 1).startswith("less than a minute (")
+    hours = {2: "about 4 h on 2 workers (", 4: "about 2 h on 4 workers (", 16: "about 30 min on 16 workers ("}
+    monkeypatch.setattr(MergePlan, "seconds", 8 * 3600.0)
+    for workers, words in hours.items():
+        assert plan_time(plan, workers).startswith(words)

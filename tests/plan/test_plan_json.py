@@ -18,7 +18,7 @@ from tests.helpers.merging import CONFIG, EMBEDDING, expert_of, llama_tensors, s
 
 import actmat
 from actmat.errors import MergeError, RecipeError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.methods import METHODS
 from actmat.planning import MergePlan
 
@@ -157,6 +157,8 @@ def test_totals_are_those_of_the_plan(example: MergePlan) -> None:
     totals = example.to_json()["totals"]
     again = MergePlan.from_json(example.to_json())
     assert totals["flops"] == again.flops > 0
+    traffic = again.read_bytes + again.write_bytes
+    assert totals["seconds_one_worker"] == pytest.approx(again.flops / 5e10 + traffic / 5e8)
     assert totals["write_bytes"] == again.write_bytes == sum(totals["shards"].values())
     assert totals["peak_bytes_one_worker"] == again.peak_bytes(1)
 
@@ -204,7 +206,7 @@ def test_damage_is_told_with_its_place(edit: Any, place: str, inputs: Path) -> N
     assert any(p.startswith(f"{place}: ") for p in error.value.problems), error.value.problems
 
 
-@pytest.mark.parametrize("data", [{}, {"actmat_plan": 1}, {"actmat_plan": "2"}, [], None, "plan"])
+@pytest.mark.parametrize("data", [{}, {"actmat_plan": 1}, {"actmat_plan": 2}, {"actmat_plan": "3"}, [], None, "plan"])
 def test_another_layout_is_refused(data: Any) -> None:
-    with pytest.raises(RecipeError, match="plan of layout 2"):
+    with pytest.raises(RecipeError, match="plan of layout 3"):
         MergePlan.from_json(data)

@@ -18,9 +18,6 @@ from tests.helpers.merging import Family, actmat
 from tests.helpers.repository import SOURCES
 
 from actmat import system
-from actmat.checkpoints.writing import lock
-from actmat.checkpoints.writing.lock import OutputLock
-from actmat.errors import OutputError
 
 BLOCKED = """
 import builtins, os, signal, sys
@@ -77,40 +74,6 @@ def test_a_merge_without_the_calls_of_linux_has_the_same_bytes(family: Family, t
     assert actmat(["verify", str(ours)]).code == 0
 
 
-def test_without_any_locks_the_file_itself_is_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_FCNTL", None)
-    monkeypatch.setattr(lock, "_LOCKS", False)
-    first, second = (OutputLock(tmp_path / "out", tmp_path / ".lock") for _ in range(2))
-    first.take()
-    with pytest.raises(OutputError, match="If none runs, remove that file"):
-        second.take()
-    first.release()
-    second.take()
-    assert second.is_held
-    second.release()
-    assert not (tmp_path / ".lock").exists()
-
-
-def test_the_locks_of_windows_are_used_where_there_are_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: set[int] = set()
-
-    def locking(handle: int, mode: int, nbytes: int) -> None:
-        inode = os.fstat(handle).st_ino
-        if inode in held:
-            raise PermissionError(13, "held")
-        held.add(inode)
-
-    monkeypatch.setattr(lock, "_FCNTL", None)
-    monkeypatch.setattr(lock, "_MSVCRT", SimpleNamespace(locking=locking, LK_NBLCK=2))
-    first, second = (OutputLock(tmp_path / "out", tmp_path / ".lock") for _ in range(2))
-    first.take()
-    with pytest.raises(OutputError, match="Another actmat is writing"):
-        second.take()
-    first.release()
-
-
 @pytest.mark.parametrize("gone", [(), ("preadv",), ("preadv", "pread", "pwrite")])
 def test_reading_and_writing_at_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: tuple[str, ...]) -> None:
     for name in gone:
@@ -141,9 +104,7 @@ def test_memory_and_cores_are_estimated_where_nothing_tells(monkeypatch: pytest.
     monkeypatch.delattr(os, "sysconf")
     assert system.free_memory() == system.total_memory() == system.UNKNOWN_MEMORY
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.delattr(os, "getloadavg")
     assert system.usable_cores() == os.cpu_count()
-    assert system.load_average() == 0.0
     monkeypatch.setitem(sys.modules, "resource", None)
     assert system.peak_memory() == 0
 

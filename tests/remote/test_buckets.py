@@ -16,6 +16,7 @@ from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.merging import Family, Outcome, actmat
 from torch import Tensor
 
+from actmat.checkpoints import retry
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.remote import MARK_NAME
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
@@ -23,7 +24,6 @@ from actmat.checkpoints.retry import TransientError
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.extras.conformance.checkpoints import CheckpointConformance
-from actmat.checkpoints import retry
 from actmat.extras.remote.objects import ObjectStore
 
 SHARDS = "1kB"

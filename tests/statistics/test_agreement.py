@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect import agreement
+from actmat.extras.collect.agreement import agreement
 
 
 class Table(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.statistics.header import is_of_images
 
 

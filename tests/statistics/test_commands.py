@@ -16,7 +16,7 @@ from tests.helpers.models import BY_NAME, VOCABULARY
 from tests.tolerances import F32_PRODUCT, relative_error
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions, make_batches
 from actmat.extras.collect.models import Loaded, load_model
 from actmat.statistics import open_statistics

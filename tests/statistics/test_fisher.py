@@ -12,7 +12,7 @@ from tests.tolerances import F32_PRODUCT, F64_IDENTITY, relative_error
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.statistics import open_statistics
 
 

@@ -14,8 +14,8 @@ from tests.tolerances import F64_IDENTITY, relative_error
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect import collect
 from actmat.extras.collect.batches import Batch
+from actmat.extras.collect.collect import collect
 from actmat.extras.collect.inputs.layer_inputs import LayerInputs
 from actmat.extras.collect.settings import CollectOptions, Settings
 from actmat.statistics import merge_statistics, open_statistics

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.statistics import Collected
 
 LINEAR = (nn.Linear, Conv1D)

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 import actmat
 from actmat.errors import StatisticsError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.extras.collect.staged import staged_statistics
 from actmat.statistics import open_statistics
 

@@ -15,7 +15,7 @@ from tests.tolerances import F32_PRODUCT, F64_IDENTITY, relative_error
 from torch import Tensor, nn
 
 from actmat.errors import OutputError, StatisticsError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.statistics import merge_statistics, open_statistics
 from actmat.statistics.header import FILE_NAME, METADATA_KEY
 from actmat.statistics.kinds.gram import GramSum, packed_size, unpack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +11,6 @@ import typer
 from actmat.cli import flags
 from actmat.cli.recipes import RecipeFlags
 from actmat.cli.signature import Fields
-from actmat.cli.simulation import SimulationFlags
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ def plan(
     recipe: flags.RecipeFile = None,
     given: Annotated[RecipeFlags, Fields(without=("out",))],
     run: Annotated[RunSettings, Fields(only=("device", "device_memory"))],
-    simulation: Annotated[SimulationFlags, Fields()],
     json: flags.Json = False,
     part: flags.PartOption = None,
     full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False,
@@ -34,10 +32,9 @@ def plan(
     """Show what 'actmat merge' would do with the same inputs; nothing is written, no tensor is read.
 
     Prints for groups of tensors what happens to them and why, the bytes to read
-    and write, and the peak of memory. If the inputs do not fit together, all
-    problems are listed and the exit code is 1. --part 3/16 shows what that part
-    would do. --simulate predicts the time from the rates that 'actmat calibrate'
-    measured.
+    and write, the peak of memory and a rough time. If the inputs do not fit
+    together, all problems are listed and the exit code is 1. --part 3/16 shows
+    what that part would do.
     """
     from actmat.api import plan_recipe
 
@@ -45,32 +42,26 @@ def plan(
     if part is not None:
         _print_part(plans, part, json=json, full=full, quiet=quiet)
         return
-    predictions = simulation.predictions(plans)
     if json:
-        _print_json(plans, [p.to_json() for p in predictions], full=full)
+        _print_json(plans, full=full)
     if json or quiet:
         return
-    from actmat.cli.screen import console, escape
     from actmat.cli.summary import print_plan
 
-    for k, p in enumerate(plans):
-        print_plan(p, full=full)
-        for line in predictions[k].lines if predictions else ():
-            console.print(escape(line))
+    for one in plans:
+        print_plan(one, full=full)
 
 
-def _print_json(plans: Sequence[MergePlan], predictions: Sequence[Mapping[str, Any]], *, full: bool) -> None:
+def _print_json(plans: Sequence[MergePlan], *, full: bool) -> None:
     """Groups of tensors; if `full`, the plans as `MergePlan.from_json` reads them."""
     from actmat.cli.results import print_result
     from actmat.cli.screen import print_json
 
-    data = [plan.to_json() for plan in plans] if full else [compact(plan) for plan in plans]
-    for one, prediction in zip(data, predictions, strict=False):
-        one["prediction"] = prediction
     if full:
+        data = [plan.to_json() for plan in plans]
         print_json(data[0] if len(data) == 1 else data)
     else:
-        print_result("plan", {"plans": data})
+        print_result("plan", {"plans": [compact(plan) for plan in plans]})
 
 
 def compact(plan: MergePlan) -> dict[str, Any]:
@@ -93,6 +84,7 @@ def compact(plan: MergePlan) -> dict[str, Any]:
         "read_bytes": plan.read_bytes,
         "write_bytes": plan.write_bytes,
         "peak_bytes": plan.peak_bytes(1),
+        "seconds_one_worker": plan.seconds,
         "device": plan.device,
         "notes": list(plan.notes),
     }

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMAS", "merge_data", "print_result", "size_data"]
 
 SCHEMAS: Mapping[str, int] = {
-    "add": 1,
     "analyze": 1,
     "average": 1,
-    "calibrate": 1,
     "compare": 1,
     "demo": 1,
     "diagnose": 1,
@@ -35,7 +33,6 @@ SCHEMAS: Mapping[str, int] = {
     "methods": 1,
     "plan": 1,
     "push": 1,
-    "remove": 1,
     "report": 1,
     "serve-command": 1,
     "statistics": 1,

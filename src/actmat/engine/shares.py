@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.engine.units import NOMINAL_BYTES, NOMINAL_FLOPS, Unit, plan_units
+from actmat.engine.units import Unit, plan_units
 from actmat.errors import RecipeError
 from actmat.methods import get_method
+from actmat.planning.cost import NOMINAL_BYTES, NOMINAL_FLOPS
 from actmat.planning.model import MergePlan
 
 __all__ = ["FLOPS_PER_BYTE", "Part", "PartPlan", "plan_part", "share_units", "survey_bytes", "work_of"]

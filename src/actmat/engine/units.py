@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from actmat.checkpoints.base import torch_dtype
 from actmat.engine.observer import ObserverFactory
 from actmat.methods import get_method
+from actmat.planning.cost import nominal_seconds
 from actmat.planning.model import Item, MergePlan
 
-__all__ = ["NOMINAL_BYTES", "NOMINAL_FLOPS", "Unit", "long_seconds", "plan_units", "planned_seconds"]
-
-NOMINAL_FLOPS, NOMINAL_BYTES = 5e10, 5e8
-"""Operations and bytes per second of a usual core. They only order units, so that rough values do: the results of
-`actmat calibrate` would make the order depend on the machine."""
+__all__ = ["Unit", "long_seconds", "plan_units", "planned_seconds"]
 
 Member = tuple[int, int]
 """Position of a plan in the run, and of an item in that plan."""
@@ -43,7 +40,7 @@ class Unit:
 
 def planned_seconds(unit: Unit) -> float:
     """Planned time of a unit on a usual core, by which units are ordered and shared out."""
-    return unit.flops / NOMINAL_FLOPS + unit.traffic / NOMINAL_BYTES
+    return nominal_seconds(unit.flops, unit.traffic)
 
 
 def long_seconds(seconds: Sequence[float], workers: int) -> float:

@@ -1,8 +1,7 @@
-"""Operations of matrix routines by class, from shapes: what a predicted time is made of.
+"""Operations of matrix routines by class, from shapes: the FLOPs of a plan, from which units are ordered.
 
-Routines of one class run at one rate, which depends on the size of their matrices: products near the machine's peak,
-eigendecompositions far below it. Counts are leading terms with their constants; for decompositions, whose work depends
-on the spectrum, they are the usual nominal counts, so that a rate measured with the same count predicts the time.
+Counts are leading terms with their constants; for decompositions, whose work depends on the spectrum, they are the
+usual nominal counts.
 
     product    2 M N K of an `M x K` by `K x N` product
     cholesky   N^3 / 3 of a factorisation, N^2 per right-hand side and triangle, 2 N^3 / 3 of an inverse from it
@@ -23,7 +22,6 @@ from actmat.linalg.krylov import planned_basis
 from actmat.linalg.panels import gram_panels
 
 __all__ = [
-    "KINDS",
     "Kind",
     "Operation",
     "cholesky",
@@ -41,7 +39,6 @@ __all__ = [
 ]
 
 Kind = Literal["product", "cholesky", "eigh", "svd", "entry"]
-KINDS: tuple[Kind, ...] = ("product", "cholesky", "eigh", "svd", "entry")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +48,17 @@ class Operation:
     Args:
         kind: the class.
         flops: number of operations.
-        size: smallest side of the matrices, on which the rate depends; 0 for entries.
         double: in float64, whatever the compute dtype.
-        panels: independent pieces that several threads can share (`linalg.panels`); 1: none.
     """
 
     kind: Kind
     flops: int
-    size: int = 0
     double: bool = False
-    panels: int = 1
 
 
-def product(rows: int, columns: int, inner: int, *, double: bool = False, panels: int = 1) -> Operation:
+def product(rows: int, columns: int, inner: int, *, double: bool = False) -> Operation:
     """An `M x K` by `K x N` product."""
-    return Operation("product", 2 * rows * columns * inner, min(rows, columns, inner), double, panels)
+    return Operation("product", 2 * rows * columns * inner, double)
 
 
 def gram(rows: int, width: int, *, double: bool = False) -> Operation:
@@ -74,25 +67,23 @@ def gram(rows: int, width: int, *, double: bool = False) -> Operation:
     >>> gram(100, 400).flops == 2 * 100 * 400 * 400, gram(100, 800).flops == 2 * 100 * 800 * 800 * 5 // 8
     (True, True)
     """
-    cuts = gram_panels(width)
-    count = len(cuts)
-    upper = sum((c.stop - c.start) * (width - c.start) for c in cuts)
-    return Operation("product", 2 * rows * upper, min(rows, width), double, (count + 1) // 2)
+    upper = sum((c.stop - c.start) * (width - c.start) for c in gram_panels(width))
+    return Operation("product", 2 * rows * upper, double)
 
 
 def cholesky(size: int, *, inverse: bool = False, double: bool = True) -> Operation:
     """Factorisation of a symmetric `N x N` matrix, with its inverse if asked for."""
-    return Operation("cholesky", size**3 // 3 + (2 * size**3 // 3 if inverse else 0), size, double)
+    return Operation("cholesky", size**3 // 3 + (2 * size**3 // 3 if inverse else 0), double)
 
 
 def cholesky_solve(size: int, right_hand_sides: int, *, double: bool = True) -> Operation:
     """Two triangular solves with `M` right-hand sides."""
-    return Operation("cholesky", 2 * right_hand_sides * size**2, min(size, right_hand_sides), double)
+    return Operation("cholesky", 2 * right_hand_sides * size**2, double)
 
 
 def eigh(size: int, *, double: bool = True) -> Operation:
     """All eigenvalues and eigenvectors of a symmetric matrix."""
-    return Operation("eigh", 9 * size**3, size, double)
+    return Operation("eigh", 9 * size**3, double)
 
 
 def leading_eigh(size: int, wanted: int) -> list[Operation]:
@@ -114,7 +105,7 @@ def leading_eigh(size: int, wanted: int) -> list[Operation]:
 def svd(rows: int, columns: int, *, double: bool = False) -> Operation:
     """All `min(M, N)` singular triplets by LAPACK."""
     short, long = sorted((rows, columns))
-    return Operation("svd", 6 * long * short**2 + 20 * short**3, short, double)
+    return Operation("svd", 6 * long * short**2 + 20 * short**3, double)
 
 
 def entries(count: int) -> Operation:

@@ -1,4 +1,4 @@
-"""Operations of an item by class, from its plan: the FLOPs of its cost, and what a predicted time is made of."""
+"""Operations of an item by class, from its plan: the FLOPs of its cost."""
 
 from __future__ import annotations
 

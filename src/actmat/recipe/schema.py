@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
-from actmat.recipe.aliases import with_real_method
+from actmat.recipe.aliases import with_real_method, without_sums
 from actmat.recipe.values import (
     FLOAT32_MAX,
     Factor,
@@ -332,11 +332,6 @@ class Recipe(Strict):
     any_base: Annotated[bool, Flag()] = Field(
         default=False, description="merge adapters although they name different bases"
     )
-    keep_sums: Annotated[bool, Flag()] = Field(
-        default=False,
-        description="keep the running sums of the deltas beside the merged model, in float32, so that 'actmat add' "
-        "needs no earlier expert again; for average, task_arithmetic and linear",
-    )
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
         default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
     )
@@ -357,8 +352,8 @@ class Recipe(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _real_method(cls, value: Any) -> Any:
-        return with_real_method(value)
+    def _earlier_fields(cls, value: Any) -> Any:
+        return with_real_method(without_sums(value))
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:

@@ -19,6 +19,7 @@ __all__ = [
     "ItemGroup",
     "action_counts",
     "item_groups",
+    "plan_time",
     "plan_traffic",
     "plural",
     "size_finding",
@@ -87,6 +88,17 @@ def plan_traffic(plan: MergePlan) -> str:
         f"read {format_size(plan.read_bytes)}, write {most}{format_size(plan.write_bytes)}{files}; peak memory "
         f"{format_size(plan.peak_bytes(1))} with one worker, {format_size(plan.peak_bytes(2))} with two"
     )
+
+
+def plan_time(plan: MergePlan, workers: int) -> str:
+    """Predicted time of a merge on the host."""
+    minutes = plan.seconds / workers / 60
+    if minutes < 1:
+        words = "less than a minute"
+    else:
+        amount = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+        words = f"about {amount} on {plural(workers, 'worker')}"
+    return f"{words} (from operation counts; a guide, not a measurement)"
 
 
 def size_ratios(norms: Norms | None) -> dict[str, float]:

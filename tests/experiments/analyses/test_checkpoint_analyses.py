@@ -15,7 +15,7 @@ from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.demo.model import load_encoder
 from actmat.demo.tasks import TASKS
 from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat.statistics import open_statistics
 from actmat_experiments.analyses import correlation, cosine, drift, interference, scale
 from actmat_experiments.analyses.correlation import token_records

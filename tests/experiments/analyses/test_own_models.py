@@ -13,7 +13,7 @@ from tests.tolerances import F32_PRODUCT, F64_IDENTITY
 from torch import nn
 
 from actmat.errors import CheckpointError, RecipeError, StatisticsError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat_experiments.analyses import angles, distribution, drift, trajectory_of_statistics
 from actmat_experiments.analyses.correlation import entry_correlations
 from actmat_experiments.analyses.distribution import QUANTILES, half_normal

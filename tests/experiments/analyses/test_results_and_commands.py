@@ -14,7 +14,7 @@ from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
 
 from actmat.errors import MergeError, OutputError
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 from actmat_experiments import analyses
 from actmat_experiments.analyses import save_analysis
 from actmat_experiments.analyses.result import degrees, need_matplotlib, short_names, shown

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
-from actmat.extras.collect import collect
-from actmat.extras.collect.collect import Collected, measured
+from actmat.extras.collect.collect import Collected, collect, measured
 from actmat.extras.collect.data import DataOptions, make_batches
 from actmat.extras.collect.models import load_model
 from actmat.extras.collect.settings import Settings

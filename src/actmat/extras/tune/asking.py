@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from actmat.experts.resolve import is_adapter
-from actmat.extras.collect import collect
 from actmat.extras.collect.batches import DataSeen
+from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.collect.models import Loaded, load_model
 from actmat.extras.tune.answers import keep_answers

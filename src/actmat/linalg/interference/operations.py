@@ -18,9 +18,7 @@ from actmat.linalg.interference.gains import EigenPairs, Inverse
 from actmat.linalg.interference.moments import PrimalMoments
 from actmat.linalg.interference.rereading import Second, products, second_reading
 from actmat.linalg.interference.rule import Rule
-from actmat.linalg.interference.spectral_solve import PANEL_ROWS
 from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
-from actmat.linalg.panels import row_panels
 
 __all__ = ["KEPT_SHARE", "descent_operations", "operations"]
 
@@ -32,7 +30,7 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
     """Operations of `finish(prepare(...))` for deltas `*batch O I`.
 
     Args:
-        double: whether the deltas are float64.
+        double: the deltas are float64.
     """
     rows, width = shape[-2:]
     factor_rows = rule.estimator.rows(rows, width)
@@ -42,17 +40,17 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
     added = _estimate(rows, width, rule, has_grams=has_grams)
     if form == "primal":
         if has_grams:
-            added += [_by_rows(rows, width, width), entries(3 * width**2)]
+            added += [product(rows, width, width), entries(3 * width**2)]
         elif PrimalMoments.needs_term(factor_rows, width):
-            added += [gram(factor_rows, width), _by_rows(rows, width, width), entries(4 * width**2)]
+            added += [gram(factor_rows, width), product(rows, width, width), entries(4 * width**2)]
         else:
-            by_factor = _by_rows(rows, width, factor_rows)
+            by_factor = product(rows, width, factor_rows)
             symmetric = rule.estimator.is_delta
             added += [gram(factor_rows, width), gram(width, rows) if symmetric else by_factor, by_factor]
         done, size = repeated(added, n_experts), width
     else:
         size = n_experts * factor_rows
-        added += [_by_rows(rows, factor_rows, width), entries(factor_rows * width)]
+        added += [product(rows, factor_rows, width), entries(factor_rows * width)]
         done = repeated(added, n_experts)
         if form == "stacked":
             kept = min(size, width)
@@ -63,9 +61,9 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
         done.append(gram(width, size))
     done += _solving(rows, size, rule)
     if rule.null != "zero":
-        done.append(_in_panels(product(rows, size, width), rows))
+        done.append(product(rows, size, width))
     if form == "dual":
-        done.append(_in_panels(product(rows, width, size), rows))
+        done.append(product(rows, width, size))
     done.append(entries(3 * rows * width))
     return repeated(done, math.prod(shape[:-2]))
 
@@ -76,7 +74,7 @@ def _read_twice(shape: tuple[int, int], n_experts: int, rule: Rule, second: Seco
     first = [*_estimate(rows, width, rule, has_grams=False), gram(rule.estimator.rows(rows, width), width)]
     solved, gain = _found(width, rule)
     by_way = products(second, shape, n_experts, gain)
-    again = Operation("product", 2 * min(by_way.values()), min(shape), panels=len(row_panels(rows, width)))
+    again = Operation("product", 2 * min(by_way.values()))
     passes = entries((4 * width * width if second == "grams" else 0) + rows * width)
     return [*repeated([*first, passes], n_experts), *solved, again, entries(4 * rows * width)]
 
@@ -105,12 +103,12 @@ def _solving(rows: int, size: int, rule: Rule) -> list[Operation]:
     solved, gain = _found(size, rule)
     if isinstance(gain, Inverse):
         if rows > size:
-            return [*solved, _in_panels(product(rows, size, size), rows)]
-        return [cholesky(size), _in_panels(cholesky_solve(size, rows), rows)]
+            return [*solved, product(rows, size, size)]
+        return [cholesky(size), cholesky_solve(size, rows)]
     kept = gain.vectors_NK.shape[1]
     if size * size * kept + rows * size * size < 2 * rows * size * kept:
-        return [*solved, _by_rows(size, size, kept), _in_panels(product(rows, size, size), rows)]
-    return [*solved, *repeated([_in_panels(product(rows, kept, size), rows)], 2)]
+        return [*solved, product(size, size, kept), product(rows, size, size)]
+    return [*solved, *repeated([product(rows, kept, size)], 2)]
 
 
 def _found(size: int, rule: Rule) -> tuple[list[Operation], Inverse | EigenPairs]:
@@ -121,13 +119,3 @@ def _found(size: int, rule: Rule) -> tuple[list[Operation], Inverse | EigenPairs
     kept = size if rule.spectral.kind in ("tikhonov", "exponential") else max(1, int(KEPT_SHARE * size))
     vectors_NK = torch.empty(size, kept, device="meta")
     return [*tried, eigh(size), entries(4 * size * size)], EigenPairs(vectors_NK, vectors_NK)
-
-
-def _by_rows(rows: int, columns: int, inner: int) -> Operation:
-    """A product that `linalg.panels.multiply` computes."""
-    return product(rows, columns, inner, panels=len(row_panels(rows, inner)))
-
-
-def _in_panels(operation: Operation, rows: int) -> Operation:
-    """The same in the panels in which a gain is applied."""
-    return Operation(operation.kind, operation.flops, operation.size, operation.double, -(-rows // PANEL_ROWS))

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from actmat.extras.collect import collect
+from actmat.extras.collect.collect import collect
 
 __all__ = ["Samples"]
 
