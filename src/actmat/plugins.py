@@ -39,8 +39,8 @@ __all__ = ["entries", "hint", "load", "load_all", "needed"]
 EXTRAS = "actmat.extras"
 
 
-_removed: dict[str, list[str]] = {}
-"""Group -> packages of extras that are declared and were removed; filled by `entries`."""
+_removed: dict[str, dict[str, str]] = {}
+"""Group -> name -> package of an extra that is declared and was removed; filled by `entries`."""
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def entries(group: str) -> Mapping[str, EntryPoint]:
         if entry.module.startswith(f"{EXTRAS}."):
             folder = ".".join(entry.module.split(".")[:3])
             if not has_extras or find_spec(folder) is None:
-                _removed.setdefault(group, []).append(folder)
+                _removed.setdefault(group, {})[entry.name] = folder
                 continue
         found.setdefault(entry.name, entry)
     return found
@@ -97,7 +97,7 @@ def needed(group: str, name: str) -> Any:
     """
     found = load(group, name)
     if found is None:
-        raise MergeError(f"Expected the plug-in '{name}' of the group {group}, found none.{hint(group)}")
+        raise MergeError(f"Expected the plug-in '{name}' of the group {group}, found none.{hint(group, name)}")
     return found
 
 
@@ -106,13 +106,13 @@ def load_all(group: str) -> dict[str, Any]:
     return {name: load(group, name) for name in entries(group)}
 
 
-def hint(group: str) -> str:
-    """Sentences for an error that a plug-in of the group might have avoided; empty if no extra was removed.
+def hint(group: str, name: str | None = None) -> str:
+    """Sentences for an error that a plug-in, of this name or any, might have avoided; empty if no extra was removed.
 
     Begins with a space.
     """
     entries(group)
-    removed = sorted(set(_removed.get(group, ())))
+    removed = sorted({folder for n, folder in _removed.get(group, {}).items() if name in (None, n)})
     if not removed:
         return ""
     return (

@@ -26,10 +26,10 @@ def inspect(
     """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read."""
     from actmat.checkpoints.resolve import open_checkpoint
     from actmat.cli.results import print_result
-    from actmat.experts.resolve import is_adapter
+    from actmat.experts.resolve import needs_base
     from actmat.layout import resolve_layout
 
-    if is_adapter(checkpoint):
+    if needs_base(checkpoint):
         data, show = _describe_adapter(checkpoint), _print_adapter
     else:
         with open_checkpoint(checkpoint) as opened:

@@ -63,6 +63,11 @@ class Expert(abc.ABC):
             CheckpointError: no such tensor in `specs`.
         """
 
+    @property
+    def needs_base(self) -> bool:
+        """True for changes to a base, which are no model by themselves."""
+        return self.kind == "adapter"
+
     def scheme(self, name: str) -> str:
         """Layout of a stored source of codes, in words, see `Checkpoint.scheme`; empty where it is not."""
         return ""

@@ -30,6 +30,7 @@ __all__ = [
     "has_factors",
     "is_adapter",
     "module_names",
+    "needs_base",
     "open_adapter",
     "open_base",
     "open_expert",
@@ -46,6 +47,11 @@ SIGNED = ("lycoris", "lora_file")
 def is_adapter(location: str | Path) -> bool:
     """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
     return _family(location) is not None
+
+
+def needs_base(location: str | Path) -> bool:
+    """True where changes to a base are, which are no model by themselves; reads no tensor of a full checkpoint."""
+    return is_adapter(location)
 
 
 def has_factors(location: str | Path) -> bool:

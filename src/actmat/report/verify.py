@@ -15,7 +15,7 @@ from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
 from actmat.experts.policy import align_vocabularies
-from actmat.experts.resolve import convert, is_adapter, open_stored, shares_names
+from actmat.experts.resolve import convert, needs_base, open_stored, shares_names
 from actmat.foreign import html_table
 from actmat.recipe.vocabulary import Vocabulary
 from actmat.report.files import OutputFiles, open_output
@@ -197,7 +197,7 @@ def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: Path) -> Checkpoint | Expert:
     """The tensors of an input as the merge read them: in the base's layout, rows in the order of its vocabulary."""
-    if is_adapter(location):
+    if needs_base(location):
         return open_stored(location)
     if (chosen := manifest["recipe"].get("vocabulary")) is not None:
         return _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
@@ -217,7 +217,7 @@ def _aligned_input(label: str, chosen: Vocabulary, manifest: Mapping[str, Any], 
     places = {entry["name"]: input_location(entry, out) for entry in manifest["experts"]}
     with contextlib.ExitStack() as stack:
         base = stack.enter_context(open_checkpoint(input_location(manifest["base"], out)))
-        full = {n: stack.enter_context(open_checkpoint(p)) for n, p in places.items() if not is_adapter(p)}
+        full = {n: stack.enter_context(open_checkpoint(p)) for n, p in places.items() if not needs_base(p)}
         base, experts = align_vocabularies(base, full, chosen.policy(), owned=True)
         stack.pop_all()
     return base if label == "base" else experts[label]

@@ -80,16 +80,17 @@ def format_named(name: str) -> Format:
 
 
 def _absent(names: Sequence[str]) -> str:
-    """Name of a file that a format would read that is not installed; empty if none is."""
+    """One sentence, with the fix, on a file of a format that is not installed; empty if there is none."""
     lacking = [n for n in SIGNS if n not in CORE and n not in plugins.entries(GROUP)]
-    return next((n for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), "")
+    found = next(((name, n) for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
+    return f"no installed part of actmat reads '{found[1]}'.{plugins.hint(GROUP, found[0])}" if found else ""
 
 
 def _unclaimed_file(name: str, location: str) -> CheckpointError:
     if name in ADAPTER_WEIGHTS:
         return CheckpointError(f"{location}: expected a full checkpoint, found the weights of a PEFT adapter")
-    if _absent([name]):
-        return CheckpointError(f"{location}: no format that is installed reads this file.{plugins.hint(GROUP)}")
+    if absent := _absent([name]):
+        return CheckpointError(f"{location}: {absent}")
     if name.endswith(".distcp"):
         return CheckpointError(
             f"{location}: expected a checkpoint, found one file of a distributed checkpoint. Fix: give its "
@@ -118,9 +119,7 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
             "library and save it as safetensors (save_pretrained)."
         )
     if absent := _absent(names):
-        return CheckpointError(
-            f"{location}: no format that is installed reads '{absent}' and the files with it.{plugins.hint(GROUP)}"
-        )
+        return CheckpointError(f"{location}: {absent}")
     steps = [n for n in names if STEP.fullmatch(n)]
     if steps:
         return CheckpointError(

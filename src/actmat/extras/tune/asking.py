@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.extras.collect.batches import DataSeen
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
@@ -30,7 +30,7 @@ def load_with(settings: TuneSettings, base: str) -> Callable[[str], Loaded]:
     def load(location: str) -> Loaded:
         return load_model(
             location,
-            base=base if is_adapter(location) else None,
+            base=base if needs_base(location) else None,
             model_class=settings.model_class,
             dtype=settings.dtype,
             device=settings.device,

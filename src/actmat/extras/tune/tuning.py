@@ -11,7 +11,7 @@ from pathlib import Path
 
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import OutputError, RecipeError, StatisticsError
-from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.collect.api_agreement import DataSource, data_of, prepare_data
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.tune.asking import Questioner, load_with, mark_of
@@ -298,7 +298,7 @@ def _base_of_adapters(recipe: Recipe) -> str:
     """
     found = set()
     for expert in recipe.experts:
-        if not is_adapter(expert.path):
+        if not needs_base(expert.path):
             raise RecipeError(f"--base must be given: {expert.label} is no adapter.")
         with open_adapter(expert.path) as adapter:
             found.add(adapter.config.base_model or "")
