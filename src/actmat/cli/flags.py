@@ -232,10 +232,10 @@ def _check_complete(given: Mapping[str, Any]) -> None:
 
 def _check_base(recipes: Sequence[Recipe]) -> None:
     """Refuse recipes without a base that need one: of full checkpoints, by a method that merges deltas."""
-    from actmat.experts.resolve import is_adapter
+    from actmat.experts.resolve import needs_base
     from actmat.reference import base_problems
 
-    if all(is_adapter(e.path) for e in recipes[0].experts):
+    if all(needs_base(e.path) for e in recipes[0].experts):
         return
     reasons = dict.fromkeys(p for r in recipes for p in base_problems(r))
     if reasons:

@@ -77,10 +77,10 @@ def inspect(
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
     from actmat.checkpoints.resolve import open_checkpoint
     from actmat.cli.screen import print_result
-    from actmat.experts.resolve import is_adapter
+    from actmat.experts.resolve import needs_base
     from actmat.layout import resolve_layout
 
-    if is_adapter(checkpoint):
+    if needs_base(checkpoint):
         data, show = _describe_adapter(checkpoint), _print_adapter
     else:
         with open_checkpoint(checkpoint) as opened:
@@ -187,16 +187,14 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _describe_adapter(location: str) -> dict[str, Any]:
-    from actmat.experts.peft import reader_of
-    from actmat.experts.resolve import open_adapter
-    from actmat.plugins import load_all
+    from actmat.experts.resolve import describe_adapter, open_adapter
 
     with open_adapter(location) as adapter:
-        specs, reader = adapter.weights.specs, reader_of(adapter.config.fields)
+        specs = adapter.weights.specs
         names = {"peft": "lora", "pairs": "list of factor pairs"}
         data = {
             "location": location,
-            "adapter": names.get(adapter.layout, adapter.layout) if reader is None else reader.name,
+            "adapter": names.get(adapter.layout, adapter.layout),
             "base_model": str(adapter.config.fields.get("base_model_name_or_path") or ""),
             "use_rslora": adapter.config.use_rslora,
             "fan_in_fan_out": adapter.config.fan_in_fan_out,
@@ -213,26 +211,7 @@ def _describe_adapter(location: str) -> dict[str, Any]:
             "dtypes": dict(Counter(s.dtype for s in specs.values())),
             "problems": list(adapter.problems),
         }
-        if reader is not None:
-            content = reader.read(specs, adapter.config.fields)
-            data |= {
-                "needs_base": reader.why_no_factors,
-                "modules": [
-                    {"name": c.target, "kind": c.kind, "rank": c.rank, "stored": [_role(n) for n in c.stored]}
-                    for c in content.changes
-                ],
-                "full_tensors": {n: list(specs[s].shape) for n, s in content.extras.items()},
-                "problems": list(content.problems),
-            }
-        else:
-            for described in load_all("actmat.inspections").values():
-                data |= described(location, specs) or {}
-        return data
-
-
-def _role(name: str) -> str:
-    """Last part of a stored name that says what it is."""
-    return next(part for part in reversed(name.split(".")) if part != "weight")
+        return {**data, **describe_adapter(location, adapter)}
 
 
 def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:

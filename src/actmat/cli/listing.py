@@ -167,5 +167,6 @@ class Commands(typer.core.TyperGroup):
                 f"match this version of actmat. Install it with: pip install {DISTRIBUTIONS[name]}, or in a checkout "
                 f"of actmat: pip install packages/{DISTRIBUTIONS[name]}"
             )
-        self.commands.update(dict.fromkeys(self.list_commands(ctx)))  # typer suggests close names of these
+        names: Any = dict.fromkeys(self.list_commands(ctx))
+        self.commands.update(names)  # typer suggests close names of these
         return super().resolve_command(ctx, args)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.experts.base import Expert, Source
-from actmat.layout.parts import component_configs, parts_of, single_file_of
+from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
 
 __all__ = [
@@ -37,7 +37,7 @@ def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[s
         lacking = [
             label
             for label, expert in zip(labels, experts, strict=True)
-            if not expert.is_partial
+            if not expert.needs_base
             and not any(n.startswith(prefix) for n in expert.specs)
             and not any(n.removeprefix(prefix) in expert.specs for n in names)
         ]
@@ -169,7 +169,7 @@ def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
             "the output is not quantised: decoded tensors are written as floats, and config.json without its entry "
             "about quantisation"
         )
-    full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.is_partial]
+    full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.needs_base]
     other = [n for n, schemes in full if schemes != set(of_base)]
     if other:
         notes.append(

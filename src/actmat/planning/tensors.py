@@ -50,14 +50,14 @@ def plan_tensors(
     """
     problems = _input_problems(recipe, base, experts)
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
-    problems += statistics.kind_problems([e.is_partial for e in experts])
+    problems += statistics.kind_problems([e.needs_base for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
     kept = absent_parts(base, experts, recipe.labels) | _kept(base, chooser)
     stem, stems = stems_of(base)
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
     given: dict[str, list[Source | None]] = {}
-    only_adapters = all(e.is_partial for e in experts)
+    only_adapters = all(e.needs_base for e in experts)
     for name in alignment.canonical:
         spec, sources = base.specs[name], alignment.sources[name]
         decision = _decide(spec, layouts.tensors[name], chooser, kept)
@@ -336,7 +336,7 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
     """Notes about the adapters among the experts."""
     alike: dict[int, list[str]] = {}
     for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):
-        if not expert.is_partial:
+        if not expert.needs_base:
             continue
         changed = sum(
             any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items

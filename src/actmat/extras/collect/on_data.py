@@ -35,7 +35,7 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.errors import StatisticsError
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.extras.collect.agreement import agreement as compare
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.data import DataOptions, DataSource, data_of, make_batches, prepare_data
@@ -89,14 +89,14 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
     chosen = data_of(recipe, data)
     prepare_data(chosen)
     experts = {e.label: e.path for e in recipe.experts if e.label in chosen}
-    if base is not None and not any(map(is_adapter, (str(place), *experts.values()))):
+    if base is not None and not any(map(needs_base, (str(place), *experts.values()))):
         raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
 
     def load(location: str) -> Loaded:
         under = str(base or recipe.base or "") or None
         return load_model(
             location,
-            base=under if is_adapter(location) else None,
+            base=under if needs_base(location) else None,
             model_class=model_class,
             dtype=dtype,
             device=device,
@@ -164,7 +164,7 @@ def residual_on_data(
     """
     place = Path(directory)
     recipe = recipe_of_output(place)
-    if is_adapter(str(place)):
+    if needs_base(str(place)):
         raise StatisticsError(
             f"{place} is an adapter, and statistics are held against full matrices. Merge with a base (--base, --to "
             "model), or compare answers (--data)."

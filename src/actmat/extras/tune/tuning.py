@@ -13,7 +13,7 @@ from typing import Any
 from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import OutputError, RecipeError, StatisticsError
-from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.collect.data import (
     SAMPLES,
     DataOptions,
@@ -441,7 +441,7 @@ def _base_of_adapters(recipe: Recipe) -> str:
     """
     found = set()
     for expert in recipe.experts:
-        if not is_adapter(expert.path):
+        if not needs_base(expert.path):
             raise RecipeError(f"--base must be given: {expert.label} is no adapter.")
         with open_adapter(expert.path) as adapter:
             found.add(adapter.config.base_model or "")

@@ -48,7 +48,7 @@ STORED = "base_model.model.{}"
 
 def has_ranks(recipe: Recipe, experts: Sequence[Expert]) -> bool:
     """True if ranks can be told: by the recipe, or by experts that are all adapters."""
-    return recipe.rank is not None or recipe.energy is not None or all(e.is_partial for e in experts)
+    return recipe.rank is not None or recipe.energy is not None or all(e.needs_base for e in experts)
 
 
 def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:

@@ -13,7 +13,7 @@ from typing import Any
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
-from actmat.experts.lora.naming import module_names
+from actmat.experts.resolve import module_names
 from actmat.layout.fused import GATED
 from actmat.planning.item import Item
 from actmat.recipe import Recipe

@@ -127,7 +127,7 @@ def _models(
     """Name and model of each merge, and of the inputs if they are compared; one at a time is in memory."""
     from actmat.api.loading import load_model
     from actmat.cli.screen import showing_progress
-    from actmat.experts.resolve import is_adapter
+    from actmat.experts.resolve import needs_base
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
     from actmat.in_memory import run_in_memory
@@ -146,7 +146,7 @@ def _models(
     if question.compare:
         yield "base", load_model(base, model_class=model_class, dtype=dtype, device=device)
         for expert in recipes[0].experts:
-            under = base if is_adapter(expert.path) else None
+            under = base if needs_base(expert.path) else None
             yield expert.label, load_model(expert.path, base=under, model_class=model_class, dtype=dtype, device=device)
 
 

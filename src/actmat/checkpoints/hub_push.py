@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +24,16 @@ from actmat.checkpoints.folder import is_plain_name
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.hub import HubFile, HubRepository, explained, open_repository
 from actmat.checkpoints.resolve import HUB_ID
-from actmat.checkpoints.writing.journal import Journal
-from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME, Staging, disk_errors
+from actmat.checkpoints.writing.staging import MANIFEST_NAME, disk_errors
 from actmat.errors import CheckpointError, OutputError
 from actmat.foreign import in_one_line
 
 __all__ = [
     "HubPlace",
     "HubPush",
-    "HubStaging",
     "PushedFile",
+    "check_place",
+    "create",
     "hub_name",
     "listed_files",
     "look_up",
@@ -286,49 +285,3 @@ def push_errors(repo_id: str) -> Iterator[None]:
         raise OutputError(
             f"Cannot write to {repo_id} on the hub: {said} What was sent is kept by the hub: the same command goes on."
         ) from error
-
-
-class HubStaging(Staging):
-    """Staging of an output whose final place is a repository of the hub; it is built in a local folder.
-
-    Args:
-        url: `hf://org/name`.
-        folder: local name of the output; it is built beside it, and never there.
-        fingerprint: of the plan.
-        overwrite: replace an output that is there.
-    """
-
-    def __init__(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> None:
-        super().__init__(folder, fingerprint, overwrite=overwrite)
-        self.repo_id = hub_name(url)
-
-    @property
-    def place(self) -> str:
-        """The URL."""
-        return f"hf://{self.repo_id}"
-
-    def open(self) -> Journal:
-        """Take the local lock, read the local journal, and make the repository, private, if it is not there.
-
-        Raises:
-            OutputError: it is public, holds something else, or cannot be made.
-        """
-        journal = super().open()
-        there = look_up(self.repo_id)
-        check_place(there, private=True, overwrite=self.overwrite)
-        create(there, private=True)
-        return journal
-
-    def commit(self) -> None:
-        """Send all files in one commit; then remove the local folder."""
-        files = [p for p in self.path.rglob("*") if p.is_file()]
-        names = [n for p in files if (n := p.relative_to(self.path).as_posix()) != JOURNAL_NAME]
-        there = look_up(self.repo_id)
-        push = plan_push(there, self.path, names, private=True, overwrite=self.overwrite)
-        send(push, "Merge with actmat")
-        with disk_errors(self.path):
-            assert self._journal is not None
-            self._journal.close()
-            shutil.rmtree(self.path)
-        self.committed = self._gone = True
-        self.close()

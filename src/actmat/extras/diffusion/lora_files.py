@@ -1,4 +1,4 @@
-"""Modules of LoRA files without a config: factors paired up, with the scale that the file states for each.
+"""LoRA files without a config, as kohya's trainers and diffusers write them: factors paired up, with their scales.
 
     delta = alpha / rank * B A        `alpha` is a tensor beside the factors
 
@@ -14,16 +14,23 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import shown
+from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert, Family
+from actmat.experts.files import holds_factors, open_weights
+from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
-from actmat.experts.lora.file_names import FactorName, foreign_factor, parse_factor
-from actmat.experts.lora.modules import AdapterModule, Listing, ModuleKind, quantised_problem
+from actmat.experts.lora.expert import fitted_expert, unfitted_expert
+from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantised_problem
+from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, module_names, parse_factor
 from actmat.layout.matching import MatchError
 
-__all__ = ["METADATA_KEY", "list_file_modules"]
+__all__ = ["LORA_FILE", "METADATA_KEY", "open_lora_file"]
 
 METADATA_KEY = "lora_adapter_metadata"
 """Metadata in which diffusers keeps the configs of all components of a file, as JSON."""
@@ -70,7 +77,8 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     ranks = [m.rank for m in modules.values()]
     r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
     is_flat = bool(groups) and all(g.first.is_flat for g in groups.values())
-    listing = Listing(modules, {}, {}, problems, "kohya" if is_flat else "diffusers")
+    layout: AdapterLayout = "kohya" if is_flat else "diffusers"
+    listing = Listing(modules, {}, {}, problems, layout, find_modules if is_flat else None)
     return listing, AdapterConfig(r=r, alpha=float(r))
 
 
@@ -176,3 +184,40 @@ def _pair(module: str, group: _Group, specs: Mapping[str, TensorSpec], scales: _
 
 def _x(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "a scalar"
+
+
+def open_lora_file(location: str | Path) -> Adapter:
+    """Open a LoRA file; reads its header and its scales.
+
+    Raises:
+        CheckpointError: no such file there, or it cannot be read. Problems of its contents are in `Adapter.problems`.
+    """
+    weights = open_weights(location)
+    if weights is None:
+        raise CheckpointError(f"{location}: expected a file of LoRA factors, found none")
+    metadata = weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
+    listing, config = list_file_modules(weights, metadata)
+    return Adapter(weights, config, (), listing)
+
+
+def _open(location: str | Path, base: Checkpoint) -> Expert:
+    adapter = open_lora_file(location)
+    try:
+        return fitted_expert(adapter, location, base, LORA_FILE)
+    except CheckpointError:
+        adapter.weights.close()
+        raise
+
+
+def _has_factors(location: str | Path) -> bool:
+    return True
+
+
+def _open_unfitted(location: str | Path) -> Expert:
+    return unfitted_expert(open_lora_file(location), LORA_FILE)
+
+
+LORA_FILE = Family(
+    "LoRA file", None, _open, _open_unfitted, holds=holds_factors, open_stored=open_lora_file,
+    has_factors=_has_factors, rename=module_names,
+)  # fmt: skip

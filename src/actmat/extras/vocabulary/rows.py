@@ -21,15 +21,13 @@ from actmat.checkpoints.base import (
     Checkpoint,
     CheckpointHandle,
     FileIdentity,
-    RowRun,
-    RowsHandle,
     TensorSpec,
     torch_dtype,
 )
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.side_files import SideFiles
 
-__all__ = ["OWN_MEAN", "Around", "TokenRowsCheckpoint", "joined_runs"]
+__all__ = ["OWN_MEAN", "RowRun", "RowsHandle", "TableContext", "TokenRowsCheckpoint", "joined_runs"]
 
 OWN_MEAN = ((-1, -1),)
 """Sources of a row that is the mean of the table's other rows."""
@@ -38,6 +36,38 @@ BLOCK_ROWS = 4096
 """Rows of a table that are read at a time for its mean."""
 
 Sources = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows from `start` of a table: consecutive ones of a source, a mean, or zeros; see `TokenRowsCheckpoint`."""
+
+    start: int
+    count: int
+    sources: tuple[tuple[int, int], ...]  # number of a checkpoint, and the first row there
+
+
+@dataclass(frozen=True, slots=True)
+class RowsHandle:
+    """Tables of a checkpoint that are made of rows of several; see `TokenRowsCheckpoint`. Plain data."""
+
+    own: CheckpointHandle
+    sources: tuple[CheckpointHandle, ...]
+    tables: tuple[tuple[str, tuple[str, ...]], ...]
+    runs: tuple[RowRun, ...]
+
+    @classmethod
+    def of(cls, data: RowsHandle | Mapping[str, Any]) -> RowsHandle:
+        """The handle itself, or the one that `dataclasses.asdict` and JSON took apart."""
+        if isinstance(data, cls):
+            return data
+        assert isinstance(data, Mapping)
+        return cls(
+            CheckpointHandle(**data["own"]),
+            tuple(CheckpointHandle(**s) for s in data["sources"]),
+            tuple((n, tuple(t)) for n, t in data["tables"]),
+            tuple(RowRun(r["start"], r["count"], tuple((k, row) for k, row in r["sources"])) for r in data["runs"]),
+        )
 
 
 def joined_runs(rows: Iterable[Sources]) -> tuple[RowRun, ...]:
@@ -66,7 +96,7 @@ def _follows(run: RowRun, sources: Sources) -> bool:
 
 
 @dataclass(frozen=True)
-class Around:
+class TableContext:
     """Files and remarks that go with new tables.
 
     Args:
@@ -101,13 +131,13 @@ class TokenRowsCheckpoint(Checkpoint):
         tables: Mapping[str, Sequence[str]],
         runs: Sequence[RowRun],
         *,
-        around: Around | None = None,
+        around: TableContext | None = None,
         owned: bool = False,
     ) -> None:
         self._own, self._sources, self._tables = own, list(sources), {n: tuple(t) for n, t in tables.items()}
         self._runs, self._starts = tuple(runs), [r.start for r in runs]
         self.n_rows = runs[-1].start + runs[-1].count if runs else 0
-        around = around or Around()
+        around = around or TableContext()
         self._config, self._identity, self._owned = around.config, around.identity, owned
         self.written_sidecars = around.sidecars
         self.location, self.directory, self.aliases = own.location, own.directory, own.aliases
@@ -185,7 +215,7 @@ class TokenRowsCheckpoint(Checkpoint):
             tuple((n, t) for n, t in self._tables.items()),
             self._runs,
         )
-        return CheckpointHandle(rows.own.address, "rows", self.location, rows=rows)
+        return CheckpointHandle(rows.own.address, "vocabulary", self.location, view=rows)
 
     def fetch_sidecars(self) -> Path | None:
         """Local folder of config, tokenizer and processor files."""

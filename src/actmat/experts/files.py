@@ -1,32 +1,44 @@
-"""Open LoRA files without a config, as kohya's trainers and diffusers write them.
+"""Single files that may hold an adapter, without a config: found, opened, and recognised by the names of their tensors.
 
-Such a file is found by the names of its tensors, not by its own: in a `.safetensors` file, in a folder that holds one
-and no `config.json`, under diffusers' name `pytorch_lora_weights`, and, elsewhere than on this machine, where the name
-of the only file says `lora`.
+Such a file is a `.safetensors` file, one in a folder that has no other and no `config.json`, a file of diffusers' name
+`pytorch_lora_weights`, and, elsewhere than on this machine, the only file where its name says `lora`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, LORA_FILES
 from actmat.checkpoints.folder import member
-from actmat.checkpoints.formats.safetensors import SAFETENSORS, SafetensorsCheckpoint
+from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.resolve import HUB_ID, find_source
 from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError
-from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.file_modules import list_file_modules
-from actmat.experts.lora.file_names import holds_factors
 
-__all__ = ["is_lora_file", "open_lora_file", "open_weights", "tensor_names", "unmerged_problem"]
+__all__ = ["holds_factors", "open_weights", "tensor_names", "unmerged_problem"]
 
 _MODEL_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG)
+_FACTOR = re.compile(
+    r".\.(?:lora_(?:down|up|[AB]|[AB]\.default)\.weight|(?:to_\w+_lora|lora|lora_linear_layer)\.(?:down|up)\.weight"
+    r"|(?:hada|lokr|oft|boft|ia3|glora|bora)_[^.]*(?:\.\w+)?"
+    r"|(?:dora_scale|lora_magnitude_vector|lora_mid|on_input)[^.]*(?:\.\w+)?)$"
+)
+"""Names of factors of LoRA and of the families in its place, in every layout."""
+
+
+def holds_factors(names: Iterable[str]) -> bool:
+    """True if a tensor is a factor of an adapter; a scale by itself is none.
+
+    >>> holds_factors(["a.lora_up.weight"]), holds_factors(["a.weight", "block.alpha"])
+    (True, False)
+    """
+    return any(map(_FACTOR.search, names))
 
 
 def tensor_names(location: str | Path) -> frozenset[str]:
@@ -39,25 +51,6 @@ def tensor_names(location: str | Path) -> frozenset[str]:
         return frozenset()
     with opened:
         return frozenset(opened.specs)
-
-
-def is_lora_file(location: str | Path) -> bool:
-    """True where a file of LoRA factors without a config is; reads a header."""
-    return holds_factors(tensor_names(location))
-
-
-def open_lora_file(location: str | Path) -> Adapter:
-    """Open a LoRA file; reads its header and its scales.
-
-    Raises:
-        CheckpointError: no such file there, or it cannot be read. Problems of its contents are in `Adapter.problems`.
-    """
-    weights = open_weights(location)
-    if weights is None:
-        raise CheckpointError(f"{location}: expected a file of LoRA factors, found none")
-    metadata = weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
-    listing, config = list_file_modules(weights, metadata)
-    return Adapter(weights, config, (), listing)
 
 
 def unmerged_problem(checkpoint: Checkpoint) -> str:
@@ -98,10 +91,7 @@ def _open_file(path: Path, location: str) -> Checkpoint:
 
 
 def _open_elsewhere(url: str) -> Checkpoint | None:
-    from actmat.extras.remote.source import RemoteSource
-
     source = find_source(url)
-    assert isinstance(source, RemoteSource), "a URL"
     name = _named_lora([source.named] if source.named else source.names)
     return None if name is None else SAFETENSORS.open(source.downloading(name))
 

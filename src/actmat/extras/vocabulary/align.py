@@ -9,20 +9,20 @@ experts have starts from their mean. The rule is that of mergekit's `tokenizer_s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
 from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.token_rows import OWN_MEAN, Around, TokenRowsCheckpoint, joined_runs
 from actmat.errors import CheckpointError, did_you_mean
 from actmat.experts.policy import TokenSource, VocabularyPolicy
-from actmat.experts.tables import table_names, token_tables
-from actmat.experts.tokenizer import ADDED, TOKENIZER, config_with_tokens, read_tokenizer, written_tokenizer
+from actmat.extras.vocabulary.rows import OWN_MEAN, RowsHandle, TableContext, TokenRowsCheckpoint, joined_runs
+from actmat.extras.vocabulary.tables import table_names, token_tables
+from actmat.extras.vocabulary.tokenizer import ADDED, TOKENIZER, config_with_tokens, read_tokenizer, written_tokenizer
 
-__all__ = ["align_vocabularies", "read_vocabulary"]
+__all__ = ["VOCABULARY", "align_vocabularies", "read_vocabulary"]
 
 BASE, UNION = "base", "union"
 SHOWN = 12
@@ -137,7 +137,7 @@ class _Joined:
             checkpoints,
             names,
             joined_runs(rows),
-            around=Around(
+            around=TableContext(
                 config=self._config() if is_base else None,
                 sidecars=self._sidecars() if is_base else {},
                 identity=tuple(i for c in checkpoints for i in _tokenizer_identity(c)),
@@ -285,3 +285,20 @@ def _tokenizer_identity(checkpoint: Checkpoint) -> Iterator[FileIdentity]:
     folder = checkpoint.fetch_sidecars()
     if folder is not None and (Path(folder) / TOKENIZER).exists():
         yield file_identity(Path(folder) / TOKENIZER)
+
+
+class _Vocabulary:
+    """The plug-in: alignment, and the way back from a handle."""
+
+    def align(
+        self, base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool
+    ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+        return align_vocabularies(base, experts, policy, owned=owned)
+
+    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        rows = RowsHandle.of(view)
+        own, sources = open_handle(rows.own), [open_handle(s) for s in rows.sources]
+        return TokenRowsCheckpoint(own, sources, dict(rows.tables), rows.runs, owned=True)
+
+
+VOCABULARY = _Vocabulary()
