@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from actmat.recipe.vocabulary import TokenRow, Vocabulary
 from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.small import small_table
 from benchmarks.evidence.tables import evidence_table
@@ -51,7 +52,6 @@ from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
 from actmat.methods.post import STEPS, get_step
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.values import Entry
-from actmat.recipe.vocabulary import TokenRow, Vocabulary
 
 __all__ = ["filled", "pages"]
 

@@ -38,7 +38,7 @@ def finish(
     """
     from actmat.cli.screen import console, escape
     from actmat.cli.summary import print_size
-    from actmat.finishing import finish_parts
+    from actmat.run.parts import finish_parts
 
     report = finish_parts(out, check=check, overwrite=overwrite, durable=fsync, sha256=sha256, threads=threads)
     with optional_stdout("The merge is complete."):

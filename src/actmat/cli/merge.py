@@ -131,7 +131,7 @@ def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, json:
         raise typer.BadParameter("--part goes with one method and one value of each option")
     from actmat.cli.screen import console, escape, showing_progress
     from actmat.engine.shares import Part
-    from actmat.parts import run_part
+    from actmat.run.parts import run_part
 
     part = Part.parse(text)
     with showing_progress(f"part {part}", quiet=quiet) as progress:

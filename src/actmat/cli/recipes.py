@@ -95,7 +95,7 @@ def _check_complete(given: Mapping[str, Any]) -> None:
 def _check_base(recipes: Sequence[Recipe]) -> None:
     """Refuse recipes without a base that need one: of full checkpoints, by a method that merges deltas."""
     from actmat.experts.resolve import is_adapter
-    from actmat.reference import base_problems
+    from actmat.run.open import base_problems
 
     if all(is_adapter(e.path) for e in recipes[0].experts):
         return

@@ -23,9 +23,9 @@ def serve_command(
     and the rank that it needs. With --quiet only the command of vLLM is printed,
     or the reason why vLLM cannot serve the model, with exit code 1.
     """
+    from actmat.api.serving import serving_commands
     from actmat.cli.streams import say
     from actmat.foreign import terminal
-    from actmat.serving import serving_commands
 
     found = serving_commands(out)
     if json:

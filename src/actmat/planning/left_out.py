@@ -21,9 +21,9 @@ def files_left_out(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Ex
     if base is None:
         return {}
     found = dict(base.side_files().left_out)
-    if recipe.files_of in recipe.labels:
-        expert = experts[recipe.labels.index(recipe.files_of)]
-        found |= {f"{path} ({recipe.files_of})": why for path, why in expert.side_files().left_out.items()}
+    if recipe.model.files_of in recipe.labels:
+        expert = experts[recipe.labels.index(recipe.model.files_of)]
+        found |= {f"{path} ({recipe.model.files_of})": why for path, why in expert.side_files().left_out.items()}
     return found
 
 

@@ -44,11 +44,11 @@ def sum_problems(recipe: Recipe, items: Sequence[Item], room: DeviceRoom) -> lis
         "pool": (bool(recipe.pool), "several tensors are merged as one"),
         "post": (bool(recipe.post), "it looks at the deltas again after the method"),
         "postprocess": (recipe.postprocess.caps, "its caps look at the deltas again after the method"),
-        "quantise": (recipe.quantise is not None, "codes are written"),
-        "vocabulary": (recipe.vocabulary is not None, "a further expert may bring tokens"),
+        "quantise": (recipe.model.quantise is not None, "codes are written"),
+        "vocabulary": (recipe.model.vocabulary is not None, "a further expert may bring tokens"),
         "allow_nonfinite": (recipe.allow_nonfinite, "what counts as unchanged depends on all experts"),
-        "files_from": (recipe.files_of != "base", "files are copied from an expert"),
-        "to": (recipe.to not in (None, "model"), "an adapter is written"),
+        "files_from": (recipe.model.files_of != "base", "files are copied from an expert"),
+        "to": (recipe.output is not None and recipe.output.kind != "model", "an adapter is written"),
         "device": (room.device != "cpu", "sums of a device have other last bits"),
     }
     problems = [f"keep_sums: drop '{name}': {reason}" for name, (is_given, reason) in fields.items() if is_given]

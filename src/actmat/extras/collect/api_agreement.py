@@ -18,8 +18,9 @@ from actmat.extras.collect.agreement import agreement as compare
 from actmat.extras.collect.data import DataOptions, check_data, make_batches
 from actmat.extras.collect.models import Loaded, load_model
 from actmat.extras.collect.on_data import data_residuals
-from actmat.inputs import opened_inputs, plans_of
 from actmat.recipe import ExpertRef, Recipe, add_statistics
+from actmat.run.open import open_inputs
+from actmat.run.prepare import plans_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -158,8 +159,8 @@ def residual_on_data(
     given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
     experts = add_statistics([e.model_dump() for e in recipe.experts], given)
     recipe = recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
-    with opened_inputs([recipe]) as inputs, open_checkpoint(place) as merged:
-        (plan,) = plans_of([recipe], inputs)
+    with open_inputs([recipe]) as opened, open_checkpoint(place) as merged:
+        inputs, (plan,) = opened.inputs, plans_of(opened)
         check_adapters(inputs)
         return data_residuals(plan, inputs, merged, progress=progress)
 

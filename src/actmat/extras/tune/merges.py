@@ -18,10 +18,9 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.writing.sidecars import copy_sidecars, side_folder
 from actmat.errors import MergeError
 from actmat.extras.tune.space import MergeChoice
-from actmat.inputs import opened_inputs, plans_of
 from actmat.planning.model import MergePlan
 from actmat.recipe import ExpertRef, Recipe
-from actmat.run import run_recipes
+from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
 __all__ = ["Merges", "number_checkpoint"]
@@ -78,8 +77,7 @@ class Merges:
             MergeError: it cannot be merged.
         """
         recipe = self.recipe_of(choice, scale)
-        with opened_inputs([recipe]) as inputs:
-            return plans_of([recipe], inputs)[0]
+        return plan_recipe(recipe)
 
     def folder_of(self, choice: MergeChoice) -> Path:
         """Folder of the merge of a choice, made or not; another one if the recipe or a local input is another."""

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from actmat.api.notebook import NotebookLine, in_notebook
 from actmat.extras.collect.models import Loaded
 from actmat.extras.tune.answers import Predict, default_predict
 from actmat.extras.tune.evaluate import Score, Trial
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.search import Budget
-from actmat.notebook import NotebookLine, in_notebook
 
 __all__ = ["NotebookTuneProgress", "TuneProgress", "TuneSettings", "usual_tune_progress"]
 

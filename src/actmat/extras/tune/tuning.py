@@ -28,7 +28,7 @@ from actmat.extras.tune.search import Around, choose, pareto_front, search
 from actmat.extras.tune.settings import TuneProgress, TuneSettings
 from actmat.extras.tune.space import Candidate, MergeChoice, Space
 from actmat.recipe import Recipe
-from actmat.recipe.vocabulary import Vocabulary
+from actmat.recipe.output import Model, Vocabulary
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
@@ -131,7 +131,7 @@ class _Search:
         progress: TuneProgress,
         work: Path,
     ) -> None:
-        if recipe.vocabulary is not None and recipe.vocabulary != Vocabulary(source="base"):
+        if recipe.model.vocabulary not in (None, Vocabulary(source="base")):
             raise RecipeError(
                 "tune compares predictions over one vocabulary, and the recipe's 'vocabulary' gives the merged model "
                 "another than the base's. Fix: tune with 'vocabulary: base', then merge with the choice"
@@ -143,7 +143,13 @@ class _Search:
         self.base = recipe.base or _base_of_adapters(recipe)
         self.load = load_with(settings, self.base)
         self.inner = dataclasses.replace(run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        wanted = recipe.model_copy(update={"base": self.base, "to": "model", "out": None})
+        wanted = recipe.model_copy(
+            update={
+                "base": self.base,
+                "output": recipe.output if isinstance(recipe.output, Model) else Model(),
+                "out": None,
+            }
+        )
         self.memory = self._planned(wanted, data)
         kinds, collected = space.statistics, work / "statistics"
         questioner = Questioner(data, settings, kinds, collected, self.load, progress.doing)

@@ -159,7 +159,7 @@ class _ModulePlanner:
                 decision = decision.scaled(depth[module.name])
             assert decision.call is not None, "unknown methods are problems"
             out.append(self._item(module, decision, decision.call))
-        if self.recipe.ranks == "uniform" and out:
+        if self.recipe.adapter.ranks == "uniform" and out:
             top = max(i.pair.rank for i in out)
             out = [self._with_rank(i, top) for i in out]
         return tuple(out)
@@ -175,7 +175,7 @@ class _ModulePlanner:
         blocks = _blocks(decision.layout, first)
         together = _exact_rank(call, ranks, len(blocks))
         exact = limit if why_dense else min(together, limit)
-        rank = min(exact, together) if self.recipe.rank is None else min(self.recipe.rank, limit)
+        rank = min(exact, together) if self.recipe.adapter.rank is None else min(self.recipe.adapter.rank, limit)
         factors = FactorPlan(
             kind=first.kind,
             tensor=module.spec.name,

@@ -23,7 +23,7 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
             "which pair belongs to which module"
         )
     bases = {a.config.base_model: label for label, a in reversed(pairs) if a.config.base_model}
-    if len(bases) > 1 and not recipe.any_base:
+    if len(bases) > 1 and not recipe.adapter.any_base:
         listed = ", ".join(f"'{b}' ({label})" for b, label in reversed(bases.items()))
         problems.append(
             f"the adapters name different bases: {listed}. Deltas of different bases do not add up; if these are "
@@ -42,8 +42,6 @@ def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str
         problems.append("'pool' merges layers as one matrix, of which modules are no factors; write a full model")
     if recipe.allow_nonfinite:
         problems.append("'allow_nonfinite' acts on single entries of a delta, and NaN in a factor reaches whole rows")
-    if recipe.files_from != "base":
-        problems.append("'files_from': an adapter is written without tokenizer files; copy them, or write a full model")
     return problems
 
 

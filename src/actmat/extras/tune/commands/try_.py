@@ -129,7 +129,7 @@ def _models(
     from actmat.extras.collect.models import load_model
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
-    from actmat.in_memory import run_in_memory
+    from actmat.run.in_memory import run_in_memory
 
     device, _ = model_device(run.device)
     model_class, dtype = question.model_class, question.model_dtype

@@ -9,20 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
+from actmat import plugins
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.raw import empty_tensor, raw_bytes
-from actmat.engine.executors import computes_here
+from actmat.engine.executors import AUTO, computes_here
 from actmat.engine.memory import available_memory
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
-from actmat.extras.collect.models import Loaded, load_tensors
 from actmat.foreign import html_table, terminal
-from actmat.inputs import Problems, check_values, is_extraction, opened_inputs, plans_of
-from actmat.output import StagedOutput
-from actmat.places import checked_room, executor_of, resources_of
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
-from actmat.run import execute_units
+from actmat.recipe.output import Extracted
+from actmat.run.driver import execute
+from actmat.run.open import open_inputs
+from actmat.run.prepare import prepare
+from actmat.run.stage import StagedOutput
 from actmat.settings import RunSettings
 
 __all__ = ["MemoryMerge", "run_in_memory"]
@@ -86,7 +87,7 @@ class MemoryMerge:
         config = self.plan.adapter_config or {}
         return self.plan.recipe.base or str(config.get("base_model_name_or_path") or "")
 
-    def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Loaded:
+    def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Any:
         """The model, ready to run; a merged adapter is on its base.
 
         Args:
@@ -95,10 +96,16 @@ class MemoryMerge:
 
         Raises:
             StatisticsError: transformers, or PEFT, does not load it.
+            RecipeError: the part of actmat that loads models is not installed.
         """
+        load = plugins.load("actmat.models", "tensors")
+        if load is None:
+            raise RecipeError("Nothing that is installed loads a model from tensors; write the merge (--out OUT).")
         recipe, base = self.plan.recipe, self.base
-        files = base if recipe.files_of == "base" else recipe.experts[recipe.labels.index(recipe.files_of)].path
-        return load_tensors(
+        files = (
+            base if recipe.model.files_of == "base" else recipe.experts[recipe.labels.index(recipe.model.files_of)].path
+        )
+        return load(
             self.tensors,
             base,
             files,
@@ -121,34 +128,28 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
         OutputError: the output is larger than the free memory.
         RecipeError: an executor on other machines.
     """
-    began = time.perf_counter()
-    settings, progress = settings or RunSettings(), progress or NoProgress()
-    executor = executor_of(settings, recipe)
+    settings = settings or RunSettings()
+    executor = settings.executor or recipe.executor or AUTO
     if not computes_here(executor):
         raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
-    if recipe.quantise is not None:
+    if recipe.model.quantise is not None:
         raise RecipeError("Codes are written into a folder: leave out 'quantise' for a merge in memory, or give --out.")
-    if is_extraction(recipe):
-        raise RecipeError("An adapter of full models is extracted into a folder (actmat merge ... --out OUT); in "
-                          "memory, merge into a model (--to model).")  # fmt: skip
-    recipe = recipe.model_copy(update={"keep_sums": False})  # there is no folder to keep them in
-    problems = Problems()
-    room = checked_room(settings, executor, problems)
-    with opened_inputs([recipe], problems) as inputs:
-        (plan,) = plans_of([recipe], inputs, room, problems)
+    with open_inputs([recipe], settings) as opened:
+        if isinstance(opened.recipes[0].output, Extracted):
+            raise RecipeError("An adapter of full models is extracted into a folder (actmat merge ... --out OUT); in "
+                              "memory, merge into a model (--to model).")  # fmt: skip
+        prepared = prepare(opened, measured=False)
+        (plan,) = prepared.plans
         if plan.write_bytes > (free := available_memory()):
             raise OutputError(
                 f"The merged model takes {format_size(plan.write_bytes)}, and {format_size(free)} of memory are free: "
                 "merge into a folder (actmat merge ... --out OUT), or give --dtype bfloat16."
             )
         writer = _MemoryWriter(plan.specs)
-        resources = resources_of([plan], settings, inputs)
-        progress.started([plan], 0, resources.workers)
-        check_values(inputs)
-        execute_units([StagedOutput(plan, writer)], inputs, executor, resources, None, progress)
-        base = inputs.base
+        execute([StagedOutput(plan, writer)], prepared, progress or NoProgress())
+        base = opened.inputs.base
         config = {} if base is None else dict(base.written_config or base.config or {})
         if recipe.dtype is not None and config:
             config["dtype"] = recipe.dtype
     tensors = {s.name: writer.tensors[s.name] for s in plan.specs}
-    return MemoryMerge(plan, tensors, config, time.perf_counter() - began)
+    return MemoryMerge(plan, tensors, config, time.perf_counter() - opened.began)
