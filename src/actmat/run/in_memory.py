@@ -102,9 +102,7 @@ class MemoryMerge:
         if load is None:
             raise RecipeError("Nothing that is installed loads a model from tensors; write the merge (--out OUT).")
         recipe, base = self.plan.recipe, self.base
-        files = (
-            base if recipe.model.files_of == "base" else recipe.experts[recipe.labels.index(recipe.model.files_of)].path
-        )
+        files = {"base": base, **{e.label: e.path for e in recipe.experts}}[recipe.model.files_of]
         return load(
             self.tensors,
             base,

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
@@ -144,8 +145,12 @@ def resolved(recipe: Recipe, adapters: Mapping[str, bool]) -> Recipe:
         )
         notes = (*recipe.notes, note)
         return recipe.model_copy(update={"base": first.path, "output": output or Model(), "notes": notes})
-    if output is not None:
-        raise RecipeError("A full model is merged into a base: give --base, or write an adapter (--to adapter).")
+    if not full:
+        given = ", ".join(sorted(f"'{n}'" for n in recipe.model.model_fields_set - {"kind"}))
+        raise RecipeError(
+            f"A full model{f', as {given} asks for,' * bool(given)} is merged into a base: give --base, or write an "
+            "adapter (--to adapter)."
+        )
     why = f"Without one: {'; '.join(reasons)}." if reasons else "Adapters are deltas of a base."
     raise RecipeError(
         f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into the "
@@ -239,7 +244,7 @@ def _aligned(
     recipe: Recipe, policy: VocabularyPolicy, base: Checkpoint, opening: _Opening
 ) -> tuple[Checkpoint, list[Expert | None]]:
     """The base and the experts with the rows of one vocabulary; adapters are fitted to that base."""
-    full = {e.label: opening(lambda e=e: open_base(e.path)) for e in recipe.experts if not is_adapter(e.path)}
+    full = {e.label: opening(partial(open_base, e.path)) for e in recipe.experts if not is_adapter(e.path)}
     found = {label: checkpoint for label, checkpoint in full.items() if checkpoint is not None}
     if len(found) == len(full):
         with opening.noted():

@@ -128,8 +128,10 @@ def run_part(
         check_mutes([recipe])
     with open_inputs([recipe], settings, "part") as opened:
         if isinstance(opened.recipes[0].output, Extracted):
-            raise RecipeError("An adapter is extracted in one run: leave out --part, or merge into a model (--to model) "
-                              "and extract from that (actmat extract).")  # fmt: skip
+            raise RecipeError(
+                "An adapter is extracted in one run: leave out --part, or merge into a model (--to model) and extract "
+                "from that (actmat extract)."
+            )
         prepared = prepare(opened)
         (plan,), out = prepared.plans, Path(opened.place.outs[0])
         shared, names = SharedStage(out), frozenset(plan_part(prepared.plans[0], part).names)

@@ -170,7 +170,8 @@ def present_output(out: Path | str) -> Iterator[Path]:
     if problems := destination.problems(out):  # no request: another check tells them
         raise CheckpointError(problems[0])
     source = destination.finished(out)
-    yield [source.fetch(name).parent for name in (MANIFEST_NAME, REPORT_NAME) if name in source.names][0]
+    folders = [source.fetch(name).parent for name in (MANIFEST_NAME, REPORT_NAME) if name in source.names]
+    yield folders[0]
 
 
 def _check_outputs(
